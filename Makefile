@@ -1,0 +1,52 @@
+# make demo   trains a small GPT with the operator and with F.cross_entropy, compares them -> demo_output/
+# make test   ruff check, ruff format --check, pytest (the tests marked `gpu` only where CUDA is)
+# Both first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
+
+.PHONY: demo test lint format toolchain clean
+
+demo: $(INSTALLED) toolchain
+	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
+
+test: lint toolchain
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    echo "CUDA: running every test"; $(BIN)/python -m pytest $(PYTEST_ARGS); \
+	else \
+	    echo "no CUDA: leaving out the tests marked gpu"; $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS); \
+	fi
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(INSTALLED): requirements.txt pyproject.toml setup.py flce_ops/version.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' \
+	    || { echo "$(PYTHON) has no venv module: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -e .
+	@touch $@
+
+# torch.compile's C++ backend wants a compiler and Python's headers. A note, not an error: the demo says what it does without.
+toolchain: $(INSTALLED)
+	@command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null \
+	    || echo "NOTE: no C++ compiler, so torch.compile cannot generate CPU code: apt-get install g++"
+	@$(BIN)/python -c 'import pathlib, sys, sysconfig; \
+	    sys.exit(not pathlib.Path(sysconfig.get_paths()["include"], "Python.h").exists())' \
+	    || echo "NOTE: no Python.h, so torch.compile cannot build its CPU code: apt-get install python3-dev"
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo_output .pytest_cache .ruff_cache
