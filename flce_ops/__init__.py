@@ -1,0 +1,25 @@
+"""Fused linear + cross-entropy loss as a registered PyTorch operator: `torch.ops.flce.linear_cross_entropy`."""
+
+from flce_ops import flops as flops
+from flce_ops import ops as ops  # registers the operators, then their FLOP formulas
+from flce_ops.functional import linear_cross_entropy
+from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
+from flce_ops.path import Path, last_path
+from flce_ops.version import __version__
+from flce_ops.workspace import get_workspace, set_workspace, workspace
+
+# Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
+SAC_SAVE_OPS = [ops.linear_cross_entropy_forward]
+
+__all__ = [
+    "SAC_SAVE_OPS",
+    "LinearCrossEntropyHead",
+    "LinearCrossEntropyLoss",
+    "Path",
+    "__version__",
+    "get_workspace",
+    "last_path",
+    "linear_cross_entropy",
+    "set_workspace",
+    "workspace",
+]

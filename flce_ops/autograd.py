@@ -1,0 +1,331 @@
+"""What each operator saves and what comes back; nothing here computes a logit.
+
+    user -> entry -> forward        saves operands, lse         <- backward op
+                  -> with_grad      saves the gradients made in the same pass <- times one scalar
+            backward op             saves its inputs            <- double_backward op
+            double_backward op      saves nothing               <- refused by name
+
+One `torch.autograd.Function` per operator, with `setup_context` and `vmap`, is called from the Autograd key (eager,
+AOTAutograd) and from the key on which torch.func intercepts calls; `torch.library.register_autograd` reaches only the first.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from flce_ops.torch_private import below_autograd, graph_is_kept_after_this_backward
+
+# N tokens, D hidden, V vocabulary
+
+
+class Forward(Function):
+    """(target_logit, lse, logit_sum) of linear_cross_entropy_forward."""
+
+    @staticmethod
+    def forward(
+        input, linear_weight, target, linear_bias, weight, ignore_index, logit_sum, softcap, logit_scale, vocab_start, vocab_size
+    ):
+        return torch.ops.flce.linear_cross_entropy_forward(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight,
+            ignore_index=ignore_index,
+            logit_sum=logit_sum,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *operands, ignore_index, logit_sum, softcap, logit_scale, vocab_start, _ = inputs
+        ctx.options = {
+            "ignore_index": ignore_index,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "vocab_start": vocab_start,
+        }
+        ctx.set_materialize_grads(False)
+        if not logit_sum:
+            ctx.mark_non_differentiable(output[2])
+        ctx.has_logit_sum = logit_sum
+        ctx.save_for_backward(*operands, output[1])
+
+    @staticmethod
+    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum):
+        if not ctx.has_logit_sum:
+            grad_logit_sum = None
+        if grad_target_logit is None and grad_lse is None and grad_logit_sum is None:
+            return (None,) * 11
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+        grads = torch.ops.flce.linear_cross_entropy_backward(
+            grad_target_logit, grad_lse, grad_logit_sum, *ctx.saved_tensors, **ctx.options, output_mask=mask
+        )
+        grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, mask))
+        return grad_input, grad_weight, None, grad_bias, *(None,) * 7
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return vmap_by_loop(Forward, info, in_dims, args)
+
+
+class Backward(Function):
+    """(grad_input, grad_linear_weight, grad_linear_bias) of linear_cross_entropy_backward."""
+
+    @staticmethod
+    def forward(
+        grad_target_logit,
+        grad_lse,
+        grad_logit_sum,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        lse,
+        ignore_index,
+        softcap,
+        logit_scale,
+        vocab_start,
+        output_mask,
+    ):
+        return torch.ops.flce.linear_cross_entropy_backward(
+            grad_target_logit,
+            grad_lse,
+            grad_logit_sum,
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight,
+            lse,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            vocab_start=vocab_start,
+            output_mask=output_mask,
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *operands, ignore_index, softcap, logit_scale, vocab_start, output_mask = inputs
+        ctx.options = {
+            "ignore_index": ignore_index,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "vocab_start": vocab_start,
+        }
+        ctx.output_mask = output_mask
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(result for result, wanted in zip(output, output_mask) if not wanted))
+        ctx.save_for_backward(*operands)
+
+    @staticmethod
+    def backward(ctx, *grad_grads):
+        grad_grads = tuple(grad if wanted else None for grad, wanted in zip(grad_grads, ctx.output_mask))
+        if all(grad is None for grad in grad_grads):
+            return (None,) * 14
+        *per_row, lse, grad_input, grad_weight, grad_bias = torch.ops.flce.linear_cross_entropy_double_backward(
+            *grad_grads, *ctx.saved_tensors, **ctx.options
+        )
+        grads = (*per_row, grad_input, grad_weight, None, grad_bias, None, lse)
+        wanted = ctx.needs_input_grad
+        return *(grad if wanted[i] else None for i, grad in enumerate(grads)), *(None,) * 5
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return vmap_by_loop(Backward, info, in_dims, args)
+
+
+class WithGrad(Function):
+    """loss of linear_cross_entropy_with_grad; its other results carry no gradient.
+
+    The gradients exist already, up to the scalar d(objective)/d(loss). They are multiplied in place when nobody can
+    read them again, which keeps one copy of grad_linear_weight in memory, and out of place under retain_graph.
+    """
+
+    @staticmethod
+    def forward(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        row_scale,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        output_mask,
+    ):
+        return torch.ops.flce.linear_cross_entropy_with_grad(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight,
+            row_scale,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            output_mask=output_mask,
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *operands, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.softcap, ctx.logit_scale, mask = inputs
+        ctx.output_mask = mask
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*operands, *output[1:])
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        if grad_loss is None:
+            return (None,) * 12
+        *operands, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_row_scale = None
+        if torch.is_grad_enabled():
+            grads, grad_row_scale = WithGrad.differentiable_gradients(ctx, operands, grad_loss)
+        else:
+            made = (grad_input, grad_weight, grad_bias)
+            grads = multiply_by_upstream(
+                [grad if wanted else None for grad, wanted in zip(made, ctx.output_mask)], grad_loss
+            )
+            if needs[5]:
+                grad_row_scale = losses * grad_loss
+        grad_input, grad_weight, grad_bias = (
+            grad if need else None for grad, need in zip(grads, (needs[0], needs[1], needs[3]))
+        )
+        return grad_input, grad_weight, None, grad_bias, None, grad_row_scale, *(None,) * 6
+
+    @staticmethod
+    def differentiable_gradients(ctx, operands, grad_loss):
+        """create_graph=True: saved gradients have no graph, so go through the differentiable backward operator."""
+        from flce_ops.functional import losses_from_forward
+
+        input, linear_weight, target, linear_bias, weight, row_scale = operands
+        wanted = [
+            tensor for tensor in (input, linear_weight, linear_bias, row_scale) if tensor is not None and tensor.requires_grad
+        ]
+        losses = losses_from_forward(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight,
+            ignore_index=ctx.ignore_index,
+            label_smoothing=ctx.label_smoothing,
+            softcap=ctx.softcap,
+            logit_scale=ctx.logit_scale,
+            z_loss=ctx.z_loss,
+        )
+        loss = (row_scale * losses).sum()
+        grads = torch.autograd.grad(loss, wanted, grad_loss, create_graph=True)
+        by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, grads)}
+        return [by_tensor.get(id(t)) for t in (input, linear_weight, linear_bias)], by_tensor.get(id(row_scale))
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return vmap_by_loop(WithGrad, info, in_dims, args)
+
+
+class DoubleBackward(Function):
+    """Results of linear_cross_entropy_double_backward, which has no derivative of its own."""
+
+    @staticmethod
+    def forward(*args):
+        *operands, ignore_index, softcap, logit_scale, vocab_start = args
+        return torch.ops.flce.linear_cross_entropy_double_backward(
+            *operands, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_start=vocab_start
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for them"
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return vmap_by_loop(DoubleBackward, info, in_dims, args)
+
+
+FORMULAS = {
+    "linear_cross_entropy_forward": Forward,
+    "linear_cross_entropy_backward": Backward,
+    "linear_cross_entropy_with_grad": WithGrad,
+    "linear_cross_entropy_double_backward": DoubleBackward,
+}
+
+
+def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    """grads * factor, in the same memory where these are the last users of it."""
+    # a subclass here is a tracer (functional, fake) or a wrapper: record an ordinary multiplication for it
+    plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)
+    if not plain or graph_is_kept_after_this_backward():
+        return [None if grad is None else grad * factor for grad in grads]
+    for grad in grads:
+        if grad is None:
+            continue
+        if grad.device.type == "cuda" and grad.dtype in (torch.bfloat16, torch.float16):
+            from flce_ops.triton import launch_scale_in_place
+
+            launch_scale_in_place(grad, factor)
+        else:
+            grad.mul_(factor)
+    return grads
+
+
+def vmap_by_loop(function: type[Function], info, in_dims, args):
+    """One call per element of the batch: right for every argument, no faster than a Python loop."""
+    results = []
+    for index in range(info.batch_size):
+        element = [
+            arg.select(dim, index) if isinstance(arg, Tensor) and dim is not None else arg
+            for arg, dim in zip(args, in_dims)
+        ]
+        results.append(function.apply(*element))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results))
+    return stacked, (0,) * len(stacked)
+
+
+def kernel(op: torch._ops.OpOverload, function: type[Function]) -> Callable:
+    """The kernel of `op` on the autograd keys: `function` when a gradient can flow, straight down otherwise."""
+    schema = op._schema
+    names = [argument.name for argument in schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+
+    def run(*args, **kwargs):
+        values = {**defaults, **dict(zip(names, args)), **kwargs}
+        flat = [values[name] for name in names]
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        refuse_forward_mode(schema.name, tensors)
+        if torch._C._are_functorch_transforms_active() or (
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        ):
+            return function.apply(*flat)
+        with below_autograd():
+            return op(*args, **kwargs)
+
+    return run
+
+
+def refuse_forward_mode(name: str, tensors: list[Tensor]) -> None:
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            f"{name}: forward-mode differentiation (jvp, jacfwd, make_dual) is not implemented; use reverse mode"
+        )

@@ -1,0 +1,292 @@
+"""The public function and the body of the entry operator: what the arguments mean, which path runs, the reduction.
+
+    linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> composite -> forward | with_grad -> reduction in ATen
+
+The entry is CompositeImplicitAutograd, as ATen's scaled_dot_product_attention: it sees requires_grad, autocast and tensor
+subclasses, and everything it does beyond the inner operators is ordinary differentiable ATen over N numbers.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.arguments import check_arguments
+from flce_ops.loss import loss_terms
+from flce_ops.torch_private import (
+    functorch_is_active,
+    saved_tensor_hooks_are_active,
+    tracing_a_checkpointed_region,
+    without_autocast,
+)
+
+# N tokens, D hidden, V vocabulary
+
+# float16 gradients made before the upstream gradient is known: row scales are brought to this sum by a power of two, so
+# that entries of p - onehot over N tokens stay normal numbers and sums over all tokens stay finite.
+FP16_ROW_SCALE_SUM_LOG2 = 10
+
+
+def linear_cross_entropy(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    linear_bias: Tensor | None = None,  # (V,)
+    *,
+    weight: Tensor | None = None,  # (V,)
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...)
+    normalizer: Tensor | float | None = None,  # ()
+) -> Tensor:
+    r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
+
+    Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::
+
+        z    = logit_scale * u                    then, with softcap:  softcap * tanh(z / softcap)
+        lse  = logsumexp_j z_j
+        loss = token_weight * [ (1 - label_smoothing) * weight_y * (lse - z_y)
+                                + label_smoothing / V * sum_j weight_j * (lse - z_j)
+                                + z_loss * lse ** 2 ]
+
+    Args:
+        input: hidden states, (..., D); float64, float32, bfloat16 or float16.
+        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
+        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
+        linear_bias: (V,), in input's dtype.
+        weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
+        reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
+            ignored, or by the sum of their class weights. "sum".
+        ignore_index: target value that contributes neither loss nor gradient.
+        label_smoothing: in [0, 1].
+        softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
+        logit_scale: factor on the logits (Cohere, Granite; 1 / temperature).
+        z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
+        token_weight: factor per token, (...); it does not enter the denominator of "mean".
+        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
+            of target tokens in the whole batch under gradient accumulation or data parallelism.
+
+    Returns:
+        float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
+
+    Raises:
+        ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
+        IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
+        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``.
+
+    Composability:
+        torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
+        checkpointing, CUDA graphs. Gradients of a scalar loss are made during forward, in the same pass over the
+        logits; under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
+
+    Source:
+        Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
+    """
+    if normalizer is not None and not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=meta.accumulation_dtype(input.dtype), device=input.device)
+    return torch.ops.flce.linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
+        token_weight=token_weight,
+        normalizer=normalizer,
+    )
+
+
+def composite(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    normalizer: Tensor | None = None,
+) -> Tensor:
+    """Body of torch.ops.flce.linear_cross_entropy."""
+    if any_dtensor(input, linear_weight, target, linear_bias, weight, token_weight, normalizer):
+        raise NotImplementedError("linear_cross_entropy: DTensor arguments are not supported yet; pass local tensors")
+    input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
+    check_arguments(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        reduction,
+        label_smoothing,
+        softcap,
+        token_weight,
+        normalizer,
+    )
+    target_shape = target.shape
+    input = input.reshape(target.numel(), input.shape[-1])
+    target = target.reshape(-1)
+    accumulate = meta.accumulation_dtype(input.dtype)
+    valid = target != ignore_index
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(accumulate)
+    loss_options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
+
+    if reduction == "none":
+        losses = losses_from_forward(input, linear_weight, target, linear_bias, weight, **loss_options)
+        if token_weight is not None:
+            losses = losses * token_weight
+        return losses.reshape(target_shape)
+
+    factor = torch.ones_like(valid, dtype=accumulate) if token_weight is None else token_weight
+    denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
+    # a token weight at an ignored token gets gradient 0, also where the denominator is 0
+    row_scale = torch.where(valid, factor, 0.0)
+    if denominator is not None:
+        row_scale = row_scale / denominator
+
+    if gradients_in_the_same_pass(input, linear_weight, linear_bias):
+        operands = (input, linear_weight, target, linear_bias, weight)
+        mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
+        if input.dtype != torch.float16:
+            return with_grad_loss(*operands, row_scale, **loss_options, output_mask=mask)
+        power = fp16_power_of_two(row_scale)
+        return with_grad_loss(*operands, row_scale * power, **loss_options, output_mask=mask) / power
+
+    losses = losses_from_forward(input, linear_weight, target, linear_bias, weight, **loss_options)
+    return (row_scale * losses).sum()
+
+
+def losses_from_forward(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Tensor:  # (N,), 0 where ignored
+    """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
+    num_classes = linear_weight.shape[0]
+    target_logit, lse, logit_sum = torch.ops.flce.linear_cross_entropy_forward(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        ignore_index=ignore_index,
+        logit_sum=label_smoothing != 0.0,
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )
+    target_weight = weight_sum = None
+    if weight is not None:
+        target_weight = class_weight_of(target, weight, lse.dtype)
+        weight_sum = weight.to(lse.dtype).sum()
+    terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
+    losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None)
+    return torch.where(target != ignore_index, losses, 0.0)
+
+
+def with_grad_loss(*operands, **options) -> Tensor:
+    return torch.ops.flce.linear_cross_entropy_with_grad(*operands, **options)[0]
+
+
+def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
+    """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
+    return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
+
+
+def mean_denominator(
+    reduction: str,
+    normalizer: Tensor | None,
+    target: Tensor,
+    valid: Tensor,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor | None:  # ()
+    if normalizer is not None:
+        return normalizer.to(dtype)
+    if reduction == "sum":
+        return None
+    if weight is None:
+        return valid.sum().to(dtype)
+    return torch.where(valid, class_weight_of(target, weight, dtype), 0.0).sum()
+
+
+def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+    """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4.
+
+    Not inside a checkpointed region, whose forward runs twice and would make them twice; not under torch.func, whose
+    backward always asks for a graph, which gradients made in advance do not have.
+    """
+    return (
+        any(needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias))
+        and not functorch_is_active()
+        and not saved_tensor_hooks_are_active()
+        and not tracing_a_checkpointed_region()
+    )
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def fp16_power_of_two(row_scale: Tensor) -> Tensor:  # ()
+    exponent = FP16_ROW_SCALE_SUM_LOG2 - torch.ceil(torch.log2(row_scale.detach().abs().sum()))
+    return torch.exp2(torch.nan_to_num(exponent, nan=0.0, posinf=0.0, neginf=0.0).clamp(-60, 60))
+
+
+def any_dtensor(*tensors: Tensor | None) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands as autocast hands them to F.linear: floating, but for float64, in the autocast dtype."""
+    if not torch.is_autocast_enabled(device_type):
+        return operands
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+        else tensor
+        for tensor in operands
+    )
+
+
+def autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable:
+    """The autocast kernel of an inner operator (input, linear_weight, target, linear_bias, ...)."""
+
+    def run(input, linear_weight, target, linear_bias=None, *args, **kwargs):
+        input, linear_weight, linear_bias = autocast_operands(device_type, input, linear_weight, linear_bias)
+        with without_autocast(device_type):
+            return op(input, linear_weight, target, linear_bias, *args, **kwargs)
+
+    return run

@@ -1,0 +1,60 @@
+"""The loss of one token as a function of a few numbers per row of logits, and its partial derivatives.
+
+With z the row of logits (scaled and capped), w the class weights, W = sum_j w_j, eps the label smoothing and V classes:
+
+    lse         = logsumexp_j z_j
+    target_logit = z_y
+    logit_sum   = sum_j w_j z_j                                   (only read when eps > 0)
+
+    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (W lse - logit_sum)  +  z_loss lse^2
+
+so that every gradient with respect to z is  d_lse * softmax(z) + d_target * onehot(y) + d_sum * w.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The factors of the three terms above. Tensors have shape (N,) or () and the accumulation dtype."""
+
+    target_factor: Tensor | float  # (1 - eps) w_y
+    smoothing: float | Tensor  # eps / V
+    smoothing_lse_factor: Tensor | float  # eps / V * W
+    z_loss: float
+
+    def loss(self, target_logit: Tensor, lse: Tensor, logit_sum: Tensor | None) -> Tensor:
+        loss = self.target_factor * (lse - target_logit)
+        if logit_sum is not None:
+            loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
+        if self.z_loss:
+            loss = loss + self.z_loss * lse * lse
+        return loss
+
+    def d_lse(self, lse: Tensor) -> Tensor | float:
+        """d loss / d lse; the derivatives by z_y and logit_sum are `-target_factor` and `-smoothing`."""
+        slope = self.target_factor + self.smoothing_lse_factor
+        return slope + 2.0 * self.z_loss * lse if self.z_loss else slope
+
+
+def loss_terms(
+    target_weight: Tensor | None,  # (N,) class weight of each target, None for 1
+    weight_sum: Tensor | None,  # () sum of the class weights, None for V
+    num_classes: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> LossTerms:
+    keep = 1.0 - label_smoothing
+    smoothing = label_smoothing / num_classes if label_smoothing else 0.0
+    if not label_smoothing:
+        smoothing_lse_factor: Tensor | float = 0.0
+    else:
+        smoothing_lse_factor = label_smoothing if weight_sum is None else smoothing * weight_sum
+    return LossTerms(
+        target_factor=keep if target_weight is None else keep * target_weight,
+        smoothing=smoothing,
+        smoothing_lse_factor=smoothing_lse_factor,
+        z_loss=z_loss,
+    )

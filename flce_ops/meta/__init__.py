@@ -1,0 +1,23 @@
+"""Checks and allocated outputs of each inner operator.
+
+One function per operator, registered as its fake kernel and called by every real kernel before any work, so that shapes,
+dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Imports only torch.
+"""
+
+from flce_ops.meta.checks import check_operands
+from flce_ops.meta.outputs import (
+    accumulation_dtype,
+    backward_outputs,
+    double_backward_outputs,
+    forward_outputs,
+    with_grad_outputs,
+)
+
+__all__ = [
+    "accumulation_dtype",
+    "backward_outputs",
+    "check_operands",
+    "double_backward_outputs",
+    "forward_outputs",
+    "with_grad_outputs",
+]

@@ -1,0 +1,89 @@
+"""Refusals by name for the flattened operands that every inner operator shares.
+
+Each message says which argument, what was expected, what came, and what to do where that is not plain.
+Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/target_range.py).
+"""
+
+import torch
+from torch import Tensor
+
+# N tokens, D hidden, V vocabulary
+
+SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_operands(
+    op: str,
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (N,)
+    linear_bias: Tensor | None,  # (V,)
+    weight: Tensor | None,  # (V,)
+) -> None:
+    if input.dim() != 2:
+        raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
+    check_linear_weight(op, linear_weight, input.shape[-1])
+    if target.dim() != 1 or target.shape[0] != input.shape[0]:
+        raise ValueError(
+            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, got {tuple(target.shape)}"
+        )
+    check_target_dtype(op, target)
+    check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
+    num_classes = linear_weight.shape[0]
+    check_per_class(op, "linear_bias", linear_bias, num_classes)
+    check_per_class(op, "weight", weight, num_classes)
+    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
+
+
+def check_linear_weight(op: str, linear_weight: Tensor, hidden: int) -> None:
+    if linear_weight.dim() != 2:
+        hint = (
+            " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: call the loss inside it)"
+            if linear_weight.dim() == 1
+            else ""
+        )
+        raise ValueError(f"{op}: expected linear_weight of shape (V, D), got {tuple(linear_weight.shape)}{hint}")
+    if linear_weight.shape[1] != hidden:
+        raise ValueError(
+            f"{op}: input has D = {hidden} features, but linear_weight has shape {tuple(linear_weight.shape)}; "
+            f"expected (V, {hidden}), as nn.Linear's weight"
+        )
+    if linear_weight.shape[0] == 0:
+        raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
+
+
+def check_target_dtype(op: str, target: Tensor) -> None:
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{op}: expected target of class indices in int64 or int32, got {target.dtype} "
+            "(class probabilities are not supported)"
+        )
+
+
+def check_dtypes(op: str, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    if dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        raise TypeError(f"{op}: expected input in one of {names}, got {dtype}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != dtype:
+            raise TypeError(
+                f"{op}: expected {name} in input's dtype {dtype}, got {tensor.dtype}; "
+                "cast one of them or call it under torch.autocast"
+            )
+
+
+def check_per_class(op: str, name: str, tensor: Tensor | None, num_classes: int) -> None:
+    if tensor is None:
+        return
+    if tensor.dim() != 1 or tensor.shape[0] != num_classes:
+        raise ValueError(
+            f"{op}: expected {name} of shape ({num_classes},), one entry per row of linear_weight, got {tuple(tensor.shape)}"
+        )
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{op}: expected {name} in a floating dtype, got {tensor.dtype}")
+
+
+def check_device(op: str, input: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"{op}: expected {name} on input's device {input.device}, got {tensor.device}")

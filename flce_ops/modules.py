@@ -1,0 +1,146 @@
+"""Modules that own the head's parameters; the mathematics is in flce_ops/functional.py."""
+
+import torch
+from torch import Tensor, nn
+
+from flce_ops.functional import linear_cross_entropy
+
+# D in_features, V classes
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits; as torch.nn.LinearCrossEntropyLoss.
+
+    Args:
+        in_features: D.
+        num_classes: V.
+        bias: whether the linear layer adds a learnable bias.
+        weight: class weights, (V,); a buffer that is not part of the state dict.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
+
+    Shapes: input (..., D), target (...); loss () or, for reduction="none", target's.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight, persistent=False)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+        self.z_loss = z_loss
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+    ) -> Tensor:
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            self.linear.bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            z_loss=self.z_loss,
+            token_weight=token_weight,
+            normalizer=normalizer,
+        )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
+
+
+class LinearCrossEntropyHead(nn.Linear):
+    """An nn.Linear whose forward returns the loss when it is given targets, and the logits when it is not.
+
+    Because the loss runs inside the forward of the module that owns the weight, wrappers which gather parameters around
+    a module's forward (FSDP, ZeRO-3) work unchanged. The state dict is nn.Linear's.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
+        ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
+
+    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), the loss.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+        self.z_loss = z_loss
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        *,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        token_weight: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+    ) -> Tensor:
+        if target is None:
+            return self.logits(input)
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            z_loss=self.z_loss,
+            token_weight=token_weight,
+            normalizer=normalizer,
+        )
+
+    def logits(self, input: Tensor) -> Tensor:
+        logits = super().forward(input)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits

@@ -1,0 +1,118 @@
+"""Schemas and kernels of the registered operators.
+
+    flce::linear_cross_entropy                   entry, CompositeImplicitAutograd: flce_ops/functional.py
+    flce::linear_cross_entropy_forward           (target_logit, lse, logit_sum) per token
+    flce::linear_cross_entropy_backward          gradients from the cotangents of those three
+    flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
+    flce::linear_cross_entropy_double_backward   derivatives of the backward operator
+
+The inner four share one layout of dispatch keys:
+
+    AutocastCPU, AutocastCUDA          cast the operands     (forward, with_grad)
+    FuncTorchDynamicLayerFrontMode     torch.func            flce_ops/autograd.py
+    Autograd                           formulas              flce_ops/autograd.py
+    CUDA                               half dtypes: flce_ops/triton, imported inside the kernel; others: ATen
+    CompositeExplicitAutograd          every other device: flce_ops/reference.py
+    fake / Meta                        flce_ops/meta
+"""
+
+import torch
+from torch import Tensor
+
+from flce_ops import autograd, double_backward, functional, meta, reference
+
+# N tokens, D hidden, V vocabulary
+
+library = torch.library.Library("flce", "DEF")
+
+_OPERANDS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias{default}, Tensor? weight{default}"
+_LOGITS = "int ignore_index=-100, {extra}float? softcap=None, float logit_scale=1.0"
+_SHARD = ", SymInt vocab_start=0"
+_COTANGENTS = "Tensor? grad_target_logit, Tensor? grad_lse, Tensor? grad_logit_sum, "
+
+SCHEMAS = {
+    "linear_cross_entropy": "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
+    "Tensor? weight=None, str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, "
+    "float? softcap=None, float logit_scale=1.0, float z_loss=0.0, Tensor? token_weight=None, "
+    "Tensor? normalizer=None) -> Tensor",
+    "linear_cross_entropy_forward": f"({_OPERANDS.format(default='=None')}, *, "
+    f"{_LOGITS.format(extra='bool logit_sum=False, ')}{_SHARD}, SymInt? vocab_size=None) "
+    "-> (Tensor target_logit, Tensor lse, Tensor logit_sum)",
+    "linear_cross_entropy_backward": f"({_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
+    f"{_LOGITS.format(extra='')}{_SHARD}, bool[3] output_mask) "
+    "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    "linear_cross_entropy_with_grad": f"({_OPERANDS.format(default='')}, Tensor row_scale, *, "
+    f"{_LOGITS.format(extra='float label_smoothing=0.0, float z_loss=0.0, ')}, bool[3] output_mask) "
+    "-> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    "linear_cross_entropy_double_backward": "(Tensor? grad_grad_input, Tensor? grad_grad_linear_weight, "
+    f"Tensor? grad_grad_linear_bias, {_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
+    f"{_LOGITS.format(extra='')}{_SHARD}) -> (Tensor grad_target_logit, Tensor grad_lse, Tensor grad_logit_sum, "
+    "Tensor lse_cotangent, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+}
+for _name, _schema in SCHEMAS.items():
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+
+linear_cross_entropy = torch.ops.flce.linear_cross_entropy.default
+linear_cross_entropy_forward = torch.ops.flce.linear_cross_entropy_forward.default
+linear_cross_entropy_backward = torch.ops.flce.linear_cross_entropy_backward.default
+linear_cross_entropy_with_grad = torch.ops.flce.linear_cross_entropy_with_grad.default
+linear_cross_entropy_double_backward = torch.ops.flce.linear_cross_entropy_double_backward.default
+
+
+def _triton_takes(input: Tensor) -> bool:
+    return input.dtype in (torch.bfloat16, torch.float16) and input.numel() > 0
+
+
+def _cuda_forward(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor]:
+    if not _triton_takes(input):
+        return reference.forward(input, *args, **options)
+    from flce_ops.triton import launch_forward
+
+    return launch_forward(input, *args, **options)
+
+
+def _cuda_backward(
+    grad_target_logit: Tensor | None, grad_lse: Tensor | None, grad_logit_sum: Tensor | None, input: Tensor, *args, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
+    if not _triton_takes(input):
+        return reference.backward(*cotangents, input, *args, **options)
+    from flce_ops.triton import launch_backward
+
+    return launch_backward(*cotangents, input, *args, **options)
+
+
+def _cuda_with_grad(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not _triton_takes(input):
+        return reference.with_grad(input, *args, **options)
+    from flce_ops.triton import launch_with_grad
+
+    return launch_with_grad(input, *args, **options)
+
+
+_KERNELS = {
+    "linear_cross_entropy_forward": (reference.forward, _cuda_forward, meta.forward_outputs),
+    "linear_cross_entropy_backward": (reference.backward, _cuda_backward, meta.backward_outputs),
+    "linear_cross_entropy_with_grad": (reference.with_grad, _cuda_with_grad, meta.with_grad_outputs),
+    "linear_cross_entropy_double_backward": (
+        double_backward.double_backward,
+        double_backward.double_backward,
+        meta.double_backward_outputs,
+    ),
+}
+
+library.impl("linear_cross_entropy", functional.composite, "CompositeImplicitAutograd")
+for _name, (_aten, _cuda, _fake) in _KERNELS.items():
+    library.impl(_name, _aten, "CompositeExplicitAutograd")
+    library.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
+    _formula = autograd.kernel(getattr(torch.ops.flce, _name).default, autograd.FORMULAS[_name])
+    library.impl(_name, _formula, "Autograd")
+    library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")
+for _name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
+    for _device_type in ("cpu", "cuda"):
+        library.impl(
+            _name,
+            functional.autocast_kernel(getattr(torch.ops.flce, _name).default, _device_type),
+            f"Autocast{_device_type.upper()}",
+        )

@@ -1,0 +1,270 @@
+"""The operators in plain ATen, a chunk of rows at a time: the kernel of every device and dtype that Triton does not take.
+
+    u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time
+    z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
+    lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
+
+With cotangents a, l, s of the three, p = exp(z - lse) and f' = dz/du = logit_scale * (1 - (z / softcap)^2):
+
+    G_ij = (l_i p_ij + s_i w_j + a_i [j = y_i]) f'_ij
+    grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
+
+z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
+two GEMMs. The second derivatives stand in flce_ops/double_backward.py.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.loss import loss_terms
+from flce_ops.path import Path, record_path
+from flce_ops.target_range import check_target_range
+from flce_ops.workspace import get_workspace
+
+# N tokens, D hidden, V vocabulary
+
+# On a CPU chunks beyond the cache only slow the elementwise passes down, and below some rows the GEMM starves.
+CPU_CHUNK_BYTES = 32 << 20
+CPU_CHUNK_ROWS_AT_LEAST = 128
+
+
+def rows_per_chunk(input: Tensor, linear_weight: Tensor) -> int:
+    """Rows whose logits, one temporary of the same shape and (half dtypes) their rounded copies fit the workspace."""
+    accumulate = meta.accumulation_dtype(input.dtype).itemsize
+    rounded = 0 if input.dtype.itemsize == accumulate else 2 * input.dtype.itemsize
+    row_bytes = linear_weight.shape[0] * (2 * accumulate + rounded)
+    rows = get_workspace() // row_bytes
+    if input.device.type == "cpu":
+        rows = min(rows, max(CPU_CHUNK_ROWS_AT_LEAST, CPU_CHUNK_BYTES // row_bytes))
+    return max(1, min(rows, input.shape[0]))
+
+
+def row_chunks(op: str, input: Tensor, linear_weight: Tensor) -> Iterator[slice]:
+    rows = rows_per_chunk(input, linear_weight)
+    total = input.shape[0]
+    record_path(Path(op, "aten", f"{input.device.type} tensors in {input.dtype}", rows, -(-total // rows)))
+    for start in range(0, total, rows):
+        yield slice(start, min(start + rows, total))
+
+
+def chunk_logits(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: float,
+    softcap: float | None,
+) -> Tensor:  # (n, V) in the accumulation dtype
+    accumulate = meta.accumulation_dtype(input.dtype)
+    if input.dtype == accumulate:
+        logits = input @ linear_weight.T
+    elif input.device.type == "cuda":
+        logits = torch.mm(input, linear_weight.T, out_dtype=accumulate)  # cuBLAS hands over its float32 accumulator
+    else:
+        logits = (input @ linear_weight.T).to(accumulate)
+    if linear_bias is not None:
+        logits += linear_bias.to(accumulate)
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits
+
+
+def logit_slope(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor | float:
+    """dz/du from z, (n, V), or one number where it is the same for all."""
+    if softcap is None:
+        return logit_scale
+    return (logits / softcap).square_().neg_().add_(1.0).mul_(logit_scale)
+
+
+def target_columns(
+    target: Tensor, ignore_index: int, vocab_start: int, num_classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """valid (N,): not ignored; hit (N,): valid and among these columns; column (N, 1): its index, 0 where not hit."""
+    valid = target != ignore_index
+    column = target.long() - vocab_start
+    hit = valid & (column >= 0) & (column < num_classes)
+    return valid, hit, torch.where(hit, column, 0).unsqueeze(1)
+
+
+def forward(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    logit_sum: bool = False,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(input, linear_weight, target, linear_bias, weight, logit_sum=logit_sum)
+    target_logit, lse, sums = outputs
+    num_classes = linear_weight.shape[0]
+    check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
+    _, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
+    for rows in row_chunks("linear_cross_entropy_forward", input, linear_weight):
+        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
+        target_logit[rows] = torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)
+        if logit_sum:
+            sums[rows] = weighted_sum(logits, weight)
+        lse[rows] = exponentiate_rows(logits)[0]
+    return outputs
+
+
+def weighted_sum(logits: Tensor, weight: Tensor | None) -> Tensor:
+    """sum_j w_j z_ij, (n,)."""
+    return logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
+
+
+def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns z into exp(z - max) in place; returns lse (n,) and the row sums (n,)."""
+    row_max = logits.amax(1, keepdim=True)
+    row_sum = logits.sub_(row_max).exp_().sum(1)
+    return row_max.squeeze(1) + row_sum.log(), row_sum
+
+
+class GradientAccumulator:
+    """Adds each chunk's G to the gradients that `output_mask` asks for."""
+
+    def __init__(self, input: Tensor, linear_weight: Tensor, grads: tuple[Tensor, Tensor, Tensor], mask: list[bool]):
+        self.input, self.linear_weight, self.mask = input, linear_weight, mask
+        self.grad_input, self.grad_linear_weight, grad_linear_bias = grads
+        if mask[1]:
+            self.grad_linear_weight.zero_()
+        self.grad_linear_bias = grad_linear_bias
+        # the bias gradient is small: sum it over chunks without rounding
+        self.bias_sum = torch.zeros_like(grad_linear_bias, dtype=meta.accumulation_dtype(input.dtype))
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        if self.mask[2]:
+            self.bias_sum += grad_logits.sum(0)
+        rounded = grad_logits.to(self.input.dtype)
+        if self.mask[0]:
+            torch.mm(rounded, self.linear_weight, out=self.grad_input[rows])
+        if self.mask[1]:
+            self.grad_linear_weight.addmm_(rounded.T, self.input[rows])
+
+    def finish(self) -> None:
+        if self.mask[2]:
+            self.grad_linear_bias.copy_(self.bias_sum)
+
+
+def backward(
+    grad_target_logit: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_logit_sum: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    lse: Tensor,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_start: int = 0,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = (input, linear_weight, target, linear_bias, weight, lse)
+    grads = meta.backward_outputs(grad_target_logit, grad_lse, grad_logit_sum, *operands, output_mask=output_mask)
+    valid, hit, column = target_columns(target, ignore_index, vocab_start, linear_weight.shape[0])
+    grad_lse, grad_target_logit, grad_logit_sum = (
+        None if grad is None else torch.where(kept, grad, 0.0).to(lse.dtype)
+        for grad, kept in ((grad_lse, valid), (grad_target_logit, hit), (grad_logit_sum, valid))
+    )
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask)
+    for rows in row_chunks("linear_cross_entropy_backward", input, linear_weight):
+        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
+        slope = logit_slope(logits, logit_scale, softcap)
+        if grad_lse is None:
+            grad_logits = logits.zero_()
+        else:
+            grad_logits = logits.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None])
+        add_target_and_sum(
+            grad_logits,
+            column[rows],
+            None if grad_target_logit is None else grad_target_logit[rows],
+            None if grad_logit_sum is None else grad_logit_sum[rows],
+            weight,
+        )
+        gradients.add(rows, apply_slope(grad_logits, slope))
+    gradients.finish()
+    return grads
+
+
+def add_target_and_sum(
+    grad_logits: Tensor,  # (n, V), in place
+    column: Tensor,  # (n, 1)
+    grad_target_logit: Tensor | None,  # (n,)
+    grad_logit_sum: Tensor | None,  # (n,)
+    weight: Tensor | None,  # (V,)
+) -> None:
+    if grad_logit_sum is not None:
+        if weight is None:
+            grad_logits += grad_logit_sum[:, None]
+        else:
+            grad_logits.addr_(grad_logit_sum, weight.to(grad_logits.dtype))
+    if grad_target_logit is not None:
+        grad_logits.scatter_add_(1, column, grad_target_logit[:, None])
+
+
+def apply_slope(grad_logits: Tensor, slope: Tensor | float) -> Tensor:
+    return grad_logits if isinstance(slope, float) and slope == 1.0 else grad_logits.mul_(slope)
+
+
+def with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    row_scale: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operands = (input, linear_weight, target, linear_bias, weight, row_scale)
+    loss, losses, *grads = meta.with_grad_outputs(*operands, output_mask=output_mask)
+    num_classes = linear_weight.shape[0]
+    check_target_range(target, num_classes, ignore_index)
+    valid, _, column = target_columns(target, ignore_index, 0, num_classes)
+    accumulate = meta.accumulation_dtype(input.dtype)
+    scale = torch.where(valid, row_scale, 0.0).to(accumulate)
+    class_weight = None if weight is None else weight.to(accumulate)
+    target_weight = None if class_weight is None else class_weight[column.squeeze(1)]
+    weight_sum = None if class_weight is None else class_weight.sum()
+    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask)
+    for rows in row_chunks("linear_cross_entropy_with_grad", input, linear_weight):
+        terms = loss_terms(
+            None if target_weight is None else target_weight[rows], weight_sum, num_classes, label_smoothing, z_loss
+        )
+        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
+        slope = logit_slope(logits, logit_scale, softcap)
+        target_logit = logits.gather(1, column[rows]).squeeze(1)
+        logit_sum = weighted_sum(logits, class_weight) if label_smoothing else None
+        lse, row_sum = exponentiate_rows(logits)
+        losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
+        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) / row_sum)[:, None])
+        add_target_and_sum(
+            grad_logits,
+            column[rows],
+            -terms.target_factor * scale[rows],
+            -terms.smoothing * scale[rows] if label_smoothing else None,
+            class_weight,
+        )
+        gradients.add(rows, apply_slope(grad_logits, slope))
+    gradients.finish()
+    torch.sum(row_scale * losses, dim=0, out=loss)
+    return loss, losses, *grads

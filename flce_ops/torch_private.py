@@ -1,0 +1,43 @@
+"""Every private torch name this package relies on, and nothing else.
+
+PyTorch keeps these without an underscore-free equivalent. `tests/test_torch_private.py` holds one test per function here,
+so that a torch release which drops a name fails there first, with the name in the message.
+"""
+
+import torch
+
+
+def below_autograd():
+    """Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_autocast(device_type: str):
+    """Context in which a call skips the autocast key of `device_type` while autocast itself stays enabled."""
+    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+
+
+def functorch_is_active() -> bool:
+    """True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def saved_tensor_hooks_are_active() -> bool:
+    """True inside a non-reentrant checkpoint region or any other `saved_tensors_hooks` context, such as offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def tracing_a_checkpointed_region() -> bool:
+    """True while AOTAutograd traces the body of a `torch.utils.checkpoint` call that Dynamo captured."""
+    return torch.fx.traceback.current_meta.get("recompute") is not None
+
+
+def graph_is_kept_after_this_backward() -> bool:
+    """True when the running backward was asked to retain its graph, so that saved tensors may be read again."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Fail with `message` when the 0-d bool tensor is False: on CUDA a device-side assert, without a host sync."""
+    torch._assert_async(condition, message)
