@@ -69,6 +69,10 @@ def check_normalizer(normalizer: Tensor | None, reduction: str, input: Tensor) -
     if reduction == "none":
         raise ValueError(f"{OP}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
     if normalizer.dim() != 0:
-        raise ValueError(f"{OP}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}")
+        raise ValueError(
+            f"{OP}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
+        )
     if normalizer.device != input.device and normalizer.device.type != "cpu":
-        raise ValueError(f"{OP}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}")
+        raise ValueError(
+            f"{OP}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
+        )

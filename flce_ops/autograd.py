@@ -15,17 +15,44 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from flce_ops.torch_private import below_autograd, graph_is_kept_after_this_backward
+from flce_ops.torch_private import below_autograd, functorch_is_active, graph_is_kept_after_this_backward
 
 # N tokens, D hidden, V vocabulary
 
+FORWARD_MODE_REFUSAL = (
+    "linear_cross_entropy: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
+    "use reverse mode (grad, jacrev, and jacrev of jacrev for a Hessian)"
+)
 
-class Forward(Function):
+
+class ReverseModeOnly(Function):
+    """A Function that refuses forward-mode differentiation by name and runs under vmap one element at a time."""
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(FORWARD_MODE_REFUSAL)
+
+    @classmethod
+    def vmap(cls, info, in_dims, *args):
+        return vmap_by_loop(cls, info, in_dims, args)
+
+
+class Forward(ReverseModeOnly):
     """(target_logit, lse, logit_sum) of linear_cross_entropy_forward."""
 
     @staticmethod
     def forward(
-        input, linear_weight, target, linear_bias, weight, ignore_index, logit_sum, softcap, logit_scale, vocab_start, vocab_size
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        ignore_index,
+        logit_sum,
+        softcap,
+        logit_scale,
+        vocab_start,
+        vocab_size,
     ):
         return torch.ops.flce.linear_cross_entropy_forward(
             input,
@@ -69,12 +96,8 @@ class Forward(Function):
         grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, mask))
         return grad_input, grad_weight, None, grad_bias, *(None,) * 7
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return vmap_by_loop(Forward, info, in_dims, args)
 
-
-class Backward(Function):
+class Backward(ReverseModeOnly):
     """(grad_input, grad_linear_weight, grad_linear_bias) of linear_cross_entropy_backward."""
 
     @staticmethod
@@ -137,12 +160,8 @@ class Backward(Function):
         wanted = ctx.needs_input_grad
         return *(grad if wanted[i] else None for i, grad in enumerate(grads)), *(None,) * 5
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return vmap_by_loop(Backward, info, in_dims, args)
 
-
-class WithGrad(Function):
+class WithGrad(ReverseModeOnly):
     """loss of linear_cross_entropy_with_grad; its other results carry no gradient.
 
     The gradients exist already, up to the scalar d(objective)/d(loss). They are multiplied in place when nobody can
@@ -215,7 +234,9 @@ class WithGrad(Function):
 
         input, linear_weight, target, linear_bias, weight, row_scale = operands
         wanted = [
-            tensor for tensor in (input, linear_weight, linear_bias, row_scale) if tensor is not None and tensor.requires_grad
+            tensor
+            for tensor in (input, linear_weight, linear_bias, row_scale)
+            if tensor is not None and tensor.requires_grad
         ]
         losses = losses_from_forward(
             input,
@@ -234,12 +255,8 @@ class WithGrad(Function):
         by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, grads)}
         return [by_tensor.get(id(t)) for t in (input, linear_weight, linear_bias)], by_tensor.get(id(row_scale))
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return vmap_by_loop(WithGrad, info, in_dims, args)
 
-
-class DoubleBackward(Function):
+class DoubleBackward(ReverseModeOnly):
     """Results of linear_cross_entropy_double_backward, which has no derivative of its own."""
 
     @staticmethod
@@ -258,10 +275,6 @@ class DoubleBackward(Function):
         raise NotImplementedError(
             "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for them"
         )
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return vmap_by_loop(DoubleBackward, info, in_dims, args)
 
 
 FORMULAS = {
@@ -313,10 +326,8 @@ def kernel(op: torch._ops.OpOverload, function: type[Function]) -> Callable:
         values = {**defaults, **dict(zip(names, args)), **kwargs}
         flat = [values[name] for name in names]
         tensors = [value for value in flat if isinstance(value, Tensor)]
-        refuse_forward_mode(schema.name, tensors)
-        if torch._C._are_functorch_transforms_active() or (
-            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        ):
+        refuse_forward_mode(tensors)
+        if functorch_is_active() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
             return function.apply(*flat)
         with below_autograd():
             return op(*args, **kwargs)
@@ -324,8 +335,6 @@ def kernel(op: torch._ops.OpOverload, function: type[Function]) -> Callable:
     return run
 
 
-def refuse_forward_mode(name: str, tensors: list[Tensor]) -> None:
+def refuse_forward_mode(tensors: list[Tensor]) -> None:
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(
-            f"{name}: forward-mode differentiation (jvp, jacfwd, make_dual) is not implemented; use reverse mode"
-        )
+        raise NotImplementedError(FORWARD_MODE_REFUSAL)

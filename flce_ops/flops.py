@@ -23,7 +23,15 @@ def forward_flops(input_shape, weight_shape, *args, out_shape=None, **options) -
 
 @register_flop_formula(ops.linear_cross_entropy_backward.overloadpacket)
 def backward_flops(
-    grad_target_logit, grad_lse, grad_logit_sum, input_shape, weight_shape, *args, output_mask, out_shape=None, **options
+    grad_target_logit,
+    grad_lse,
+    grad_logit_sum,
+    input_shape,
+    weight_shape,
+    *args,
+    output_mask,
+    out_shape=None,
+    **options,
 ) -> int:
     """The logits again, then one pass for each matrix gradient."""
     return gemm_pass(input_shape, weight_shape) * (1 + output_mask[0] + output_mask[1])
@@ -36,7 +44,16 @@ def with_grad_flops(input_shape, weight_shape, *args, output_mask, out_shape=Non
 
 @register_flop_formula(ops.linear_cross_entropy_double_backward.overloadpacket)
 def double_backward_flops(
-    grad_grad_input, grad_grad_linear_weight, grad_grad_linear_bias, a, l, s, input_shape, weight_shape, *args, **options
+    grad_grad_input,
+    grad_grad_linear_weight,
+    grad_grad_linear_bias,
+    a,
+    l,
+    s,
+    input_shape,
+    weight_shape,
+    *args,
+    **options,
 ) -> int:
     """Logits, S @ W and S.T @ X; H and two more products for each of the first two cotangents present."""
     cotangents = (grad_grad_input is not None) + (grad_grad_linear_weight is not None)

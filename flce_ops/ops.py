@@ -72,7 +72,12 @@ def _cuda_forward(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tens
 
 
 def _cuda_backward(
-    grad_target_logit: Tensor | None, grad_lse: Tensor | None, grad_logit_sum: Tensor | None, input: Tensor, *args, **options
+    grad_target_logit: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_logit_sum: Tensor | None,
+    input: Tensor,
+    *args,
+    **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
     if not _triton_takes(input):
@@ -101,7 +106,9 @@ _KERNELS = {
     ),
 }
 
-library.impl("linear_cross_entropy", functional.composite, "CompositeImplicitAutograd")
+# The entry stands on torch.func's key too: its body must run before any transform has been peeled off.
+for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+    library.impl("linear_cross_entropy", functional.composite, _key)
 for _name, (_aten, _cuda, _fake) in _KERNELS.items():
     library.impl(_name, _aten, "CompositeExplicitAutograd")
     library.impl(_name, _cuda, "CUDA")

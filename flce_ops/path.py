@@ -27,9 +27,7 @@ def record_path(path: Path) -> None:
     key = (path.op, path.implementation, path.reason)
     if key not in _logged:
         _logged.add(key)
-        logger.info(
-            "%s runs on %s (%s): %d chunks of %d rows", *key, path.chunks, path.rows_per_chunk
-        )
+        logger.info("%s runs on %s (%s): %d chunks of %d rows", *key, path.chunks, path.rows_per_chunk)
 
 
 def last_path() -> Path | None:
