@@ -1,0 +1,1 @@
+"""Runnable demonstrations: `python -m examples.train_gpt`."""
