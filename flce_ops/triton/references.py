@@ -1,0 +1,91 @@
+"""Exponentials of a chunk of logits against a reference per row, and the rescue of rows whose reference was too low.
+
+    1. E = exp(z - reference), row sums s                       the reference is one of the row's own logits, so s >= 1
+    2. largest = max_i s_i                                      one number on the device; the host never reads it
+    3. only if largest > LIMIT (or nan), decided on the device:
+           lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
+
+exp(z - reference) overflows where some logit is far above the reference: for tokens whose loss exceeds 40 nats, or that
+have no target here and whose column 0 is that unlikely. The kernels of step 3 are always launched and leave at once
+(a few microseconds) when they are not needed, which costs no host synchronisation and works in CUDA graphs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.logits_gemm import launch_logits_gemm
+
+# n rows of a chunk, V vocabulary, T tiles along the vocabulary
+
+# exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
+LARGEST_SUM = 2.0**60
+
+
+@triton.jit
+def combine_kernel(
+    guard_ptr,  # ()
+    partial_max_ptr,  # (T, n) base 2
+    partial_ptr,  # (T, n)
+    reference_ptr,  # (n,) out: lse2
+    n,
+    T,
+    GUARD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """reference = log2 sum_t partial_t exp2(partial_max_t)"""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.load(guard_ptr) <= GUARD:
+        T = 0
+    running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        offsets = t[:, None].to(tl.int64) * n + rows[None, :]
+        mask = (t[:, None] < T) & (rows[None, :] < n)
+        tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
+        tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+        new_max = tl.maximum(running_max, tl.max(tile_max, 0))
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        running_sum = running_sum * tl.exp2(running_max - finite) + tl.sum(
+            tile_sum * tl.exp2(tile_max - finite[None, :]), 0
+        )
+        running_max = new_max
+    tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & (T > 0))
+
+
+def launch_exponentials(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    class_weight: Tensor | None,  # (V,) float32, for the logit sum
+    *,
+    reference: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
+    out: Tensor | None,  # (n, V)
+    logit_sum: bool,
+    logit_scale: float,
+    softcap: float | None,
+    tile_columns: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Row sums (n,) of exp2(z2 - reference), and base-2 logit sums (n,) if asked for."""
+    rows = input.shape[0]
+    tiles = triton.cdiv(linear_weight.shape[0], tile_columns)
+    per_tile = {"dtype": torch.float32, "device": input.device}
+    partial = torch.empty(tiles, rows, **per_tile)
+    sums = torch.empty(tiles, rows, **per_tile) if logit_sum else None
+    operands = (input, linear_weight, linear_bias, class_weight)
+    logits = {"logit_scale": logit_scale, "softcap": softcap}
+    exponentials = {"epilogue": "exp_sum", "reference": reference, "out": out, "partial": partial, **logits}
+
+    launch_logits_gemm(*operands, **exponentials, logit_sum=sums)
+    row_sum = partial.sum(0)
+    guard = {"guard": row_sum.amax(), "guard_limit": LARGEST_SUM}
+    partial_max = torch.empty(tiles, rows, **per_tile)
+    launch_logits_gemm(*operands, epilogue="max_sum", partial=partial, partial_max=partial_max, **logits, **guard)
+    combine_kernel[(triton.cdiv(rows, 32),)](
+        guard["guard"], partial_max, partial, reference, rows, tiles, GUARD=LARGEST_SUM, BLOCK_N=32, BLOCK_T=32
+    )
+    launch_logits_gemm(*operands, **exponentials, **guard)
+    return partial.sum(0), None if sums is None else sums.sum(0)

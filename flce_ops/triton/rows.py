@@ -1,0 +1,224 @@
+"""Kernels over rows: the target's logit before the GEMM, the loss and the row factors once the sums are known.
+
+Logits named z2, reference and lse2 are in base 2 (times log2 e).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.logits_gemm import LN2, LOG2E, base2_logits
+
+# N tokens, D hidden, V vocabulary
+
+
+@triton.jit
+def reference_logit_kernel(
+    input_ptr,  # (N, D)
+    weight_ptr,  # (V, D)
+    bias_ptr,  # (V,)
+    target_ptr,  # (N,)
+    reference_ptr,  # (N,) out, base 2
+    hit_ptr,  # (N,) out, int8: the target is among these columns
+    V,
+    D,
+    stride_input_n,
+    stride_input_d,
+    stride_weight_v,
+    stride_weight_d,
+    vocab_start,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """z2 of the target's column, or of column 0 where the row has no target here. One program a row.
+
+             D                D
+        ┌─────────┐      ┌─────────┐ target[i]
+      i │ ███████ │  ·   │ ███████ │            the gather never copies linear_weight's rows to HBM
+        └─────────┘      └─────────┘
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    column = target - vocab_start
+    hit = (target != ignore_index) & (column >= 0) & (column < V)
+    column = tl.where(hit, column, 0)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        x = tl.load(input_ptr + row * stride_input_n + d * stride_input_d, mask=d < D, other=0.0).to(tl.float32)
+        w = tl.load(
+            weight_ptr + column * stride_weight_v + d.to(tl.int64) * stride_weight_d, mask=d < D, other=0.0
+        ).to(tl.float32)
+        acc += x * w
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column).to(tl.float32)
+    z2, _ = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(reference_ptr + row, z2)
+    tl.store(hit_ptr + row, hit.to(tl.int8))
+
+
+def launch_reference_logit(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    *,
+    ignore_index: int,
+    vocab_start: int,
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[Tensor, Tensor]:
+    rows = input.shape[0]
+    reference = input.new_empty(rows, dtype=torch.float32)
+    hit = input.new_empty(rows, dtype=torch.int8)
+    reference_logit_kernel[(rows,)](
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        reference,
+        hit,
+        linear_weight.shape[0],
+        input.shape[1],
+        *input.stride(),
+        *linear_weight.stride(),
+        vocab_start,
+        ignore_index,
+        logit_scale,
+        0.0 if softcap is None else softcap,
+        HAS_BIAS=linear_bias is not None,
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
+        num_warps=4,
+    )
+    return reference, hit
+
+
+@triton.jit
+def finish_rows_kernel(
+    row_sum_ptr,  # (n,) s_i = sum_j exp2(z2_ij - reference_i)
+    reference_ptr,  # (n,)
+    target_logit_ptr,  # (n,) z2 of the target
+    target_ptr,  # (n,)
+    row_scale_ptr,  # (n,) a_i
+    class_weight_ptr,  # (V,) float32
+    weight_sum_ptr,  # () sum of the class weights
+    logit_sum_ptr,  # (n,) sum_j w_j z2_ij
+    out_ptr,  # (n, V) E, one element a row is changed
+    losses_ptr,  # (n,) out
+    row_factor_ptr,  # (n,) out, c_i
+    n,
+    V,
+    stride_out_n,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Losses, and the two numbers a row that turn E into the gradient of the logits.
+
+    With L = d loss / d lse and f the target's factor (flce_ops/loss.py), p = E / s and without label smoothing
+
+        G_ij = a (L p_ij - f [j = y]) dz/du = c E'_ij        c = a L logit_scale / s
+                                                            E'_iy = (E_iy - s f / L) slope_y,  E' = E elsewhere
+
+    so the row factor goes to the (n, D) sides of the two GEMMs and E is not read again.
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = rows < n
+    row_sum = tl.load(row_sum_ptr + rows, mask=mask, other=1.0)
+    reference = tl.load(reference_ptr + rows, mask=mask, other=0.0)
+    target_logit = tl.load(target_logit_ptr + rows, mask=mask, other=0.0)
+    target = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64)
+    valid = mask & (target != ignore_index)
+    column = tl.where(valid & (target >= 0) & (target < V), target, 0)
+
+    target_factor = tl.full((BLOCK_N,), 1.0, tl.float32) - label_smoothing
+    weight_sum = V * 1.0
+    if HAS_CLASS_WEIGHT:
+        target_factor *= tl.load(class_weight_ptr + column, mask=mask, other=0.0)
+        weight_sum = tl.load(weight_sum_ptr)
+    log2_sum = tl.log2(row_sum)
+    lse = (reference + log2_sum) * LN2
+    loss = target_factor * ((reference - target_logit) + log2_sum) * LN2
+    slope = target_factor
+    if HAS_SMOOTHING:
+        smoothing = label_smoothing / V
+        logit_sum = tl.load(logit_sum_ptr + rows, mask=mask, other=0.0) * LN2
+        loss += smoothing * (weight_sum * lse - logit_sum)
+        slope += smoothing * weight_sum
+    loss += z_loss * lse * lse
+    slope += 2.0 * z_loss * lse
+    # c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)
+    slope = tl.where(tl.abs(slope) > 1e-20, slope, 1e-20)
+    tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
+
+    scale = tl.where(valid, tl.load(row_scale_ptr + rows, mask=mask, other=0.0), 0.0)
+    tl.store(row_factor_ptr + rows, tl.where(valid, scale * slope * logit_scale / row_sum, 0.0), mask=mask)
+    gradient = tl.exp2(target_logit - reference) - tl.where(valid, row_sum * target_factor / slope, 0.0)
+    if HAS_SOFTCAP:
+        tanh = target_logit * LN2 / softcap
+        gradient *= 1.0 - tanh * tanh
+    tl.store(
+        out_ptr + rows.to(tl.int64) * stride_out_n + column, gradient.to(out_ptr.dtype.element_ty), mask=mask
+    )
+
+
+def launch_finish_rows(
+    *,
+    row_sum: Tensor,  # (n,)
+    reference: Tensor,  # (n,)
+    target_logit: Tensor,  # (n,)
+    target: Tensor,  # (n,)
+    row_scale: Tensor,  # (n,)
+    class_weight: Tensor | None,  # (V,)
+    weight_sum: Tensor | None,  # ()
+    logit_sum: Tensor | None,  # (n,)
+    out: Tensor,  # (n, V)
+    losses: Tensor,  # (n,)
+    row_factor: Tensor,  # (n,)
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    logit_scale: float,
+    softcap: float | None,
+) -> None:
+    rows, num_classes = out.shape
+    block = 64
+    finish_rows_kernel[(triton.cdiv(rows, block),)](
+        row_sum,
+        reference,
+        target_logit,
+        target,
+        row_scale,
+        class_weight,
+        weight_sum,
+        logit_sum,
+        out,
+        losses,
+        row_factor,
+        rows,
+        num_classes,
+        out.stride(0),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        logit_scale,
+        0.0 if softcap is None else softcap,
+        HAS_CLASS_WEIGHT=class_weight is not None,
+        HAS_SMOOTHING=label_smoothing != 0.0,
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_N=block,
+        num_warps=2,
+    )
