@@ -6,7 +6,8 @@
             double_backward op      saves nothing               <- refused by name
 
 One `torch.autograd.Function` per operator, with `setup_context` and `vmap`, is called from the Autograd key (eager,
-AOTAutograd) and from the key on which torch.func intercepts calls; `torch.library.register_autograd` reaches only the first.
+AOTAutograd) and from the key on which torch.func intercepts calls; `torch.library.register_autograd` reaches only the
+first.
 """
 
 from collections.abc import Callable

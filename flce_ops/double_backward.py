@@ -8,9 +8,11 @@ Let A (N, D), C (V, D), c (V,) be the cotangents of those three results. Then L 
 
     H = A @ linear_weight.T + input @ C.T + c            K = f' H
 
-and, reading p as exp(z - lse) with lse an input of its own (its dependence on z comes back through the forward operator):
+and, reading p as exp(z - lse) with lse an input of its own (what depends on z in it comes back through the forward
+operator):
 
-    dL/da_i = K_i,y_i      dL/dl_i = sum_j p_ij K_ij      dL/ds_i = sum_j w_j K_ij      dL/dlse_i = -l_i sum_j p_ij K_ij
+    dL/da_i = K_i,y_i        dL/dl_i   = sum_j p_ij K_ij
+    dL/ds_i = sum_j w_j K_ij   dL/dlse_i = -l_i sum_j p_ij K_ij
     S = dL/du = (l p K) f' + d f'' H           f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
     dL/dinput = S @ linear_weight + G @ C      dL/dlinear_weight = S.T @ input + G.T @ A      dL/dlinear_bias = S.T @ 1
 

@@ -2,8 +2,8 @@
 
     linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> composite -> forward | with_grad -> reduction in ATen
 
-The entry is CompositeImplicitAutograd, as ATen's scaled_dot_product_attention: it sees requires_grad, autocast and tensor
-subclasses, and everything it does beyond the inner operators is ordinary differentiable ATen over N numbers.
+The entry is CompositeImplicitAutograd, as ATen's scaled_dot_product_attention: it sees requires_grad, autocast and
+tensor subclasses, and everything it does beyond the inner operators is ordinary differentiable ATen over N numbers.
 """
 
 import sys

@@ -9,7 +9,7 @@ from flce_ops.functional import linear_cross_entropy
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits; as torch.nn.LinearCrossEntropyLoss.
+    """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits; torch.nn has one of this name.
 
     Args:
         in_features: D.

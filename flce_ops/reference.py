@@ -1,4 +1,4 @@
-"""The operators in plain ATen, a chunk of rows at a time: the kernel of every device and dtype that Triton does not take.
+"""The operators in plain ATen, a chunk of rows at a time: the kernel of all devices and dtypes Triton does not take.
 
     u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)

@@ -1,7 +1,7 @@
 """Checks and allocated outputs of each inner operator.
 
-One function per operator, registered as its fake kernel and called by every real kernel before any work, so that shapes,
-dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Imports only torch.
+One function per operator, registered as its fake kernel and called by every real kernel before any work, so that
+shapes, dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Imports only torch.
 """
 
 from flce_ops.meta.checks import check_operands

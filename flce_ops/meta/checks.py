@@ -25,7 +25,8 @@ def check_operands(
     check_linear_weight(op, linear_weight, input.shape[-1])
     if target.dim() != 1 or target.shape[0] != input.shape[0]:
         raise ValueError(
-            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, got {tuple(target.shape)}"
+            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
+            f"got {tuple(target.shape)}"
         )
     check_target_dtype(op, target)
     check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
@@ -38,7 +39,8 @@ def check_operands(
 def check_linear_weight(op: str, linear_weight: Tensor, hidden: int) -> None:
     if linear_weight.dim() != 2:
         hint = (
-            " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: call the loss inside it)"
+            " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: "
+            "call the loss inside that forward)"
             if linear_weight.dim() == 1
             else ""
         )
@@ -77,7 +79,8 @@ def check_per_class(op: str, name: str, tensor: Tensor | None, num_classes: int)
         return
     if tensor.dim() != 1 or tensor.shape[0] != num_classes:
         raise ValueError(
-            f"{op}: expected {name} of shape ({num_classes},), one entry per row of linear_weight, got {tuple(tensor.shape)}"
+            f"{op}: expected {name} of shape ({num_classes},), one entry per row of linear_weight, "
+            f"got {tuple(tensor.shape)}"
         )
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{op}: expected {name} in a floating dtype, got {tensor.dtype}")

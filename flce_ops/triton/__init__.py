@@ -1,6 +1,19 @@
-"""Triton kernels, each followed by its launcher. Imported only when a CUDA kernel of an operator runs."""
+"""Triton kernels, each followed by its launcher, and the CUDA kernels of the operators made of them and cuBLAS.
 
-from flce_ops.triton.launch import launch_backward, launch_forward, launch_with_grad
+    forward.py, with_grad.py, backward.py     one operator each
+        chunks.py                             rows at a time
+        exponentials.py                       the logits GEMM against a reference per row, and the rescue
+            logits_gemm.py, tiles.py          the GEMM and its epilogues; tile shapes
+        reference_logit.py, finish_rows.py    per row, before and after the GEMM
+        smoothing.py, columns.py              rank-1 terms, column sums
+    upstream.py                               the scalar that arrives in backward
+
+Imported only when a CUDA kernel of an operator runs.
+"""
+
+from flce_ops.triton.backward import launch_backward
+from flce_ops.triton.forward import launch_forward
 from flce_ops.triton.upstream import launch_scale_in_place
+from flce_ops.triton.with_grad import launch_with_grad
 
 __all__ = ["launch_backward", "launch_forward", "launch_scale_in_place", "launch_with_grad"]

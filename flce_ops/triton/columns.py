@@ -32,7 +32,9 @@ def weighted_column_sum_kernel(
         rows = start + tl.arange(0, BLOCK_R)
         mask = (rows[:, None] < last) & (cols[None, :] < C)
         values = tl.load(
-            matrix_ptr + rows[:, None].to(tl.int64) * stride_r + cols[None, :].to(tl.int64) * stride_c, mask=mask, other=0.0
+            matrix_ptr + rows[:, None].to(tl.int64) * stride_r + cols[None, :].to(tl.int64) * stride_c,
+            mask=mask,
+            other=0.0,
         ).to(tl.float32)
         if HAS_FACTOR:
             values *= tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]

@@ -9,14 +9,14 @@
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     epilogue
-      "exp_sum"     E = exp(z - reference)       -> out (optional, times dz/du);   partial[tile, rows] = sum_cols E
-      "max_sum"     m = max_cols z                -> partial_max;                   partial[tile, rows] = sum_cols exp(z - m)
-      "gradient"    G = (row_factor exp(z - reference) + sum_factor w) dz/du / logit_scale   -> out
+      "exp_sum"    E = exp(z - reference)      partial[tile, rows] = sum_cols E;   E f -> out (optional)
+      "max_sum"    m = max_cols z              partial[tile, rows] = sum_cols exp(z - m);   m -> partial_max
+      "gradient"   G = (row_factor exp(z - reference) + sum_factor w) f -> out        f = dz/du / logit_scale
 
-"exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the exponential,
-whose relative error does not depend on the reference. The target's own logit is such a number for every token whose loss
-is under 40 nats, it costs N dot products, and it saves the epilogue its max reduction. `flce_ops/triton/references.py`
-says what happens to the other tokens.
+"exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
+exponential, whose relative error does not depend on the reference. The target's own logit is such a number for every
+token whose loss is under 40 nats, it costs N dot products, and it saves the epilogue its max reduction.
+`flce_ops/triton/exponentials.py` says what happens to the other tokens.
 
 All logits, references and logarithms here are in base 2 (z * log2 e): exp2 is the hardware's instruction.
 """
@@ -51,6 +51,13 @@ def base2_logits(acc, bias, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SO
 
 
 @triton.jit
+def exceeds(guard_ptr, LIMIT: tl.constexpr):
+    """True for sums above LIMIT and for nan. The guard holds the bits of a non-negative float: integers order alike."""
+    largest = tl.load(guard_ptr).to(tl.float32, bitcast=True)
+    return (largest > LIMIT) | (largest != largest)
+
+
+@triton.jit
 def logits_gemm_kernel(
     input_ptr,  # (n, D): tensor descriptor with USE_TMA, else a pointer
     weight_ptr,  # (V, D): likewise
@@ -60,10 +67,10 @@ def logits_gemm_kernel(
     reference_ptr,  # (n,) base 2
     row_factor_ptr,  # (n,)
     sum_factor_ptr,  # (n,)
-    partial_ptr,  # (T, n) sums of exponentials
+    partial_ptr,  # (T, n)
     partial_max_ptr,  # (T, n)
     logit_sum_ptr,  # (T, n) sum_cols w z, base 2
-    guard_ptr,  # () largest row sum of an earlier pass
+    guard_ptr,  # () int32, bits of the largest row sum of an earlier pass
     n,
     D,
     V,
@@ -81,7 +88,7 @@ def logits_gemm_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     HAS_SUM_FACTOR: tl.constexpr,
-    GUARD: tl.constexpr,  # 0.0: always run; else run only when not (guard <= GUARD), nan included
+    GUARD: tl.constexpr,  # 0.0: always run; else run only where the guard exceeds it
     USE_TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -91,6 +98,7 @@ def logits_gemm_kernel(
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
+    STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row_blocks = tl.cdiv(n, BLOCK_N)
@@ -98,8 +106,7 @@ def logits_gemm_kernel(
     depth = tl.cdiv(D, BLOCK_D)
     tiles = row_blocks * vocab_blocks
     if GUARD > 0.0:
-        if tl.load(guard_ptr) <= GUARD:
-            tiles = 0
+        tiles = tl.where(exceeds(guard_ptr, GUARD), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
         group_tiles = GROUP * vocab_blocks
         first = (tile // group_tiles) * GROUP
@@ -126,7 +133,9 @@ def logits_gemm_kernel(
                     other=0.0,
                 )
                 b = tl.load(
-                    weight_ptr + cols.to(tl.int64)[:, None] * stride_weight_v + ks.to(tl.int64)[None, :] * stride_weight_d,
+                    weight_ptr
+                    + cols.to(tl.int64)[:, None] * stride_weight_v
+                    + ks.to(tl.int64)[None, :] * stride_weight_d,
                     mask=col_mask[:, None] & (ks < D)[None, :],
                     other=0.0,
                 )
@@ -168,7 +177,15 @@ def logits_gemm_kernel(
                 if HAS_SOFTCAP:
                     result = result * slope
                 if USE_TMA:
-                    out_ptr.store([row_start, col_start], result.to(out_ptr.dtype))
+                    rounded = result.to(out_ptr.dtype)
+                    if STORE_HALVES:
+                        # half the staging buffer in shared memory: room for one more stage of the main loop
+                        halves = tl.permute(tl.reshape(rounded, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1))
+                        left, right = tl.split(halves)
+                        out_ptr.store([row_start, col_start], left)
+                        out_ptr.store([row_start, col_start + BLOCK_V // 2], right)
+                    else:
+                        out_ptr.store([row_start, col_start], rounded)
                 else:
                     tl.store(
                         out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
@@ -206,9 +223,10 @@ def launch_logits_gemm(
     if use_tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        blocks = ([block_n, block_d], [block_v, block_d], [block_n, block_v])
+        blocks = ([block_n, block_d], [block_v, block_d], [block_n, block_v // 2 if tiles.store_halves else block_v])
         operands = [
-            None if tensor is None else TensorDescriptor.from_tensor(tensor, block) for tensor, block in zip(operands, blocks)
+            None if tensor is None else TensorDescriptor.from_tensor(tensor, block)
+            for tensor, block in zip(operands, blocks)
         ]
     grid_tiles = triton.cdiv(n, block_n) * triton.cdiv(num_classes, block_v)
     programs = min(grid_tiles, tiles.programs_per_sm * multiprocessors(input))
@@ -248,6 +266,7 @@ def launch_logits_gemm(
         PROGRAMS=programs,
         FLATTEN=tiles.flatten,
         WARP_SPECIALIZE=tiles.warp_specialize,
+        STORE_HALVES=tiles.store_halves,
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -256,11 +275,7 @@ def launch_logits_gemm(
 
 def fits_tma(tensor: Tensor) -> bool:
     """Rows contiguous, base and row stride multiples of 16 bytes: what a tensor-map descriptor can address."""
-    return (
-        tensor.stride(1) == 1
-        and tensor.stride(0) * tensor.element_size() % 16 == 0
-        and tensor.data_ptr() % 16 == 0
-    )
+    return tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def multiprocessors(tensor: Tensor) -> int:

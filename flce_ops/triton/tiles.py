@@ -1,4 +1,4 @@
-"""Tile shapes of the logits GEMM, a table by architecture with its measurement beside each line; no run-time autotuning."""
+"""Tile shapes of the logits GEMM: a table by architecture, the measurement beside each line; no run-time autotuning."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,17 @@ class Tiles:
     flatten: bool = True
     warp_specialize: bool = False
     programs_per_sm: int = 1
+    store_halves: bool = False
 
 
-HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3)
+# H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS alone 658 / 643 / 605):
+#   686 / 639 / 572   these tiles
+#   655 / 617 / 587   the tile stored whole
+#   660 / 625 / 579   four stages (room for them only with halves)
+#   671 / 636 / 548   warp-specialised, not flattened
+#   508 / 477 / 403   128x128, two programs a multiprocessor
+HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
+HOPPER_SHALLOW = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
 AMPERE = Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False)
 INTERPRETER = Tiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
 
@@ -31,4 +39,6 @@ def tiles_for(input: Tensor, linear_weight: Tensor) -> Tiles:
     if input.device.type != "cuda":
         return INTERPRETER
     major, _ = torch.cuda.get_device_capability(input.device)
-    return HOPPER if major >= 9 else AMPERE
+    if major < 9:
+        return AMPERE
+    return HOPPER if input.shape[1] > 1024 else HOPPER_SHALLOW

@@ -15,12 +15,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.logits_gemm import launch_logits_gemm
+from flce_ops.triton.logits_gemm import exceeds, launch_logits_gemm
+from flce_ops.triton.tiles import tiles_for
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 
 # exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
 LARGEST_SUM = 2.0**60
+
+
+@triton.jit
+def sum_tiles_kernel(
+    partial_ptr,  # (T, n)
+    row_sum_ptr,  # (n,) out
+    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED
+    n,
+    T,
+    GUARDED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = T
+    if GUARDED:
+        end = tl.where(exceeds(guard_ptr, LIMIT), T, 0)
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for start in range(0, end, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        mask = (t[:, None] < T) & (rows[None, :] < n)
+        acc += tl.load(partial_ptr + t[:, None].to(tl.int64) * n + rows[None, :], mask=mask, other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(row_sum_ptr + rows, total, mask=(rows < n) & (end > 0))
+    if not GUARDED:
+        bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(guard_ptr, tl.max(tl.where(rows < n, bits, 0), 0))
 
 
 @triton.jit
@@ -31,17 +60,16 @@ def combine_kernel(
     reference_ptr,  # (n,) out: lse2
     n,
     T,
-    GUARD: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """reference = log2 sum_t partial_t exp2(partial_max_t)"""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tl.load(guard_ptr) <= GUARD:
-        T = 0
+    end = tl.where(exceeds(guard_ptr, LIMIT), T, 0)
     running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, T, BLOCK_T):
+    for start in range(0, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         offsets = t[:, None].to(tl.int64) * n + rows[None, :]
         mask = (t[:, None] < T) & (rows[None, :] < n)
@@ -53,7 +81,7 @@ def combine_kernel(
             tile_sum * tl.exp2(tile_max - finite[None, :]), 0
         )
         running_max = new_max
-    tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & (T > 0))
+    tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & (end > 0))
 
 
 def launch_exponentials(
@@ -67,11 +95,10 @@ def launch_exponentials(
     logit_sum: bool,
     logit_scale: float,
     softcap: float | None,
-    tile_columns: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Row sums (n,) of exp2(z2 - reference), and base-2 logit sums (n,) if asked for."""
     rows = input.shape[0]
-    tiles = triton.cdiv(linear_weight.shape[0], tile_columns)
+    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input, linear_weight).block_v)
     per_tile = {"dtype": torch.float32, "device": input.device}
     partial = torch.empty(tiles, rows, **per_tile)
     sums = torch.empty(tiles, rows, **per_tile) if logit_sum else None
@@ -79,13 +106,18 @@ def launch_exponentials(
     logits = {"logit_scale": logit_scale, "softcap": softcap}
     exponentials = {"epilogue": "exp_sum", "reference": reference, "out": out, "partial": partial, **logits}
 
+    row_sum = torch.empty(rows, **per_tile)
+    guard = torch.zeros((), dtype=torch.int32, device=input.device)
+    guarded = {"guard": guard, "guard_limit": LARGEST_SUM}
+    blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 32, "BLOCK_T": 32}
+    grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
+
     launch_logits_gemm(*operands, **exponentials, logit_sum=sums)
-    row_sum = partial.sum(0)
-    guard = {"guard": row_sum.amax(), "guard_limit": LARGEST_SUM}
+    sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
+
     partial_max = torch.empty(tiles, rows, **per_tile)
-    launch_logits_gemm(*operands, epilogue="max_sum", partial=partial, partial_max=partial_max, **logits, **guard)
-    combine_kernel[(triton.cdiv(rows, 32),)](
-        guard["guard"], partial_max, partial, reference, rows, tiles, GUARD=LARGEST_SUM, BLOCK_N=32, BLOCK_T=32
-    )
-    launch_logits_gemm(*operands, **exponentials, **guard)
-    return partial.sum(0), None if sums is None else sums.sum(0)
+    launch_logits_gemm(*operands, epilogue="max_sum", partial=partial, partial_max=partial_max, **logits, **guarded)
+    combine_kernel[grid](guard, partial_max, partial, reference, rows, tiles, **blocks)
+    launch_logits_gemm(*operands, **exponentials, **guarded)
+    sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
+    return row_sum, None if sums is None else sums.sum(0)

@@ -1,0 +1,67 @@
+"""CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.target_range import check_target_range
+from flce_ops.triton.chunks import row_chunks
+from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.tiles import tiles_for
+
+# N tokens, D hidden, V vocabulary, T tiles along the vocabulary
+
+LOG2E = math.log2(math.e)
+FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
+
+
+def launch_forward(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    logit_sum: bool = False,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = (input, linear_weight, target, linear_bias, weight)
+    target_logit, lse, sums = meta.forward_outputs(*operands, logit_sum=logit_sum)
+    num_classes = linear_weight.shape[0]
+    check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
+    tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
+    row_bytes = tiles * 4 * (2 + logit_sum)
+    logits = {"softcap": softcap, "logit_scale": logit_scale}
+    _, chunks = row_chunks(
+        "linear_cross_entropy_forward", input, linear_weight, row_bytes, gradient=False, at_most=FORWARD_ROWS
+    )
+    with torch.cuda.device_of(input):
+        target_logit2, hit = launch_reference_logit(
+            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
+        )
+        class_weight = weight.float() if weight is not None and logit_sum else None
+        reference2 = target_logit2.clone()
+        for rows in chunks:
+            row_sum, sums2 = launch_exponentials(
+                input[rows],
+                linear_weight,
+                linear_bias,
+                class_weight,
+                reference=reference2[rows],
+                out=None,
+                logit_sum=logit_sum,
+                **logits,
+            )
+            lse[rows] = (reference2[rows] + row_sum.log2()) / LOG2E
+            if logit_sum:
+                sums[rows] = sums2 / LOG2E
+        target_logit.copy_(torch.where(hit.bool(), target_logit2 / LOG2E, 0.0))
+    return target_logit, lse, sums

@@ -1,0 +1,97 @@
+"""The target's logit of every row, by N dot products before the GEMM: the reference of the exponentials."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.logits_gemm import base2_logits
+
+# N tokens, D hidden, V vocabulary
+
+
+@triton.jit
+def reference_logit_kernel(
+    input_ptr,  # (N, D)
+    weight_ptr,  # (V, D)
+    bias_ptr,  # (V,)
+    target_ptr,  # (N,)
+    reference_ptr,  # (N,) out, base 2
+    hit_ptr,  # (N,) out, int8: the target is among these columns
+    V,
+    D,
+    stride_input_n,
+    stride_input_d,
+    stride_weight_v,
+    stride_weight_d,
+    vocab_start,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """z2 of the target's column, or of column 0 where the row has no target here. One program a row.
+
+           D                D
+      ┌─────────┐      ┌─────────┐ target[i]
+    i │ ███████ │  ·   │ ███████ │            the gather never copies linear_weight's rows to HBM
+      └─────────┘      └─────────┘
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    column = target - vocab_start
+    hit = (target != ignore_index) & (column >= 0) & (column < V)
+    column = tl.where(hit, column, 0)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        x = tl.load(input_ptr + row * stride_input_n + d * stride_input_d, mask=d < D, other=0.0).to(tl.float32)
+        w = tl.load(weight_ptr + column * stride_weight_v + d.to(tl.int64) * stride_weight_d, mask=d < D, other=0.0).to(
+            tl.float32
+        )
+        acc += x * w
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column).to(tl.float32)
+    z2, _ = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(reference_ptr + row, z2)
+    tl.store(hit_ptr + row, hit.to(tl.int8))
+
+
+def launch_reference_logit(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    *,
+    ignore_index: int,
+    vocab_start: int,
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[Tensor, Tensor]:
+    rows = input.shape[0]
+    reference = input.new_empty(rows, dtype=torch.float32)
+    hit = input.new_empty(rows, dtype=torch.int8)
+    reference_logit_kernel[(rows,)](
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        reference,
+        hit,
+        linear_weight.shape[0],
+        input.shape[1],
+        *input.stride(),
+        *linear_weight.stride(),
+        vocab_start,
+        ignore_index,
+        logit_scale,
+        0.0 if softcap is None else softcap,
+        HAS_BIAS=linear_bias is not None,
+        HAS_SOFTCAP=softcap is not None,
+        BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
+        num_warps=4,
+    )
+    return reference, hit
