@@ -1,0 +1,120 @@
+"""Autocast: dtypes and numbers of F.cross_entropy(F.linear(...)) under the same autocast. (users.md 22)"""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, plain_loss, run
+
+import flce_ops
+
+HALVES = [torch.bfloat16, torch.float16]
+ROUNDED = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def under_autocast(function, half, device, *args, **options):
+    with torch.autocast(device, half):
+        return function(*args, **options)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("everything", [False, True])
+def test_float32_operands_under_autocast(device, everything, reduction, half):
+    made = {"bias": True, "weight": True, "token_weight": True} if everything else {}
+    options = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.01} if everything else {}
+    inputs = make_inputs(device=device, dtype=torch.float32, **made)
+
+    def autocast(function):
+        return lambda *args, **kwargs: under_autocast(function, half, device, *args, **kwargs)
+
+    found = run(autocast(flce_ops.linear_cross_entropy), inputs, reduction=reduction, **options)
+    plain = run(autocast(plain_loss), inputs, reduction=reduction, **options)
+    assert found["loss"].dtype == torch.float32
+    for name, tensor in found.items():
+        assert tensor.dtype == plain[name].dtype == torch.float32, name
+        assert error(tensor, plain[name]) < ROUNDED[half], name
+    # it did compute in half: the result is that of half operands, not of float32 ones
+    half_operands = [t.detach().to(half) if t is not None and t.is_floating_point() else t for t in inputs.args]
+    expected = flce_ops.linear_cross_entropy(*half_operands, **inputs.options, reduction=reduction, **options)
+    assert torch.equal(found["loss"], expected.detach())
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_half_hidden_states_with_a_float32_head(device, reduction, half):
+    """What a model under autocast hands over: hidden states in half, parameters in float32."""
+    inputs = make_inputs(device=device, dtype=torch.float32, bias=True)
+    hidden = inputs.input.detach().to(half).requires_grad_()
+    leaves = (hidden, inputs.linear_weight, inputs.linear_bias)
+
+    def grads(function):
+        with torch.autocast(device, half):
+            loss = function(hidden, *inputs.args[1:], reduction=reduction)
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaves)
+
+    (loss, found), (plain, expected) = grads(flce_ops.linear_cross_entropy), grads(plain_loss)
+    assert loss.dtype == torch.float32
+    assert error(loss, plain) < ROUNDED[half]
+    for leaf, ours, theirs in zip(leaves, found, expected, strict=True):
+        assert ours.dtype == leaf.dtype == theirs.dtype
+        assert error(ours, theirs) < ROUNDED[half]
+
+
+def test_mixed_dtypes_without_autocast_are_refused(device):
+    inputs = make_inputs(device=device)
+    with pytest.raises(TypeError, match=r"linear_weight.*bfloat16.*float32"):
+        flce_ops.linear_cross_entropy(inputs.input.bfloat16(), *inputs.args[1:])
+
+
+def test_float64_operands_stay_float64_under_autocast(device):
+    """F.linear under autocast leaves float64 alone."""
+    inputs = make_inputs(device=device, dtype=torch.float64)
+    with torch.autocast(device, torch.bfloat16):
+        loss = flce_ops.linear_cross_entropy(*inputs.args)
+    assert loss.dtype == torch.float64
+    assert error(loss, flce_ops.linear_cross_entropy(*inputs.args)) == 0
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_disabled_autocast_inside_an_enabled_one(device, half):
+    inputs = make_inputs(device=device)
+    with torch.autocast(device, half), torch.autocast(device, enabled=False):
+        inner = flce_ops.linear_cross_entropy(*inputs.args)
+    assert torch.equal(inner, flce_ops.linear_cross_entropy(*inputs.args))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_backward_outside_or_inside_the_autocast_region(device, reduction):
+    inputs = make_inputs(device=device)
+    leaves = tuple(inputs.leaves.values())
+    with torch.autocast(device, torch.bfloat16):
+        loss = flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction).sum()
+        inside = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for a, b in zip(inside, torch.autograd.grad(loss, leaves), strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+def test_loss_scaling_keeps_small_float16_gradients(device):
+    """GradScaler multiplies the loss by 2^16: what a plain float16 gradient would flush to 0 survives."""
+    inputs = make_inputs((400, 16, 1021), device=device, dtype=torch.float16)
+    exact = inputs.clone(torch.float64)
+    scale = 2.0**16
+    found, expected = (
+        torch.autograd.grad(scale * flce_ops.linear_cross_entropy(*i.args), (i.input, i.linear_weight))
+        for i in (inputs, exact)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.isfinite().all()
+        assert error(ours, theirs) < 1e-3
+
+
+def test_unscaled_float16_gradients_are_no_worse_than_plain_torch(device):
+    """Mean over many tokens: entries of the logits' gradient near 1e-7, subnormal in float16."""
+    inputs = make_inputs((2048, 16, 509), device=device, dtype=torch.float16)
+    exact = run(plain_loss, inputs.clone(torch.float64))
+    plain, ours = run(plain_loss, inputs), run(flce_ops.linear_cross_entropy, inputs)
+    for name in ("input", "linear_weight"):
+        assert error(ours[name], exact[name]) <= error(plain[name], exact[name]) * 1.05 + 1e-4, name

@@ -1,0 +1,221 @@
+"""Bad input raises before any work; the message names the argument, what was expected and what came."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+
+import flce_ops
+
+N, D, V = 6, 4, 9
+
+
+def good():
+    return {
+        "input": torch.randn(N, D),
+        "linear_weight": torch.randn(V, D),
+        "target": torch.randint(V, (N,)),
+        "linear_bias": torch.randn(V),
+    }
+
+
+# what is wrong, changed arguments, error, every one of these patterns is in the message
+CASES = [
+    ("input without dimensions", {"input": torch.randn(())}, ValueError, ["input", r"\(\.\.\., D\)", "0-d"]),
+    ("integer input", {"input": torch.ones(N, D, dtype=torch.int64)}, TypeError, ["input", "float", "int64"]),
+    ("float8 input", {"input": torch.randn(N, D).to(torch.float8_e4m3fn)}, TypeError, ["input", "float32", "float8"]),
+    ("complex input", {"input": torch.randn(N, D, dtype=torch.complex64)}, TypeError, ["input", "complex64"]),
+    ("weight of rank 1", {"linear_weight": torch.randn(V * D)}, ValueError, ["linear_weight", r"\(V, D\)", r"\(36,\)"]),
+    (
+        "weight of rank 3",
+        {"linear_weight": torch.randn(1, V, D)},
+        ValueError,
+        ["linear_weight", r"\(V, D\)", r"\(1, 9, 4\)"],
+    ),
+    ("other D", {"linear_weight": torch.randn(V, 5)}, ValueError, ["linear_weight", r"\(V, 4\)", r"\(9, 5\)"]),
+    (
+        "weight transposed",
+        {"linear_weight": torch.randn(D, V)},
+        ValueError,
+        ["linear_weight", r"\(V, 4\)", r"\(4, 9\)"],
+    ),
+    (
+        "no classes",
+        {"linear_weight": torch.randn(0, D), "linear_bias": None},
+        ValueError,
+        ["linear_weight", r"\(0, 4\)"],
+    ),
+    (
+        "target of other length",
+        {"target": torch.zeros(5, dtype=torch.int64)},
+        ValueError,
+        ["target", r"\(6,\)", r"\(5,\)"],
+    ),
+    (
+        "target of other rank",
+        {"target": torch.zeros(N, 1, dtype=torch.int64)},
+        ValueError,
+        ["target", r"\(6,\)", r"\(6, 1\)"],
+    ),
+    ("float target", {"target": torch.zeros(N)}, TypeError, ["target", "int64", "float32"]),
+    ("probabilities", {"target": torch.rand(N, V)}, TypeError, ["target", "int64", "float32"]),
+    ("bool target", {"target": torch.zeros(N, dtype=torch.bool)}, TypeError, ["target", "int64", "bool"]),
+    ("int16 target", {"target": torch.zeros(N, dtype=torch.int16)}, TypeError, ["target", "int32", "int16"]),
+    ("bias of other length", {"linear_bias": torch.randn(8)}, ValueError, ["linear_bias", r"\(9,\)", r"\(8,\)"]),
+    ("bias of rank 2", {"linear_bias": torch.randn(1, V)}, ValueError, ["linear_bias", r"\(9,\)", r"\(1, 9\)"]),
+    (
+        "other dtype of weight",
+        {"linear_weight": torch.randn(V, D).bfloat16()},
+        TypeError,
+        ["linear_weight", "float32", "bfloat16"],
+    ),
+    ("other dtype of bias", {"linear_bias": torch.randn(V).double()}, TypeError, ["linear_bias", "float32", "float64"]),
+    ("class weight of other length", {"weight": torch.rand(8)}, ValueError, ["weight", r"\(9,\)", r"\(8,\)"]),
+    ("integer class weight", {"weight": torch.ones(V, dtype=torch.int64)}, TypeError, ["weight", "float", "int64"]),
+    (
+        "class weight wants a gradient",
+        {"weight": torch.rand(V).requires_grad_()},
+        NotImplementedError,
+        ["weight", "gradient"],
+    ),
+    ("unknown reduction", {"reduction": "average"}, ValueError, ["reduction", "none.*mean.*sum", "'average'"]),
+    ("negative smoothing", {"label_smoothing": -0.1}, ValueError, ["label_smoothing", r"\[0, 1\]", r"-0\.1"]),
+    ("smoothing above 1", {"label_smoothing": 1.5}, ValueError, ["label_smoothing", r"\[0, 1\]", r"1\.5"]),
+    ("smoothing nan", {"label_smoothing": float("nan")}, ValueError, ["label_smoothing", "nan"]),
+    ("zero softcap", {"softcap": 0.0}, ValueError, ["softcap", "positive", r"0\.0"]),
+    ("negative softcap", {"softcap": -30.0}, ValueError, ["softcap", "positive", r"-30\.0"]),
+    (
+        "token_weight of other shape",
+        {"token_weight": torch.rand(5)},
+        ValueError,
+        ["token_weight", r"\(6,\)", r"\(5,\)"],
+    ),
+    ("token_weight scalar", {"token_weight": torch.tensor(1.0)}, ValueError, ["token_weight", r"\(6,\)", r"\(\)"]),
+    ("normalizer of rank 1", {"normalizer": torch.ones(1)}, ValueError, ["normalizer", "0-d", r"\(1,\)"]),
+    (
+        "normalizer without a sum",
+        {"normalizer": torch.tensor(3.0), "reduction": "none"},
+        ValueError,
+        ["normalizer", "mean", "none"],
+    ),
+    ("number without a sum", {"normalizer": 3.0, "reduction": "none"}, ValueError, ["normalizer", "mean", "none"]),
+    ("other device", {"linear_weight": torch.empty(V, D, device="meta")}, ValueError, ["linear_weight", "cpu", "meta"]),
+    (
+        "target elsewhere",
+        {"target": torch.empty(N, dtype=torch.int64, device="meta")},
+        ValueError,
+        ["target", "cpu", "meta"],
+    ),
+    ("bias elsewhere", {"linear_bias": torch.empty(V, device="meta")}, ValueError, ["linear_bias", "cpu", "meta"]),
+    ("class weight elsewhere", {"weight": torch.empty(V, device="meta")}, ValueError, ["weight", "cpu", "meta"]),
+    (
+        "token_weight elsewhere",
+        {"token_weight": torch.empty(N, device="meta")},
+        ValueError,
+        ["token_weight", "cpu", "meta"],
+    ),
+]
+
+
+@pytest.mark.parametrize("what, changes, expected, patterns", CASES, ids=[case[0] for case in CASES])
+def test_bad_input_is_refused_by_name(what, changes, expected, patterns):
+    import re
+
+    arguments = {**good(), **changes}
+    before = flce_ops.last_path()
+    with pytest.raises(expected) as caught:
+        flce_ops.linear_cross_entropy(**arguments)
+    message = str(caught.value)
+    assert message.startswith("linear_cross_entropy")
+    for pattern in patterns:
+        assert re.search(pattern, message, re.DOTALL), f"{pattern!r} not in {message!r}"
+    assert flce_ops.last_path() is before, "a kernel ran before the refusal"
+
+
+def test_good_input_is_not_refused():
+    flce_ops.linear_cross_entropy(**good())
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        arguments = {name: t.to(dtype) if t.is_floating_point() else t for name, t in good().items()}
+        flce_ops.linear_cross_entropy(**arguments)
+
+
+def test_options_cannot_be_passed_by_position():
+    with pytest.raises(TypeError, match="positional"):
+        flce_ops.linear_cross_entropy(*good().values(), torch.rand(V))
+
+
+@pytest.mark.parametrize("bad", [V, V + 1, -1, -99, 10**6, 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_target_out_of_range_is_an_index_error(wants_gradient, reduction, dtype, bad):
+    """Never a silent number. On CUDA: a device-side assert, see test_cuda_contract.py."""
+    arguments = good()
+    arguments["target"] = arguments["target"].to(dtype)
+    arguments["target"][3] = bad
+    arguments["input"].requires_grad_(wants_gradient)
+    with pytest.raises(IndexError, match=rf"target.*\[0, {V}\).*{bad}"):
+        flce_ops.linear_cross_entropy(**arguments, reduction=reduction)
+
+
+def test_int64_target_beyond_int32_is_not_truncated():
+    arguments = good()
+    arguments["target"][3] = 2**32 + 1
+    with pytest.raises(IndexError, match=str(2**32 + 1)):
+        flce_ops.linear_cross_entropy(**arguments)
+
+
+def test_default_ignore_index_is_out_of_range_when_another_is_set():
+    arguments = good()
+    arguments["target"][3] = -100
+    flce_ops.linear_cross_entropy(**arguments)
+    with pytest.raises(IndexError, match="-100"):
+        flce_ops.linear_cross_entropy(**arguments, ignore_index=0)
+
+
+def test_class_weights_do_not_hide_a_target_out_of_range():
+    arguments = good()
+    arguments["target"][3] = V
+    with pytest.raises(IndexError, match="target"):
+        flce_ops.linear_cross_entropy(**arguments, weight=torch.rand(V))
+
+
+def test_inner_operators_refuse_too():
+    """Users of the operators themselves (sharded heads) get the same names."""
+    flce = torch.ops.flce
+    x, w, t, b = good().values()
+    with pytest.raises(ValueError, match=r"linear_cross_entropy_forward.*input.*\(N, D\).*\(1, 6, 4\)"):
+        flce.linear_cross_entropy_forward(x[None], w, t, b, None)
+    with pytest.raises(ValueError, match="linear_cross_entropy_with_grad.*row_scale"):
+        flce.linear_cross_entropy_with_grad(x, w, t, b, None, torch.ones(3), output_mask=[True] * 3)
+    with pytest.raises(ValueError, match="linear_cross_entropy_backward.*grad_lse"):
+        flce.linear_cross_entropy_backward(
+            None, torch.ones(3), None, x, w, t, b, None, torch.ones(N), output_mask=[True] * 3
+        )
+    with pytest.raises(IndexError, match="target"):
+        flce.linear_cross_entropy_forward(x, w, t.clone().fill_(V), b, None)
+    with pytest.raises(IndexError, match="target"):
+        flce.linear_cross_entropy_forward(x, w, t.clone().fill_(30), b, None, vocab_start=20, vocab_size=30)
+
+
+def test_fake_tensors_are_refused_with_the_same_words():
+    """Fake and real kernels share their checks, so a graph is refused when it is traced."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    messages = []
+    for context in (torch.no_grad(), FakeTensorMode()):
+        with context:
+            x, w, t = torch.ones(N, D), torch.ones(V, D), torch.zeros(N, dtype=torch.int64)
+            with pytest.raises(ValueError) as caught:
+                torch.ops.flce.linear_cross_entropy_forward(x, w[:, :-1], t)
+            messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_cuda_inputs_on_other_devices(device):
+    if device == "cpu":
+        pytest.skip("needs a second device")
+    inputs = make_inputs(device=device)
+    with pytest.raises(ValueError, match="target.*cuda.*cpu"):
+        flce_ops.linear_cross_entropy(inputs.input, inputs.linear_weight, inputs.target.cpu())

@@ -1,0 +1,97 @@
+"""The result does not depend on how the tokens are cut into chunks. (users.md 1)"""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, run, run_reference
+
+import flce_ops
+
+N, D, V = 640, 48, 509
+
+
+def in_workspace(inputs, bytes, cotangent=None, **options):
+    with flce_ops.workspace(bytes):
+        found = run(flce_ops.linear_cross_entropy, inputs, cotangent, **options)
+    return found, flce_ops.last_path()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype, poisoned_memory):
+    inputs = make_inputs((N, D, V), device=device, dtype=dtype, bias=True, weight=True, token_weight=True)
+    cotangent = torch.randn(N, device=device) if reduction == "none" else torch.tensor(1.0, device=device)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
+    whole, path = in_workspace(inputs, 2**30, cotangent, **options)
+    assert path.chunks == 1
+    exact = run_reference(inputs, cotangent, **options)
+    counts = set()
+    for bytes in (2**20, 2**18, 1):
+        cut, path = in_workspace(inputs, bytes, cotangent, **options)
+        counts.add(path.chunks)
+        assert error(cut["loss"], whole["loss"]) < 1e-6, path
+        for name in exact:
+            assert error(cut[name], exact[name]) <= 1.2 * error(whole[name], exact[name]) + (
+                4e-7 if dtype == torch.float32 else 1e-12
+            ), (name, path)
+    assert max(counts) >= 4, f"not many chunks: {counts}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
+    """users.md 1: gradients added in half precision over 256 chunks lose 10 % of dW."""
+    inputs = make_inputs((4096, 32, 61), device=device, dtype=dtype, bias=True)
+    exact = run_reference(inputs)
+    whole, _ = in_workspace(inputs, 2**30)
+    cut, path = in_workspace(inputs, 1)
+    for name in ("linear_weight", "linear_bias", "input"):
+        assert error(cut[name], exact[name]) <= 1.1 * error(whole[name], exact[name]), (name, path)
+    assert error(cut["loss"], exact["loss"]) < 1e-6
+    assert path.chunks >= 8, path
+
+
+def test_workspace_is_settable_and_restored():
+    before = flce_ops.get_workspace()
+    assert before == 512 * 2**20
+    with flce_ops.workspace(2**22):
+        assert flce_ops.get_workspace() == 2**22
+        with flce_ops.workspace(2**21):
+            assert flce_ops.get_workspace() == 2**21
+        assert flce_ops.get_workspace() == 2**22
+    assert flce_ops.get_workspace() == before
+    with pytest.raises(ZeroDivisionError), flce_ops.workspace(2**22):
+        raise ZeroDivisionError
+    assert flce_ops.get_workspace() == before
+    flce_ops.set_workspace(2**24)
+    try:
+        assert flce_ops.get_workspace() == 2**24
+    finally:
+        flce_ops.set_workspace(before)
+
+
+@pytest.mark.parametrize("bytes", [0, -1])
+def test_workspace_that_is_not_positive_is_refused(bytes):
+    with pytest.raises(ValueError, match="workspace"):
+        flce_ops.set_workspace(bytes)
+    assert flce_ops.get_workspace() == 512 * 2**20
+
+
+def test_default_workspace_makes_large_chunks(device):
+    """users.md 14: many small chunks starve the matrix products; 128 rows are the least that feed them."""
+    inputs = make_inputs((300, 2, 151936), device=device, dtype=torch.float32, requires_grad=False)
+    flce_ops.linear_cross_entropy(*inputs.args)
+    path = flce_ops.last_path()
+    assert path.rows_per_chunk >= 128, path
+    assert path.chunks == -(-300 // path.rows_per_chunk), path
+
+
+def test_last_path_tells_what_ran(device):
+    inputs = make_inputs(device=device)
+    run(flce_ops.linear_cross_entropy, inputs)
+    path = flce_ops.last_path()
+    assert "linear_cross_entropy_with_grad" in path.op
+    assert path.implementation == "aten"  # float32 goes to ATen on either device
+    assert path.reason
+    assert path.chunks == 1

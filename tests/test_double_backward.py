@@ -1,0 +1,144 @@
+"""Second derivatives are right in float64; third derivatives are refused by name."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, plain_loss, reference_loss
+from torch.autograd import gradcheck, gradgradcheck
+
+import flce_ops
+
+SHAPE = (4, 3, 5)
+ARGUMENTS = {
+    "plain": ({}, {}),
+    "bias": ({"bias": True}, {}),
+    "class_weight": ({"weight": True}, {}),
+    "label_smoothing": ({}, {"label_smoothing": 0.2}),
+    "class_weight_and_smoothing": ({"weight": True}, {"label_smoothing": 0.2}),
+    "softcap": ({}, {"softcap": 4.0}),
+    "logit_scale": ({}, {"logit_scale": 0.6}),
+    "z_loss": ({}, {"z_loss": 0.05}),
+    "token_weight": ({"token_weight": True}, {}),
+    "normalizer": ({"normalizer": True}, {}),
+    "everything": (
+        {"bias": True, "weight": True, "token_weight": True, "normalizer": True},
+        {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1},
+    ),
+}
+
+
+def example(device, name, reduction, shape=SHAPE):
+    made, options = ARGUMENTS[name]
+    made = {**made, "normalizer": made.get("normalizer", False) and reduction != "none"}
+    inputs = make_inputs(shape, device=device, dtype=torch.float64, **made)
+    return inputs, {**options, "reduction": reduction}
+
+
+def as_function_of_leaves(inputs, options, function=None):
+    function = function or flce_ops.linear_cross_entropy
+    names = list(inputs.leaves)
+
+    def call(*leaves):
+        at = dict(zip(names, leaves, strict=True))
+        extra = {k: at.get(k, v) for k, v in inputs.options.items()}
+        args = (at.get("input", inputs.input), at.get("linear_weight", inputs.linear_weight), inputs.target)
+        return function(*args, at.get("linear_bias", inputs.linear_bias), **extra, **options)
+
+    return call, tuple(inputs.leaves.values())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_gradcheck_and_gradgradcheck(device, name, reduction):
+    call, leaves = as_function_of_leaves(*example(device, name, reduction))
+    assert gradcheck(call, leaves)
+    assert gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("wanted", ["input", "linear_weight", "linear_bias", "token_weight"])
+def test_gradgradcheck_of_one_argument(device, wanted, reduction):
+    inputs, options = example(device, "everything", reduction)
+    for name, leaf in inputs.leaves.items():
+        leaf.requires_grad_(name == wanted)
+    assert gradgradcheck(*as_function_of_leaves(inputs, options))
+
+
+def second_derivatives(function, inputs, options, penalty):
+    """Gradients of loss + penalty(gradients), as gradient penalties and meta-learning take them."""
+    inputs = inputs.clone()
+    call, leaves = as_function_of_leaves(inputs, options, function)
+    loss = call(*leaves).sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    return torch.autograd.grad(loss + penalty(first), leaves)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_gradient_penalty_over_chunks(device, name, reduction):
+    inputs, options = example(device, name, reduction, (40, 7, 31))
+
+    def penalty(grads):
+        return sum(g.square().sum() for g in grads)
+
+    expected = second_derivatives(reference_loss, inputs, options, penalty)
+    with flce_ops.workspace(4096):
+        found = second_derivatives(flce_ops.linear_cross_entropy, inputs, options, penalty)
+    assert flce_ops.last_path().chunks > 2
+    for leaf, ours, exact in zip(inputs.leaves, found, expected, strict=True):
+        assert error(ours, exact) < 1e-12, leaf
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_penalty_in_lower_precision(device, dtype, reduction):
+    inputs = make_inputs((40, 17, 61), device=device, dtype=dtype, bias=True)
+    options = {"reduction": reduction}
+
+    def penalty(grads):
+        return sum(g.double().square().sum() for g in grads)
+
+    exact = second_derivatives(reference_loss, inputs.clone(torch.float64), options, penalty)
+    plain = second_derivatives(plain_loss, inputs, options, penalty)
+    ours = second_derivatives(flce_ops.linear_cross_entropy, inputs, options, penalty)
+    for name, a, b, c in zip(inputs.leaves, ours, plain, exact, strict=True):
+        slack = 1e-6 if dtype == torch.float32 else 4e-3
+        assert error(a, c) <= 1.2 * error(b, c) + slack, name
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_gradients_with_create_graph_are_those_without(device, reduction):
+    inputs, options = example(device, "everything", reduction, (40, 7, 31))
+    call, leaves = as_function_of_leaves(inputs, options)
+    with_graph = torch.autograd.grad(call(*leaves).sum(), leaves, create_graph=True)
+    without = torch.autograd.grad(call(*leaves).sum(), leaves)
+    for a, b in zip(with_graph, without, strict=True):
+        assert a.requires_grad and not b.requires_grad
+        assert error(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_upstream_factor_has_a_gradient(device, reduction):
+    """d(factor * loss)/d(factor): the loss scale of the outer problem may be a parameter too."""
+    inputs, options = example(device, "plain", reduction)
+
+    def products(function):
+        call, leaves = as_function_of_leaves(inputs.clone(), options, function)
+        factor = torch.tensor(1.5, dtype=torch.float64, device=device, requires_grad=True)
+        first = torch.autograd.grad(factor * call(*leaves).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (factor, *leaves))
+
+    for ours, exact in zip(products(flce_ops.linear_cross_entropy), products(reference_loss), strict=True):
+        assert error(ours, exact) < 1e-12
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_third_derivatives_are_refused_by_name(device, reduction):
+    inputs, options = example(device, "plain", reduction)
+    call, leaves = as_function_of_leaves(inputs, options)
+    first = torch.autograd.grad(call(*leaves).sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy.*third derivative"):
+        torch.autograd.grad(sum(g.square().sum() for g in second), leaves)

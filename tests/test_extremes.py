@@ -1,0 +1,166 @@
+"""Nothing to learn from, huge logits, classes switched off, no tokens."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import RAGGED, make_inputs
+from reference_loss import error, plain_loss, run, run_reference
+
+import flce_ops
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+EVERYTHING = {"bias": True, "weight": True, "token_weight": True}
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "everything"])
+def test_all_tokens_ignored(device, reduction, dtype, options, poisoned_memory):
+    """users.md 9: the loss is F.cross_entropy's (nan for mean), the gradients are exactly 0, never nan."""
+    inputs = make_inputs(device=device, dtype=dtype, **(EVERYTHING if options else {}))
+    inputs.target.fill_(-100)
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
+    expected = F.cross_entropy(torch.zeros(3, 4), torch.full((3,), -100), reduction=reduction)
+    if reduction == "mean":
+        assert expected.isnan() and found.pop("loss").isnan()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor)), name
+
+
+def test_all_tokens_ignored_with_a_normalizer_gives_zero(device):
+    inputs = make_inputs(device=device, normalizer=True)
+    inputs.target.fill_(-100)
+    for name, tensor in run(flce_ops.linear_cross_entropy, inputs).items():
+        assert torch.equal(tensor, torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_ignored_tokens_get_zero_gradient(device, reduction, dtype, poisoned_memory):
+    """users.md 3: rows of ignored tokens are written too, whatever the cotangent holds there."""
+    inputs = make_inputs(device=device, dtype=dtype, token_weight=True)
+    ignored = inputs.target == -100
+    cotangent = None
+    if reduction == "none":
+        cotangent = torch.ones(RAGGED[0], device=device).masked_fill(ignored, float("nan"))
+    inputs.token_weight.data[ignored] = float("inf")
+    found = run(flce_ops.linear_cross_entropy, inputs, cotangent, reduction=reduction)
+    assert torch.equal(found["input"][ignored], torch.zeros_like(found["input"][ignored]))
+    assert found["linear_weight"].isfinite().all()
+    if reduction == "none":
+        assert torch.equal(found["loss"][ignored], torch.zeros_like(found["loss"][ignored]))
+    else:
+        assert found["loss"].isfinite()
+        assert torch.equal(found["token_weight"][ignored], torch.zeros_like(found["token_weight"][ignored]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_ignored_tokens_do_not_touch_the_others(device, reduction, dtype):
+    """Whatever an ignored token's hidden state holds, the valid tokens see none of it, bit for bit."""
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    valid = inputs.target != -100
+    expected = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    inputs.input.data[~valid] = 100.0
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3}, {"softcap": 30.0}], ids=["plain", "z_loss", "softcap"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
+    inputs = make_inputs((60, 32, 509), device=device, dtype=dtype)
+    with torch.no_grad():
+        logits = F.linear(inputs.input.double(), inputs.linear_weight.double())
+        inputs.input.mul_((1e4 / logits.abs().max()).to(dtype))
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
+    exact = run_reference(inputs, reduction=reduction, **options)
+    plain = run(plain_loss, inputs, reduction=reduction, **options)
+    slack = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
+    for name, tensor in found.items():
+        assert tensor.isfinite().all(), name
+        assert error(tensor, exact[name]) <= error(plain[name], exact[name]) + slack, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"z_loss": 0.01, "logit_scale": 0.5}, {"softcap": 5.0}],  # under a cap -inf becomes -softcap
+    ids=["plain", "z_loss", "softcap"],
+)
+def test_bias_of_minus_infinity_switches_a_class_off(device, reduction, options, dtype):
+    """users.md 7: padded columns of a vocabulary are masked this way; several in a row fill whole tiles."""
+    inputs = make_inputs((64, 32, 1021), device=device, dtype=dtype, bias=True)
+    off = torch.zeros(1021, dtype=torch.bool, device=device)
+    off[300:900] = True  # at least one whole tile of 256
+    off[inputs.target[inputs.target != -100]] = False
+    inputs.linear_bias.data[off] = float("-inf")
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
+    exact = run_reference(inputs, reduction=reduction, **options)
+    plain = run(plain_loss, inputs, reduction=reduction, **options)
+    slack = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
+    for name, tensor in found.items():
+        assert plain[name].isfinite().all(), f"torch is not finite either: {name}"
+        assert tensor.isfinite().all(), name
+        assert error(tensor, exact[name]) <= error(plain[name], exact[name]) + slack, name
+    if not options.get("softcap"):
+        assert torch.equal(found["linear_weight"][off], torch.zeros_like(found["linear_weight"][off]))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_first_tile_all_minus_infinity(device, reduction):
+    """An online logsumexp starts from -inf: -inf - -inf is nan unless the first tiles are looked after."""
+    inputs = make_inputs((33, 16, 1021), device=device, dtype=torch.float32, bias=True)
+    inputs.linear_bias.data[:-3] = float("-inf")
+    inputs.target.copy_(torch.randint(1018, 1021, (33,)))
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    exact = run_reference(inputs, reduction=reduction)
+    for name in exact:
+        assert error(found[name], exact[name]) < 1e-6, name
+
+
+def test_loss_of_a_class_switched_off_is_infinite_as_in_torch(device):
+    inputs = make_inputs((5, 4, 7), device=device, bias=True, ignored=0.0)
+    inputs.linear_bias.data[inputs.target[0]] = float("-inf")
+    found = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
+    assert torch.equal(found.isinf(), plain_loss(*inputs.args, reduction="none").isinf())
+    assert found[0] == float("inf")
+
+
+def test_nan_in_an_input_shows_in_the_loss(device):
+    inputs = make_inputs((5, 4, 7), device=device, ignored=0.0)
+    inputs.input.data[2, 1] = float("nan")
+    losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
+    assert losses.isnan().tolist() == [False, False, True, False, False]
+    assert flce_ops.linear_cross_entropy(*inputs.args).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_no_tokens(device, reduction, dtype, poisoned_memory):
+    inputs = make_inputs((0, 11, 31), device=device, dtype=dtype, bias=True, token_weight=True)
+    expected = run(plain_loss, inputs, reduction=reduction)
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    for name in expected:
+        assert found[name].shape == expected[name].shape
+        if name == "loss":
+            assert torch.equal(found[name].isnan(), expected[name].isnan())
+        else:
+            assert torch.equal(found[name], torch.zeros_like(found[name])), name
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_no_features_leaves_the_bias(device, reduction):
+    inputs = make_inputs((6, 0, 31), device=device, bias=True)
+    expected, found = (
+        run_reference(inputs, reduction=reduction),
+        run(flce_ops.linear_cross_entropy, inputs, reduction=reduction),
+    )
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-6, name

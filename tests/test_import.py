@@ -1,0 +1,128 @@
+"""A fresh process: what importing the package pulls in, how long it takes, that it works without triton."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_fresh(script: str, **environment) -> str:
+    import os
+
+    # the checkout's own root is not the working directory, so that the installed package is what is imported
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT / "tests",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TRAIN = """
+import torch
+x = torch.randn(20, 8, requires_grad=True)
+w = torch.randn(31, 8, requires_grad=True)
+t = torch.randint(31, (20,))
+loss = flce_ops.linear_cross_entropy(x, w, t)
+loss.backward()
+expected = torch.nn.functional.cross_entropy(x @ w.T, t)
+assert torch.allclose(loss, expected, rtol=1e-6)
+assert torch.allclose(w.grad, torch.autograd.grad(expected, w)[0], rtol=1e-4, atol=1e-6)
+assert torch.ops.flce.linear_cross_entropy(x, w, t).item() == loss.item()
+"""
+
+
+def test_import_brings_in_neither_triton_nor_dtensor_nor_the_compiler():
+    script = (
+        # torch's FLOP counter, with which the formulas are registered, imports triton itself where that is installed
+        "import sys, json, torch, torch.utils.flop_counter\n"
+        "before = set(sys.modules)\n"
+        "import flce_ops\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))\n"
+    )
+    brought = json.loads(run_fresh(script))
+    for package in (
+        "triton",
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "torch._inductor",
+        "flce_ops.triton",
+        "numpy",
+    ):
+        assert not [name for name in brought if name == package or name.startswith(package + ".")], package
+
+
+def test_a_training_step_on_the_cpu_imports_no_kernels():
+    run_fresh("import sys, flce_ops\n" + TRAIN + "assert 'flce_ops.triton' not in sys.modules")
+
+
+def test_works_where_triton_is_not_installed():
+    block = "import sys\nsys.modules['triton'] = None\nimport flce_ops\n"
+    run_fresh(block + TRAIN)
+
+
+def test_works_where_torch_distributed_is_not_available():
+    block = "import sys\nsys.modules['torch.distributed.tensor'] = None\nimport flce_ops\n"
+    run_fresh(block + TRAIN)
+
+
+def test_import_is_fast():
+    """On top of torch's own second. The best of three, since the machine may be busy."""
+    script = (
+        "import time, torch, torch.utils.flop_counter\n"
+        "start = time.perf_counter()\n"
+        "import flce_ops\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    assert min(float(run_fresh(script)) for _ in range(3)) < 0.15
+
+
+def test_import_is_silent():
+    assert run_fresh("import warnings; warnings.simplefilter('error'); import torch; import flce_ops") == ""
+
+
+def test_importing_twice_is_harmless():
+    run_fresh("import flce_ops, importlib, sys\nimport flce_ops as again\nassert again is flce_ops\n" + TRAIN)
+
+
+def test_compiled_training_step_in_a_fresh_process():
+    script = "import flce_ops\n" + TRAIN.replace(
+        "flce_ops.linear_cross_entropy(x, w, t)\nloss",
+        "torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, backend='aot_eager')(x, w, t)\nloss",
+    ).replace("== loss.item()", "- loss.item() < 1e-5")
+    assert "torch.compile" in script
+    run_fresh(script, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+
+
+def test_version_is_known():
+    import flce_ops
+
+    assert flce_ops.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_another_thread_gives_the_same_numbers(reduction):
+    """DataParallel-like use: no state of the first thread is missed in the second."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from inputs import make_inputs
+    from reference_loss import run
+
+    import flce_ops
+
+    inputs = make_inputs()
+    expected = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, flce_ops.linear_cross_entropy, inputs, reduction=reduction) for _ in range(4)]
+        for future in futures:
+            for name, tensor in future.result().items():
+                assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-6), name

@@ -1,0 +1,118 @@
+"""Peak temporary memory is the workspace, whatever the number of tokens; the logits never exist."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import plain_loss
+
+import flce_ops
+
+MiB = 2**20
+N, D, V = 4096, 16, 2003  # float32 logits: 31 MiB
+WORKSPACE = 4 * MiB
+
+
+def peak_on_cpu(step) -> int:
+    """Largest sum of live allocations above the start, from the profiler's allocation events."""
+    step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak > 0, "the profiler reported no allocation"
+    return peak
+
+
+def peak_on_cuda(step) -> int:
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_of(function, inputs, **options) -> int:
+    def step():
+        loss = function(*inputs.args, **inputs.options, **options)
+        if loss.requires_grad:
+            torch.autograd.grad(loss.sum(), list(inputs.leaves.values()))
+
+    return (peak_on_cpu if inputs.input.device.type == "cpu" else peak_on_cuda)(step)
+
+
+def results(inputs) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in inputs.leaves.values())
+
+
+# Vectors of N (factors, losses, lse) and of V, and what the allocator rounds up.
+SMALL_CHANGE = MiB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+def test_temporary_memory_stays_within_the_workspace(device, everything, reduction, dtype):
+    made = {"bias": True, "weight": True, "token_weight": True} if everything else {}
+    options = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1} if everything else {}
+    inputs = make_inputs((N, D, V), device=device, dtype=dtype, **made)
+    with flce_ops.workspace(WORKSPACE):
+        ours = peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
+    assert flce_ops.last_path().chunks > 4
+    temporary = ours - results(inputs)
+    assert temporary <= WORKSPACE + SMALL_CHANGE, f"{temporary / MiB:.1f} MiB"
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_temporary_memory_does_not_grow_with_the_tokens(device, reduction):
+    peaks = []
+    for tokens in (2048, 8192):
+        inputs = make_inputs((tokens, D, V), device=device)
+        with flce_ops.workspace(WORKSPACE):
+            peaks.append(peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction) - results(inputs))
+    assert peaks[1] - peaks[0] <= 6144 * 64  # a few vectors of N
+    assert peaks[1] <= WORKSPACE + SMALL_CHANGE
+
+
+def test_a_smaller_workspace_takes_less(device):
+    inputs = make_inputs((N, D, V), device=device)
+    peaks = []
+    for bytes in (2 * MiB, 8 * MiB):
+        with flce_ops.workspace(bytes):
+            peaks.append(peak_of(flce_ops.linear_cross_entropy, inputs))
+    assert peaks[0] + 3 * MiB < peaks[1]
+
+
+def test_without_gradients_nothing_but_a_chunk_is_held(device):
+    inputs = make_inputs((N, D, V), device=device, requires_grad=False)
+    with flce_ops.workspace(WORKSPACE):
+        assert peak_of(flce_ops.linear_cross_entropy, inputs) <= WORKSPACE + SMALL_CHANGE
+
+
+def test_the_measure_sees_the_logits_of_plain_torch(device):
+    """Guards the guard: the same measurement of F.cross_entropy(F.linear(...)) finds two copies of the logits."""
+    inputs = make_inputs((N, D, V), device=device)
+    assert peak_of(plain_loss, inputs) > 2 * N * V * 4
+    ours = peak_of(flce_ops.linear_cross_entropy, inputs)
+    assert ours > 0
+
+
+def test_one_copy_of_the_weight_gradient(device):
+    """The gradient made in forward becomes .grad without a second copy beside it."""
+    inputs = make_inputs((64, 512, 8009), device=device, dtype=torch.bfloat16)  # dW: 7.8 MiB
+    inputs.input.requires_grad_(False)
+
+    def step():
+        inputs.linear_weight.grad = None
+        flce_ops.linear_cross_entropy(*inputs.args).backward()
+
+    one = results(inputs)
+    with flce_ops.workspace(2 * MiB):
+        peak = (peak_on_cpu if device == "cpu" else peak_on_cuda)(step)
+    assert peak < one + 2 * MiB + SMALL_CHANGE or peak < 2.2 * one, f"{peak / one:.2f} copies"

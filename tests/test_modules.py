@@ -1,0 +1,200 @@
+"""LinearCrossEntropyLoss and LinearCrossEntropyHead: parameters, state dicts, hooks, parity with torch's."""
+
+# N tokens, D hidden, V vocabulary
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import make_inputs
+from reference_loss import dense_logits, error, reference_loss
+from torch import nn
+from torch.nn.utils import parametrize
+
+import flce_ops
+from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss
+
+N, D, V = 20, 11, 31
+SCORES = {"softcap": 5.0, "logit_scale": 0.7}
+
+
+def example(device, **made):
+    return make_inputs((N, D, V), device=device, dtype=torch.float64, requires_grad=False, **made)
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}], ids=["plain", "options"])
+def test_loss_is_that_of_torch(device, options, reduction, bias):
+    """Moving over is one import: same arguments, same state dict, same numbers."""
+    inputs = example(device, weight=True, ignore_index=options.get("ignore_index", -100))
+    kwargs = {"bias": bias, "reduction": reduction, "weight": inputs.weight, "dtype": torch.float64, "device": device}
+    theirs = nn.LinearCrossEntropyLoss(D, V, **kwargs, **options)
+    ours = LinearCrossEntropyLoss(D, V, **kwargs, **options)
+    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if k != "weight"})
+    hidden = [inputs.input.clone().requires_grad_() for _ in range(2)]
+    losses = [module(h, inputs.target) for module, h in zip((ours, theirs), hidden, strict=True)]
+    assert error(losses[0], losses[1]) < 1e-13
+    for loss in losses:
+        loss.sum().backward()
+    assert error(hidden[0].grad, hidden[1].grad) < 1e-13
+    assert error(ours.linear.weight.grad, theirs.linear.weight.grad) < 1e-13
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_is_cross_entropy_of_linear(device, reduction, bias):
+    inputs = example(device)
+    module = LinearCrossEntropyLoss(
+        D, V, bias, reduction=reduction, label_smoothing=0.1, dtype=torch.float64, device=device
+    )
+    expected = F.cross_entropy(module.linear(inputs.input), inputs.target, reduction=reduction, label_smoothing=0.1)
+    assert error(module(inputs.input, inputs.target), expected) < 1e-13
+    assert [name for name, _ in module.named_parameters()] == ["linear.weight", "linear.bias"][: 1 + bias]
+    assert module.linear.weight.shape == (V, D)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_passes_every_option_on(device, reduction):
+    inputs = example(device, weight=True, token_weight=True, normalizer=reduction != "none", ignore_index=3)
+    options = {"reduction": reduction, "ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.05, **SCORES}
+    module = LinearCrossEntropyLoss(D, V, True, weight=inputs.weight, dtype=torch.float64, device=device, **options)
+    per_call = {"token_weight": inputs.token_weight, "normalizer": inputs.normalizer}
+    found = module(inputs.input, inputs.target, **per_call)
+    parameters = (module.linear.weight, inputs.target, module.linear.bias)
+    assert error(found, reference_loss(inputs.input, *parameters, weight=inputs.weight, **per_call, **options)) < 1e-13
+
+
+def test_class_weight_moves_with_the_module(device):
+    module = LinearCrossEntropyLoss(D, V, weight=torch.rand(V)).to(device, torch.float64)
+    assert module.weight.dtype == torch.float64 and module.weight.device.type == device
+    assert not module.weight.requires_grad
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_gives_logits_or_loss(device, bias):
+    """users.md 16: metrics need logits; the same module gives them, scaled and capped."""
+    inputs = example(device)
+    head = LinearCrossEntropyHead(D, V, bias, dtype=torch.float64, device=device, **SCORES)
+    logits = head(inputs.input)
+    assert error(logits, dense_logits(inputs.input, head.weight, head.bias, **SCORES)) < 1e-14
+    assert error(head(inputs.input, inputs.target), F.cross_entropy(logits, inputs.target)) < 1e-13
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_head_passes_every_option_on(device, reduction):
+    inputs = example(device, weight=True, token_weight=True, normalizer=reduction != "none", ignore_index=3)
+    options = {"ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.05, **SCORES}
+    head = LinearCrossEntropyHead(D, V, True, dtype=torch.float64, device=device, **options)
+    per_call = {"weight": inputs.weight, "token_weight": inputs.token_weight, "normalizer": inputs.normalizer}
+    found = head(inputs.input, inputs.target, reduction=reduction, **per_call)
+    expected = reference_loss(
+        inputs.input, head.weight, inputs.target, head.bias, reduction=reduction, **per_call, **options
+    )
+    assert error(found, expected) < 1e-13
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_exchanges_state_dicts_with_linear(device, bias):
+    linear = nn.Linear(D, V, bias, device=device)
+    head = LinearCrossEntropyHead(D, V, bias, device=device)
+    assert isinstance(head, nn.Linear)
+    assert list(head.state_dict()) == list(linear.state_dict())
+    head.load_state_dict(linear.state_dict())
+    hidden = torch.randn(3, D, device=device)
+    assert torch.equal(head(hidden), linear(hidden))
+    linear.load_state_dict(head.state_dict())
+
+
+@pytest.mark.parametrize("module", [LinearCrossEntropyLoss(4, 5, bias=True), LinearCrossEntropyHead(4, 5, softcap=3.0)])
+def test_modules_are_copied_pickled_and_printed(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    hidden, target = torch.randn(6, 4), torch.randint(5, (6,))
+    expected = module(hidden, target)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(hidden, target), expected)
+    assert type(module).__name__ in repr(module)
+
+
+def test_repr_names_what_differs_from_a_plain_linear():
+    """users.md 19: a softcap that was forgotten should show when the model is printed."""
+    text = repr(LinearCrossEntropyHead(4, 5, softcap=30.0, logit_scale=0.25))
+    assert "in_features=4" in text and "softcap=30.0" in text and "logit_scale=0.25" in text
+    text = repr(LinearCrossEntropyLoss(4, 5, softcap=30.0, logit_scale=0.25))
+    assert "softcap=30.0" in text and "logit_scale=0.25" in text
+
+
+def test_loss_runs_inside_the_forward_of_the_module_that_owns_the_weight(device):
+    """users.md 6: ZeRO-3 and FSDP gather the weight in hooks around that forward."""
+    inputs = example(device)
+    for module, owner in (
+        (head := LinearCrossEntropyHead(D, V, dtype=torch.float64, device=device), head),
+        (loss := LinearCrossEntropyLoss(D, V, dtype=torch.float64, device=device), loss),
+    ):
+        seen = []
+        full = next(owner.parameters()).detach().clone()
+        weight = next(owner.parameters())
+        weight.data.zero_()  # "sharded away" outside forward
+
+        def gather(*_, weight=weight, full=full, seen=seen):
+            weight.data.copy_(full)
+            seen.append("gathered")
+
+        def scatter(*_, weight=weight, seen=seen):
+            seen.append("freed")
+
+        owner.register_forward_pre_hook(gather)
+        owner.register_forward_hook(scatter)
+        assert error(module(inputs.input, inputs.target), reference_loss(inputs.input, full, inputs.target)) < 1e-13
+        assert seen == ["gathered", "freed"]
+
+
+class LowRank(nn.Module):
+    def __init__(self, V, D, rank, **kwargs):
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, D, **kwargs))
+        self.up = nn.Parameter(torch.randn(V, rank, **kwargs))
+
+    def forward(self, weight):
+        return weight + self.up @ self.down
+
+
+@pytest.mark.parametrize("owner", ["head", "loss"])
+def test_adapter_on_the_head_is_not_ignored(device, owner):
+    """users.md 13: LoRA as a parametrization of the frozen weight; adapters get their gradient."""
+    inputs = example(device)
+    kwargs = {"dtype": torch.float64, "device": device}
+    module = LinearCrossEntropyHead(D, V, **kwargs) if owner == "head" else LinearCrossEntropyLoss(D, V, **kwargs)
+    linear = module if owner == "head" else module.linear
+    base = linear.weight.detach().clone()
+    linear.weight.requires_grad_(False)
+    adapter = LowRank(V, D, 2, **kwargs)
+    parametrize.register_parametrization(linear, "weight", adapter)
+    found = module(inputs.input, inputs.target)
+    expected = reference_loss(inputs.input, base + adapter.up @ adapter.down, inputs.target)
+    assert error(found, expected) < 1e-13
+    exact = torch.autograd.grad(expected, (adapter.up, adapter.down))
+    found.backward()
+    assert error(adapter.up.grad, exact[0]) < 1e-12
+    assert error(adapter.down.grad, exact[1]) < 1e-12
+    assert linear.parametrizations.weight.original.grad is None
+
+
+def test_modules_can_be_made_on_the_meta_device():
+    head = LinearCrossEntropyHead(D, V, device="meta")
+    loss = head(torch.empty(N, D, device="meta"), torch.empty(N, dtype=torch.int64, device="meta"))
+    assert loss.device.type == "meta" and loss.shape == ()
+    loss.backward()
+    assert head.weight.grad.shape == (V, D)
+
+
+def test_public_names():
+    for name in ("linear_cross_entropy", "LinearCrossEntropyLoss", "LinearCrossEntropyHead", "SAC_SAVE_OPS"):
+        assert name in flce_ops.__all__ and hasattr(flce_ops, name)
+    assert {name for name in flce_ops.__all__ if not hasattr(flce_ops, name)} == set()

@@ -1,0 +1,224 @@
+"""The inner operators keep their contract: what they return, what is differentiable, where a shard starts."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import RAGGED, make_inputs
+from reference_loss import dense_logits, error, reference_loss, run_reference
+
+import flce_ops  # noqa: F401  registers the operators
+
+flce = torch.ops.flce
+SCORES = {"softcap": 5.0, "logit_scale": 0.7}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROUNDED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+def tight(dtype, device):
+    """Of one number per row. On the CPU half logits are rounded before the softmax, as in plain torch."""
+    if device == "cpu" and dtype.itemsize == 2:
+        return 2e-3 if dtype == torch.bfloat16 else 3e-4
+    return 1e-14 if dtype == torch.float64 else 2e-6
+
+
+def accumulator(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense_rows(inputs, weighted, **scores):
+    """target_logit, lse and logit_sum of float64 logits."""
+    z = dense_logits(inputs.input, inputs.linear_weight, inputs.linear_bias, **scores)
+    valid = inputs.target != -100
+    target_logit = z.gather(1, inputs.target.where(valid, 0).long()[:, None])[:, 0].where(valid, 0.0)
+    return target_logit, z.logsumexp(1), (z * inputs.weight).sum(1) if weighted else z.sum(1)
+
+
+def test_public_function_is_the_operator(device):
+    inputs = make_inputs(device=device, bias=True, weight=True, token_weight=True, normalizer=True)
+    options = {**inputs.options, "label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5, "z_loss": 1e-3}
+    by_function = flce_ops.linear_cross_entropy(*inputs.args, **options)
+    assert torch.equal(flce.linear_cross_entropy(*inputs.args, **options), by_function)
+    assert torch.equal(flce.linear_cross_entropy.default(*inputs.args, **options), by_function)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("logit_sum", [False, True])
+@pytest.mark.parametrize("scores", [{}, SCORES], ids=["plain", "softcap"])
+def test_forward_returns_row_statistics(device, scores, logit_sum, weighted, dtype, poisoned_memory):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True, weight=weighted)
+    expected = dense_rows(inputs.clone(torch.float64), weighted, **scores)
+    found = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=logit_sum, **scores)
+    assert len(found) == 3
+    assert found[2].shape == ((RAGGED[0],) if logit_sum else (0,))
+    for name, ours, exact in zip(("target_logit", "lse", "logit_sum"), found, expected, strict=True):
+        assert ours.dtype == accumulator(dtype), name
+        if ours.numel():
+            # a sum of V logits of either sign: its error is that of its terms
+            scale = 20.0 if name == "logit_sum" else 1.0
+            assert error(ours, exact) < scale * tight(dtype, device), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scores", [{}, SCORES], ids=["plain", "softcap"])
+def test_all_three_row_statistics_are_differentiable(device, scores, dtype, poisoned_memory):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True, weight=True)
+    exact_inputs = inputs.clone(torch.float64)
+    cotangents = [torch.randn(RAGGED[0], device=device, dtype=torch.float64) for _ in range(3)]
+    valid = inputs.target != -100
+
+    def weighed(rows):
+        return sum((row.double() * c)[valid].sum() for row, c in zip(rows, cotangents, strict=True))
+
+    expected = torch.autograd.grad(
+        weighed(dense_rows(exact_inputs, True, **scores)), list(exact_inputs.leaves.values())
+    )
+    rows = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=True, **scores)
+    found = torch.autograd.grad(weighed(rows), list(inputs.leaves.values()))
+    for name, ours, exact in zip(inputs.leaves, found, expected, strict=True):
+        assert error(ours, exact) < ROUNDED[dtype], name
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_one_row_statistic_alone_is_differentiable(device, which):
+    inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
+    exact_inputs = inputs.clone()
+    valid = inputs.target != -100
+    expected = torch.autograd.grad(
+        dense_rows(exact_inputs, False)[which][valid].sum(), list(exact_inputs.leaves.values())
+    )
+    rows = flce.linear_cross_entropy_forward(*inputs.args, None, logit_sum=True)
+    for ours, exact in zip(
+        torch.autograd.grad(rows[which][valid].sum(), list(inputs.leaves.values())), expected, strict=True
+    ):
+        assert error(ours, exact) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [(40, 41, 42), (100, 20, 3), (122, 1)], ids=str)
+def test_vocabulary_shards_add_up(device, cuts, dtype):
+    """users.md 7: each shard knows where its classes start; lse is the logsumexp of the shards' lse."""
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    exact = inputs.clone(torch.float64)
+    target_logit, lse, _ = dense_rows(exact, False)
+    expected = torch.autograd.grad((lse - target_logit)[inputs.target != -100].sum(), list(exact.leaves.values()))
+    rows, start = [], 0
+    for size in cuts:
+        shard = slice(start, start + size)
+        rows.append(
+            flce.linear_cross_entropy_forward(
+                inputs.input,
+                inputs.linear_weight[shard],
+                inputs.target,
+                inputs.linear_bias[shard],
+                None,
+                vocab_start=start,
+                vocab_size=RAGGED[2],
+            )
+        )
+        start += size
+    ours_target = sum(r[0] for r in rows)
+    ours_lse = torch.stack([r[1] for r in rows]).logsumexp(0)
+    assert error(ours_target, target_logit) < tight(dtype, device)
+    assert error(ours_lse, lse) < tight(dtype, device)
+    owners = sum((r[0] != 0).int() for r in rows)
+    assert owners.max() == 1, "a target was found in two shards"
+    found = torch.autograd.grad((ours_lse - ours_target)[inputs.target != -100].sum(), list(inputs.leaves.values()))
+    for name, ours, exact_grad in zip(inputs.leaves, found, expected, strict=True):
+        assert error(ours, exact_grad) < ROUNDED[dtype], name
+
+
+@pytest.mark.parametrize("mask", [(m & 1, m & 2, m & 4) for m in range(8)], ids=str)
+def test_backward_returns_what_the_mask_asks_for(device, mask, poisoned_memory):
+    mask = [bool(m) for m in mask]
+    inputs = make_inputs(device=device, bias=True, requires_grad=False)
+    lse = flce.linear_cross_entropy_forward(*inputs.args, None)[1]
+    ones = torch.ones_like(lse)
+    found = flce.linear_cross_entropy_backward(-ones, ones, None, *inputs.args, None, lse, output_mask=mask)
+    inputs = inputs.clone()
+    for leaf in (inputs.input, inputs.linear_weight, inputs.linear_bias):
+        leaf.requires_grad_()
+    exact = run_reference(inputs, reduction="sum")
+    for name, ours, wanted in zip(("input", "linear_weight", "linear_bias"), found, mask, strict=True):
+        if wanted:
+            assert error(ours, exact[name]) < 1e-6, name
+        else:
+            assert ours.shape == (0,)
+
+
+@pytest.mark.parametrize("given", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
+def test_a_missing_cotangent_is_zero(device, given):
+    inputs = make_inputs(device=device, bias=True, weight=True, requires_grad=False)
+    lse = flce.linear_cross_entropy_forward(*inputs.args, None)[1]
+    cotangents = [torch.randn_like(lse) for _ in range(3)]
+    zeros = [c if i in given else torch.zeros_like(c) for i, c in enumerate(cotangents)]
+    nones = [c if i in given else None for i, c in enumerate(cotangents)]
+    found, expected = (
+        flce.linear_cross_entropy_backward(*c, *inputs.args, inputs.weight, lse, output_mask=[True] * 3)
+        for c in (nones, zeros)
+    )
+    for ours, exact in zip(found, expected, strict=True):
+        assert error(ours, exact) < 1e-6
+
+
+def test_rows_of_ignored_tokens_are_zero_whatever_the_cotangents_hold(device, poisoned_memory):
+    inputs = make_inputs(device=device, bias=True, requires_grad=False)
+    ignored = inputs.target == -100
+    lse = flce.linear_cross_entropy_forward(*inputs.args, None)[1]
+    ones = torch.ones_like(lse).masked_fill(ignored, float("nan"))
+    found = flce.linear_cross_entropy_backward(-ones, ones, ones, *inputs.args, None, lse, output_mask=[True] * 3)
+    assert torch.equal(found[0][ignored], torch.zeros_like(found[0][ignored]))
+    for tensor in found:
+        assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, **SCORES}], ids=["plain", "everything"]
+)
+def test_with_grad_returns_loss_losses_and_gradients(device, options, dtype, poisoned_memory):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True, weight=bool(options), token_weight=True)
+    row_scale = inputs.token_weight.detach()
+    exact = run_reference(inputs, reduction="sum", **options)
+    unscaled = inputs.clone(torch.float64)
+    losses = reference_loss(*unscaled.args, weight=unscaled.weight, reduction="none", **options).detach()
+    mask = [True] * 3
+    inputs = inputs.clone()
+    for leaf in inputs.leaves.values():
+        leaf.requires_grad_(False)
+    found = flce.linear_cross_entropy_with_grad(*inputs.args, inputs.weight, row_scale, output_mask=mask, **options)
+    assert found[0].shape == () and found[0].dtype == found[1].dtype == accumulator(dtype)
+    assert error(found[1], losses) < 3 * tight(dtype, device)
+    scale = float(
+        (losses * row_scale).abs().sum() / exact["loss"].abs()
+    )  # the sum cancels: token weights of either sign
+    assert error(found[0], exact["loss"]) < scale * tight(dtype, device)
+    for name, ours in zip(("input", "linear_weight", "linear_bias"), found[2:], strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, exact[name]) < ROUNDED[dtype], name
+
+
+def test_with_grad_is_differentiable_in_the_loss_only(device):
+    inputs = make_inputs(device=device, bias=True)
+    row_scale = torch.ones(RAGGED[0], device=device)
+    loss, *others = flce.linear_cross_entropy_with_grad(*inputs.args, None, row_scale, output_mask=[True] * 3)
+    assert loss.requires_grad
+    assert [t.requires_grad for t in others] == [False] * 4
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "with_grad", "double_backward"])
+def test_operators_are_tagged_for_the_compiler(name):
+    op = getattr(flce, f"linear_cross_entropy_{name}").default
+    assert torch.Tag.pt2_compliant_tag in op.tags
+    assert not op._schema.is_mutable
+
+
+def test_schemas_are_the_contract():
+    """Argument names and defaults are public: torch.export files and saved graphs hold them."""
+    assert str(flce.linear_cross_entropy.default._schema) == (
+        "flce::linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
+        'Tensor? weight=None, str reduction="mean", int ignore_index=-100, float label_smoothing=0., '
+        "float? softcap=None, float logit_scale=1., float z_loss=0., Tensor? token_weight=None, "
+        "Tensor? normalizer=None) -> Tensor"
+    )
