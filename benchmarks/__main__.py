@@ -1,0 +1,117 @@
+"""`python -m benchmarks`: every provider at every shape in every mode; a table, and a CSV written after each shape."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+STARTED = "FLCE_BENCHMARK_STARTED"  # kept over a restart, so that the budget is the whole run's
+GRACE_S = 60  # past the budget, a run that hangs in someone's kernel is ended
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("--shapes", default="key", help="groups of benchmarks/shapes.py and NxDxV, with commas")
+    parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
+    parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
+    parser.add_argument("--without", default="", help="providers to leave out, in the same notation")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ms", type=float, default=400, help="back-to-back time of a provider in a round")
+    parser.add_argument("--quick", action="store_true", help="two rounds of 200 ms, no autotuning")
+    parser.add_argument("--budget-s", type=float, default=500, help="no new shape once these seconds are spent")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--name", default="run", help="of the CSV")
+    parser.add_argument("--device", default=None, help="cuda, or cpu at toy size")
+    parser.add_argument("--seed", type=int, default=None, help="of the data; fresh when not given")
+    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
+    parser.add_argument("--resume-after", type=int, default=None, help=argparse.SUPPRESS)  # units done before a restart
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.ms = min(options.rounds, 2), min(options.ms, 200)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    started = float(os.environ.pop(STARTED, time.time()))
+
+    import torch
+
+    from . import providers, run
+    from .modes import MODES
+    from .report import Report, environment, say
+    from .shapes import parse_shapes
+
+    quick_without = ",".join(providers.QUICK_LEAVES_OUT) if options.quick else ""
+    names = providers.choose(options.providers, without=f"{options.without},{quick_without}")
+    units = [(MODES[mode], shape) for mode in options.modes.split(",") for shape in parse_shapes(options.shapes)]
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _one_compilation_per_shape()
+    here = environment(device, options.commit)
+    report = Report(options.out / here.slug / f"{options.name}.csv", resume=options.resume_after is not None)
+    say(f"{here.gpu}, torch {here.torch}, triton {here.triton}, commit {here.commit} -> {report.path}")
+
+    def spent() -> float:
+        return time.time() - started
+
+    faulthandler.dump_traceback_later(max(1.0, options.budget_s + GRACE_S - spent()), exit=True, file=sys.__stderr__)
+    try:
+        for done, (mode, shape) in enumerate(units):
+            if done < (options.resume_after or 0):
+                continue
+            if spent() > options.budget_s:
+                say("time budget spent, left out: " + ", ".join(f"{mode.name} {shape}" for mode, shape in units[done:]))
+                break
+            say(f"\n{spent():.0f} s: {mode.name} {shape} {options.dtype}")
+            settings = run.Settings(
+                device=device,
+                dtype=getattr(torch, options.dtype),
+                rounds=options.rounds,
+                ms=options.ms,
+                seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
+            )
+            try:
+                rows = run.measure(shape, mode, names, settings, here, out_of_time=lambda: spent() > options.budget_s)
+            except run.LostDevice as lost:
+                report.add([lost.row])
+                _restart_without(lost.provider, done, started, argv, options)
+            except torch.cuda.OutOfMemoryError:
+                say(f"{shape} {mode.name}: the inputs and the reference alone do not fit in memory")
+                continue
+            report.add(rows)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")
+    return report.path
+
+
+def _one_compilation_per_shape() -> None:
+    """Past its limit of recompilations torch.compile runs eagerly without a word; a run has many shapes and modes."""
+    import torch._dynamo
+
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(torch._dynamo.config, limit):
+            setattr(torch._dynamo.config, limit, 4096)
+
+
+def _restart_without(provider: str, done: int, started: float, argv: list[str], options: argparse.Namespace) -> None:
+    """After an illegal memory access nothing runs in this process any more: go on in a fresh one, from this very shape,
+    without the provider that did it."""
+    print(f"{provider} left the GPU unusable: going on without it in a fresh process", flush=True)
+    without = ",".join(filter(None, (options.without, provider)))
+    arguments = [*argv, "--without", without, "--resume-after", str(done)]
+    os.environ[STARTED] = str(started)
+    os.closerange(3, 4096)  # the driver's files too: with them goes this process's hold on the GPU's memory
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *arguments])
+
+
+if __name__ == "__main__":
+    main()

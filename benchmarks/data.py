@@ -1,0 +1,69 @@
+"""Inputs that look like a language model's, not like randn.
+
+N tokens, D hidden, V vocabulary. The logits are a Zipf prior over the vocabulary (log p_k = -log k, in random order)
+plus context noise. Targets are drawn from the softmax, so the loss is its entropy: 4.2 at V = 32k, 5.4 at 256k.
+
+    input  = randn (N, D) + u                      u = 1/2 everywhere
+    weight = sigma / sqrt(D) randn (V, D) + log_prior (V, 1) u / |u|^2
+    logits = input @ weight.T = sigma * noise + log_prior + (small)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .shapes import Shape
+
+SIGMA = 3.0  # of the context noise: entropy falls by about sigma^2 / 2 from the prior's 8 nats at V = 128k
+OFFSET = 0.5
+IGNORED = 0.02
+IGNORE_INDEX = -100
+CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
+
+
+@dataclass
+class Problem:
+    shape: Shape
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (N,) int64, 2 % ignored
+    cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
+    seed: int
+
+    def clear_gradients(self) -> None:
+        self.input.grad = None
+        self.linear_weight.grad = None
+
+    def row_chunks(self) -> Iterator[slice]:
+        """Slices of tokens whose logits fit in CHUNK_ELEMENTS."""
+        rows = max(1, CHUNK_ELEMENTS // self.shape.V)
+        for start in range(0, self.shape.N, rows):
+            yield slice(start, min(start + rows, self.shape.N))
+
+
+def make_problem(shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int) -> Problem:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    options = {"device": device, "generator": generator}
+    n, d, v = shape
+
+    log_prior = -torch.arange(1, v + 1, device=device, dtype=torch.float32).log()
+    log_prior = log_prior[torch.randperm(v, **options)]
+    weight = torch.randn(v, d, **options).mul_(SIGMA * d**-0.5)
+    weight.add_((log_prior - log_prior.mean())[:, None] / (OFFSET * d))
+    weight = weight.to(dtype)
+    input = torch.randn(n, d, **options).add_(OFFSET).to(dtype)
+
+    target = torch.empty(n, dtype=torch.int64, device=device)
+    cotangent = torch.rand(n, **options).add_(0.5).div_(n)
+    problem = Problem(shape, input, weight, target, cotangent, seed)
+    for rows in problem.row_chunks():
+        probabilities = (input[rows] @ weight.T).float().softmax(-1)
+        # Gumbel's trick: the first of V exponential clocks with rates p_j is j with probability p_j.
+        clocks = torch.empty_like(probabilities).exponential_(generator=generator)
+        target[rows] = probabilities.div_(clocks).argmax(-1)
+    target[torch.rand(n, **options) < IGNORED] = IGNORE_INDEX
+    return problem

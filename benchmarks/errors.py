@@ -1,0 +1,116 @@
+"""How far a step's loss and gradients are from the truth: ||out - reference|| / ||reference||.
+
+N tokens, D hidden, V vocabulary. The reference takes the same rounded inputs and computes in float32 (in float64 where
+they are float32), chunk by chunk over the tokens, without TF32:
+
+    z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .data import IGNORE_INDEX, Problem
+from .modes import Mode
+
+
+class Reference(NamedTuple):
+    loss: Tensor  # () or, with reduction="none", (N,)
+    grad_input: Tensor | None  # (N, D)
+    grad_weight: Tensor | None  # (V, D)
+
+
+class Errors(NamedTuple):
+    loss: float | None
+    dx: float | None
+    dw: float | None
+
+    @property
+    def finite(self) -> bool:
+        return all(error is None or error < float("inf") for error in self)  # nan < inf is False
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@torch.no_grad()
+def make_reference(problem: Problem, mode: Mode) -> Reference:
+    dtype = torch.float64 if problem.input.dtype == torch.float32 else torch.float32
+    weight = problem.linear_weight.to(dtype)
+    losses = torch.zeros(problem.shape.N, dtype=dtype, device=weight.device)
+    grad_input = torch.empty_like(problem.input, dtype=dtype) if mode.input_grad else None
+    grad_weight = torch.zeros_like(weight) if mode.weight_grad else None
+    kept = problem.target != IGNORE_INDEX
+    scale = problem.cotangent.to(dtype) if mode.reduction == "none" else torch.full_like(losses, 1) / kept.sum()
+
+    with _no_tf32():
+        for rows in problem.row_chunks():
+            x = problem.input[rows].to(dtype)
+            target = problem.target[rows].clamp(min=0)[:, None]
+            z = x @ weight.T
+            lse = z.logsumexp(-1, keepdim=True)
+            losses[rows] = torch.where(kept[rows], (lse - z.gather(1, target))[:, 0], 0)
+            if not mode.backward:
+                continue
+            grad_z = z.sub_(lse).exp_()
+            grad_z.scatter_add_(1, target, torch.full_like(lse, -1))
+            grad_z.mul_(torch.where(kept[rows], scale[rows], 0)[:, None])
+            if grad_input is not None:
+                torch.mm(grad_z, weight, out=grad_input[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_z.T, x)
+    loss = losses if mode.reduction == "none" else losses.sum() / kept.sum()
+    return Reference(loss, grad_input, grad_weight)
+
+
+def _distance(out: Tensor | None, reference: Tensor | None) -> float | None:
+    if reference is None:
+        return None
+    if out is None:
+        return float("inf")  # a gradient that never came
+    if out.shape != reference.shape:
+        raise ValueError(f"expected shape {tuple(reference.shape)}, got {tuple(out.shape)}")
+    # In slices of rows: a float32 copy of a whole (V, D) gradient is gigabytes.
+    out, reference = torch.atleast_2d(out), torch.atleast_2d(reference)
+    squares = torch.zeros(2, dtype=torch.float64, device=reference.device)
+    for ours, truth in zip(out.split(16384), reference.split(16384), strict=True):
+        squares[0] += (ours.to(truth.dtype) - truth).double().square().sum()
+        squares[1] += truth.double().square().sum()
+    return float((squares[0] / squares[1]).sqrt())
+
+
+@torch.no_grad()
+def errors_of(loss: Tensor, problem: Problem, reference: Reference) -> Errors:
+    """Of the step that has just run: its gradients are in .grad."""
+    return Errors(
+        _distance(loss, reference.loss),
+        _distance(problem.input.grad, reference.grad_input),
+        _distance(problem.linear_weight.grad, reference.grad_weight),
+    )
+
+
+def poison(device: torch.device) -> None:
+    """Leaves NaN in the memory that the next step's torch.empty will be given, so that an output nobody wrote shows.
+
+    CUDA only: there the caching allocator hands out the blocks that were just freed."""
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    nan = {"fill_value": float("nan"), "dtype": torch.bfloat16, "device": device}  # two of them are a float32 NaN
+    large = torch.full((min(free // 2, 24 << 30) // 2,), **nan)
+    small = [torch.full((1 << 18,), **nan) for _ in range(64)]  # 512 KiB each: the allocator's pool of small blocks
+    del large, small

@@ -1,0 +1,50 @@
+"""Peak memory of one step, over what was allocated before it. Its gradients are in it: they did not exist before."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .data import Problem
+from .modes import Step
+
+MIB = 2**20
+
+
+def peak_bytes(step: Step, problem: Problem) -> int:
+    """Of a warm step: the first one also compiles, and opens library handles that keep their workspace."""
+    problem.clear_gradients()
+    if problem.input.device.type == "cuda":
+        return _peak_bytes_cuda(step)
+    return _peak_bytes_cpu(step)
+
+
+def _peak_bytes_cuda(step: Step) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_bytes_cpu(step: Step) -> int:
+    """The CPU allocator keeps no peak, but the profiler records every allocation and release: their running sum."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted(
+        ((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"),
+        key=lambda change: change[0],
+    )
+    allocated = peak = 0
+    for _, change in changes:
+        allocated += change
+        peak = max(peak, allocated)
+    return peak

@@ -1,0 +1,73 @@
+"""What one timed step is: forward alone, or forward and backward with which gradients.
+
+N tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .data import Problem
+from .shapes import Shape
+
+Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # (input, linear_weight, target, reduction) -> loss
+Step = Callable[[], Tensor | None]  # runs once, leaves gradients in .grad, returns the loss
+
+
+class Mode(NamedTuple):
+    name: str
+    gemms: int  # GEMMs of 2NDV FLOPs that an implementation without stored logits needs: the floor
+    reduction: str
+    input_grad: bool
+    weight_grad: bool
+
+    @property
+    def backward(self) -> bool:
+        return self.input_grad or self.weight_grad
+
+    def gradient_bytes(self, shape: Shape, itemsize: int) -> int:
+        return itemsize * shape.D * (shape.N * self.input_grad + shape.V * self.weight_grad)
+
+    def tflop(self, shape: Shape) -> float:
+        return self.gemms * 2 * shape.N * shape.D * shape.V / 1e12
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
+        Mode("fwd", 1, "mean", False, False),  # evaluation
+        Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
+        Mode("none", 4, "none", True, True),  # per-token losses; their cotangent comes late, so logits are made twice
+    )
+}
+
+
+def prepare(problem: Problem, mode: Mode) -> None:
+    """Marks what needs a gradient. Forward alone marks nothing, not even the weight: some implementations look at
+    requires_grad instead of the grad mode and would make gradients nobody asked for."""
+    problem.clear_gradients()
+    problem.input.requires_grad_(mode.input_grad)
+    problem.linear_weight.requires_grad_(mode.weight_grad)
+
+
+def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
+    """A training (or evaluation) step around a loss: gradients start as None, as after zero_grad()."""
+    tensors = (problem.input, problem.linear_weight, problem.target, mode.reduction)
+    cotangent = problem.cotangent if mode.reduction == "none" else None
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return loss(*tensors)
+
+    def forward_backward() -> Tensor:
+        problem.clear_gradients()
+        value = loss(*tensors)
+        value.backward(None if cotangent is None else cotangent.to(value.dtype))
+        return value.detach()
+
+    return forward_backward if mode.backward else forward

@@ -1,0 +1,73 @@
+"""One file per implementation. Each says, for a problem and a mode, how to take a step:
+
+    provide(name, problem, mode) -> step    raises Unavailable(reason) where there is none
+    VERSION_OF: str                         the distribution whose version goes into the table
+
+A file is imported when one of its providers is asked for, so a missing library is a reason in a row and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from fnmatch import fnmatch
+from importlib import metadata
+
+from ..data import Problem
+from ..modes import Mode, Step
+from .unavailable import Unavailable
+
+# name -> file. In the order they are set up: should the time run out, the last ones are missing.
+FILES = {
+    "floor": "floor",
+    "ours": "ours",
+    "ours_compiled": "ours",
+    "ours_128MiB": "ours",
+    "ours_64MiB": "ours",
+    "ours_recompute": "ours",
+    "torch_compile": "torch_dense",
+    "torch_eager": "torch_dense",
+    "torch_chunked": "torch_chunked",
+    "liger": "liger",
+    "liger_fp32": "liger",
+    "quack_chunked": "quack",
+    "quack_scaled_exp": "quack",
+    "cce": "cce",
+    "cce_kahan_full_c": "cce",
+    "cce_exact": "cce",
+    "quack_autotuned": "quack",  # last: its first call takes minutes
+}
+QUICK_LEAVES_OUT = ("quack_autotuned",)
+
+
+def choose(patterns: str, *, without: str = "") -> list[str]:
+    """`floor,ours*` -> names in the order of FILES; `without` takes away, in the same notation."""
+    wanted, unwanted = patterns.split(","), without.split(",")
+    for pattern in filter(None, wanted + unwanted):
+        if not any(fnmatch(name, pattern) for name in FILES):
+            raise ValueError(f"expected one of {', '.join(FILES)} or a pattern such as ours*, got {pattern!r}")
+    return [
+        name
+        for name in FILES
+        if any(fnmatch(name, pattern) for pattern in wanted) and not any(fnmatch(name, p) for p in unwanted)
+    ]
+
+
+def provide(name: str, problem: Problem, mode: Mode) -> Step:
+    """May raise anything: the libraries are not ours."""
+    return _module(name).provide(name, problem, mode)
+
+
+def version(name: str) -> str:
+    library = _module(name).VERSION_OF
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:  # on the path without having been installed
+        return getattr(sys.modules.get(library), "__version__", "")
+
+
+def _module(name: str):
+    return importlib.import_module(f".{FILES[name]}", __name__)
+
+
+__all__ = ["FILES", "QUICK_LEAVES_OUT", "Unavailable", "choose", "provide", "version"]

@@ -1,0 +1,162 @@
+"""Rows: what they hold, the CSV they go to, the table they print as."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Row:
+    gpu: str  # or the processor
+    torch: str
+    triton: str
+    commit: str
+    N: int
+    D: int
+    V: int
+    dtype: str
+    mode: str
+    provider: str
+    version: str
+    ms: float | None = None
+    floor_ms: float | None = None
+    x_floor: float | None = None
+    spread: float | None = None
+    tflops: float | None = None  # the floor's operations over the provider's time
+    peak_MiB: float | None = None
+    beyond_gradients_MiB: float | None = None
+    err_loss: float | None = None
+    err_dx: float | None = None
+    err_dw: float | None = None
+    first_call_s: float | None = None
+    seed: int | None = None
+    reason: str = ""  # why a number is missing, or what is wrong with it
+
+
+@dataclass(frozen=True)
+class Environment:
+    gpu: str
+    torch: str
+    triton: str
+    commit: str
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+
+
+def environment(device: torch.device, commit: str | None = None) -> Environment:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = ""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else _processor()
+    return Environment(name, torch.__version__, triton_version, commit or _commit())
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return (models or [platform.processor() or platform.machine()])[0]
+
+
+def _commit() -> str:
+    """Short hash, with + when the tree has changes; FLCE_COMMIT where the sources came without their .git."""
+    if "FLCE_COMMIT" in os.environ:
+        return os.environ["FLCE_COMMIT"]
+    git = ["git", "-C", str(REPOSITORY)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+class Report:
+    """A CSV written whole after every shape, so that what has been measured is there whatever happens next."""
+
+    def __init__(self, path: Path, *, resume: bool = False):
+        self.path = path
+        self.rows: list[dict[str, str]] = []
+        if resume and path.exists():
+            with path.open(newline="") as file:
+                self.rows = list(csv.DictReader(file))
+
+    def add(self, rows: Iterable[DataclassInstance]) -> None:
+        self.rows += [{name: _text(value) for name, value in asdict(row).items()} for row in rows]
+        if not self.rows:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(self.rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        partial.replace(self.path)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+COLUMNS = (  # heading, width, cell
+    ("provider", -17, lambda row: row.provider),
+    ("ms", 9, lambda row: _cell(row.ms, ".2f")),
+    ("x floor", 9, lambda row: _cell(row.x_floor, ".3f")),
+    ("+-", 7, lambda row: _cell(row.spread, ".1%")),
+    ("TFLOP/s", 9, lambda row: _cell(row.tflops, ".0f" if (row.tflops or 0) >= 10 else ".3f")),
+    ("MiB", 8, lambda row: _cell(row.peak_MiB, ".0f" if (row.peak_MiB or 0) >= 100 else ".2f")),
+    ("beyond", 8, lambda row: _cell(row.beyond_gradients_MiB, ".0f" if (row.peak_MiB or 0) >= 100 else ".2f")),
+    ("err loss", 9, lambda row: _cell(row.err_loss, ".1e")),
+    ("err dX", 8, lambda row: _cell(row.err_dx, ".1e")),
+    ("err dW", 8, lambda row: _cell(row.err_dw, ".1e")),
+    ("first s", 8, lambda row: _cell(row.first_call_s, ".2f")),
+)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _line(cells: Iterable[str]) -> str:
+    widths = (width for _, width, _ in COLUMNS)
+    return "".join(c.ljust(-w) if w < 0 else c.rjust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+
+
+def table(rows: list[Row]) -> str:
+    """Fastest first; then who is missing, under one reason each."""
+    lines = [_line(heading for heading, _, _ in COLUMNS)]
+    timed = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms)
+    lines += ["  ".join(filter(None, (_line(cell(row) for _, _, cell in COLUMNS), row.reason))) for row in timed]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.ms is None:
+            reasons.setdefault(row.reason, []).append(row.provider)
+    lines += [f"without {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def say(*words: object, end: str = "\n") -> None:
+    """Progress, at once: a machine may go away before its output was flushed."""
+    print(*words, end=end, flush=True)

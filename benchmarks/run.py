@@ -1,0 +1,165 @@
+"""One mode at one shape: set up every provider, check it, measure its memory, then time all that are left together."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import providers
+from .data import Problem, make_problem
+from .errors import Reference, errors_of, make_reference, poison
+from .memory import MIB, peak_bytes
+from .modes import Mode, Step, prepare
+from .report import Environment, Row, say, table
+from .shapes import Shape
+from .timing import time_steps
+
+# Above these the numbers are someone else's gradient: said in the row, timed all the same.
+WRONG = {"loss": 1e-2, "dx": 5e-2, "dw": 5e-2}
+
+
+class Settings(NamedTuple):
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int
+    ms: float
+    seed: int
+
+
+class LostDevice(RuntimeError):
+    """A provider left the CUDA context unusable: nothing more can run in this process."""
+
+    def __init__(self, provider: str, rows: list[Row]):
+        super().__init__(f"{provider} left the GPU unusable")
+        self.provider = provider
+        self.row = next(row for row in rows if row.provider == provider)
+        self.row.reason = f"left the GPU unusable. {self.row.reason}".strip()
+
+
+def measure(
+    shape: Shape,
+    mode: Mode,
+    names: list[str],
+    settings: Settings,
+    environment: Environment,
+    *,
+    out_of_time: Callable[[], bool],
+) -> list[Row]:
+    device = settings.device
+    problem = make_problem(shape, dtype=settings.dtype, device=device, seed=settings.seed)
+    prepare(problem, mode)
+    reference = make_reference(problem, mode)
+    say(f"loss {_mean_loss(reference):.2f}, seed {settings.seed}:", end=" ")
+
+    rows: dict[str, Row] = {}
+    steps: dict[str, Step] = {}
+    for name in names:
+        row = rows[name] = empty_row(name, shape, mode, settings.dtype, seed=settings.seed, environment=environment)
+        if out_of_time():
+            row.reason = "time budget spent"
+            continue
+        say(name, end=" ")
+        try:
+            steps[name] = _set_up(name, problem, mode, reference, row)
+        except Exception as error:
+            row.reason = _reason(error)
+        _tidy(problem)
+        if not _device_is_alive(device):
+            raise LostDevice(name, list(rows.values()))
+    del reference
+    say()
+
+    def failed(name: str, error: Exception) -> None:
+        rows[name].reason = _reason(error)
+        del steps[name]
+        _tidy(problem)
+        if not _device_is_alive(device):
+            raise LostDevice(name, list(rows.values()))
+
+    # A copy of the dictionary: failed() takes out of it, and a step that failed must not keep its memory.
+    timings = time_steps(
+        dict(steps), device=device, rounds=settings.rounds, ms=settings.ms, seed=settings.seed, on_failure=failed
+    )
+    for name, timing in timings.items():
+        rows[name].ms, rows[name].spread = timing
+        rows[name].tflops = mode.tflop(shape) / (timing.ms / 1e3)
+    if "floor" in timings:
+        for name in timings:
+            rows[name].floor_ms = timings["floor"].ms
+            rows[name].x_floor = timings[name].ms / timings["floor"].ms
+    say(table(list(rows.values())))
+    return list(rows.values())
+
+
+def _set_up(name: str, problem: Problem, mode: Mode, reference: Reference, row: Row) -> Step:
+    """First call on poisoned memory, its errors, the peak of a warm call."""
+    step = providers.provide(name, problem, mode)
+    row.version = providers.version(name)
+    device = problem.input.device
+    problem.clear_gradients()
+    poison(device)
+
+    start = time.perf_counter()
+    loss = step()
+    _synchronize(device)
+    row.first_call_s = time.perf_counter() - start
+    if name != "floor":
+        errors = errors_of(loss, problem, reference)
+        row.err_loss, row.err_dx, row.err_dw = errors
+        if not errors.finite:
+            raise ArithmeticError("its loss or a gradient is missing or not finite")
+        wrong = [what for what, limit in WRONG.items() if (getattr(errors, what) or 0) > limit]
+        row.reason = f"inaccurate: {', '.join(wrong)}" if wrong else ""
+    del loss
+    peak = peak_bytes(step, problem)
+    row.peak_MiB = peak / MIB
+    row.beyond_gradients_MiB = (peak - mode.gradient_bytes(problem.shape, problem.input.element_size())) / MIB
+    return step
+
+
+def empty_row(name: str, shape: Shape, mode: Mode, dtype: torch.dtype, *, seed: int, environment: Environment) -> Row:
+    return Row(
+        **environment.__dict__,
+        **shape._asdict(),
+        dtype=str(dtype).removeprefix("torch."),
+        mode=mode.name,
+        provider=name,
+        version="",
+        seed=seed,
+    )
+
+
+def _mean_loss(reference: Reference) -> float:
+    return float(reference.loss.sum() / (reference.loss != 0).sum())
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, providers.Unavailable):
+        return str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"[:200]
+
+
+def _tidy(problem: Problem) -> None:
+    """What the last provider left: its gradients, and the frames a traceback may hold."""
+    problem.clear_gradients()
+    gc.collect()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _device_is_alive(device: torch.device) -> bool:
+    try:
+        _synchronize(device)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""The shapes, in one list.
+
+N tokens, D hidden, V vocabulary; a shape is written NxDxV.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    N: int
+    D: int
+    V: int
+
+    def __str__(self) -> str:
+        return f"{self.N}x{self.D}x{self.V}"
+
+
+GROUPS: dict[str, tuple[Shape, ...]] = {
+    "key": (  # four that differ in what limits them: balanced, widest vocabulary, D = 2048, smallest D
+        Shape(8192, 4096, 128256),  # Llama 3 8B
+        Shape(8192, 2304, 256000),  # Gemma 2 2B
+        Shape(16384, 2048, 128256),  # Llama 3.2 1B
+        Shape(16384, 896, 151936),  # Qwen 2.5 0.5B
+    ),
+    "more": (
+        Shape(16384, 4096, 128256),
+        Shape(8192, 5120, 151936),  # Qwen 2.5 14B / 32B
+        Shape(4096, 8192, 128256),  # Llama 3 70B
+    ),
+    "sweep_n": tuple(Shape(n, 4096, 128256) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
+    "sweep_v": tuple(Shape(8192, 4096, v) for v in (32000, 64000, 102400, 128256, 151936, 201088, 256000)),
+    "sweep_d": tuple(Shape(8192, d, 128256) for d in (512, 1024, 2048, 3072, 4096, 6144, 8192)),
+    "ragged": (Shape(4095, 4096, 128259), Shape(1021, 2056, 50257)),  # nothing divides a tile
+    "toy": (Shape(64, 32, 501), Shape(252, 123, 507)),  # seconds on a CPU
+}
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """`key,sweep_n,8192x4096x128256` -> shapes in that order, each once."""
+    shapes: dict[Shape, None] = {}
+    for word in filter(None, text.split(",")):
+        if word in GROUPS:
+            shapes.update(dict.fromkeys(GROUPS[word]))
+            continue
+        try:
+            n, d, v = (int(size) for size in word.split("x"))
+        except ValueError:
+            raise ValueError(f"expected NxDxV or one of {', '.join(GROUPS)}, got {word!r}") from None
+        shapes[Shape(n, d, v)] = None
+    return list(shapes)

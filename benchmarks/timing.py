@@ -1,0 +1,80 @@
+"""Steady-state time of several steps, measured against each other in one process.
+
+A kernel timed after a light neighbour runs on a cooler, faster card: one call at a time, or always in the same order,
+moves the same code by 15 %. So each step runs back to back for `ms` milliseconds a round, the first third of which is
+dropped, and the order is shuffled every round. CUDA events between the calls keep the host out of the numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from .modes import Step
+
+MAX_CALLS = 2000  # a round of very short steps: bounded by the number of events held
+
+
+class Timing(NamedTuple):
+    ms: float  # median over every kept call of every round
+    spread: float  # (slowest - fastest round) / median: a smaller difference between two providers is noise
+
+
+def _call_times_cuda(step: Step, calls: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in pairwise(events)]
+
+
+def _call_times_cpu(step: Step, calls: int) -> list[float]:
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def time_steps(
+    steps: dict[str, Step],
+    *,
+    device: torch.device,
+    rounds: int,
+    ms: float,
+    seed: int = 0,
+    on_failure: Callable[[str, Exception], None],
+) -> dict[str, Timing]:
+    """A step that fails here is reported through on_failure and left out; the others go on."""
+    call_times = _call_times_cuda if device.type == "cuda" else _call_times_cpu
+    order, shuffle = list(steps), random.Random(seed)
+    calls: dict[str, int] = {}
+    kept: dict[str, list[list[float]]] = {name: [] for name in order}
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in list(order):
+            try:
+                if name not in calls:
+                    estimate = min(call_times(steps[name], 2))
+                    calls[name] = max(3, min(MAX_CALLS, round(ms / max(estimate, 1e-3))))
+                times = call_times(steps[name], calls[name])
+            except Exception as error:
+                order.remove(name)
+                on_failure(name, error)
+                continue
+            kept[name].append(times[len(times) // 3 :])
+    timings = {}
+    for name in order:
+        medians = [statistics.median(times) for times in kept[name]]
+        middle = statistics.median(time for times in kept[name] for time in times)
+        timings[name] = Timing(middle, (max(medians) - min(medians)) / middle)
+    return timings

@@ -1,0 +1,136 @@
+"""The benchmark's own rules, at toy size on a CPU: what it writes, what it survives, what it measures."""
+
+import csv
+
+import pytest
+import torch
+
+from benchmarks import plot, providers, run
+from benchmarks.__main__ import main
+from benchmarks.data import IGNORE_INDEX, make_problem
+from benchmarks.errors import make_reference
+from benchmarks.memory import MIB, peak_bytes
+from benchmarks.modes import MODES, prepare, step_of
+from benchmarks.providers.torch_dense import dense_loss
+from benchmarks.shapes import GROUPS, Shape, parse_shapes
+
+CPU = torch.device("cpu")
+TOY = Shape(60, 33, 501)  # N tokens, D hidden, V vocabulary
+
+
+def make_toy(mode="fwd_bwd", dtype=torch.float32):
+    problem = make_problem(TOY, dtype=dtype, device=CPU, seed=0)
+    prepare(problem, MODES[mode])
+    return problem
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_command_writes_a_row_per_shape_mode_and_provider_and_plots_come_from_it(tmp_path):
+    argv = [
+        "--shapes",
+        "24x16x40,40x16x40,64x16x40",
+        "--modes",
+        "fwd_bwd,none",
+        "--providers",
+        "floor,ours,torch_eager,cce",
+    ]
+    argv += ["--rounds", "1", "--ms", "1", "--dtype", "float32", "--device", "cpu", "--out", str(tmp_path)]
+    path = main(argv)
+    rows = rows_of(path)
+
+    assert len(rows) == 3 * 2 * 4
+    for row in rows:
+        if row["provider"] == "cce":
+            assert row["reason"] == "needs a GPU" and row["ms"] == ""
+            continue
+        assert float(row["ms"]) > 0 and float(row["x_floor"]) > 0 and float(row["peak_MiB"]) > 0
+        assert row["reason"] == ""
+        if row["provider"] != "floor":
+            assert max(float(row["err_loss"]), float(row["err_dx"]), float(row["err_dw"])) < 1e-5
+
+    pytest.importorskip("matplotlib")
+    pictures = plot.main([str(path)])
+    assert {picture.name for picture in pictures} >= {"run_time_fwd_bwd.png", "run_memory_none.png", "run_sweep_N.png"}
+    assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_a_spent_budget_starts_nothing_and_says_what_was_left_out(tmp_path, capsys):
+    path = main(["--shapes", "toy", "--modes", "fwd", "--device", "cpu", "--budget-s", "0", "--out", str(tmp_path)])
+    assert "left out: fwd 64x32x501, fwd 252x123x507" in capsys.readouterr().out
+    assert not path.exists()
+
+
+def test_a_provider_that_raises_is_a_reason_and_the_others_go_on(monkeypatch):
+    ours = providers.provide
+
+    def provide(name, problem, mode):
+        if name == "liger":
+            raise RuntimeError("no such kernel\nand a long trace")
+        step = ours(name, problem, mode)
+        if name != "torch_compile":
+            return step
+
+        def without_gradient():
+            loss = step()
+            problem.input.grad = None
+            return loss
+
+        return without_gradient
+
+    monkeypatch.setattr(providers, "provide", provide)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    settings = run.Settings(CPU, torch.float32, rounds=1, ms=1, seed=0)
+    names = ["floor", "liger", "torch_compile", "torch_eager"]
+    here = run.Environment("cpu", "", "", "")
+    rows = run.measure(TOY, MODES["fwd_bwd"], names, settings, here, out_of_time=lambda: False)
+    floor, liger, gradientless, eager = rows
+    assert liger.reason == "RuntimeError: no such kernel" and liger.ms is None
+    assert "missing" in gradientless.reason and gradientless.ms is None
+    assert eager.ms is not None and eager.x_floor == pytest.approx(eager.ms / floor.ms)
+
+
+def test_the_reference_agrees_with_dense_torch_in_float64():
+    for mode in MODES.values():
+        problem = make_toy(mode.name)
+        reference = make_reference(problem, mode)
+        problem.input.data, problem.linear_weight.data = problem.input.double(), problem.linear_weight.double()
+        prepare(problem, mode)
+        step_loss = step_of(
+            lambda x, w, t, reduction: torch.nn.functional.cross_entropy(x @ w.T, t, reduction=reduction), problem, mode
+        )()
+        torch.testing.assert_close(reference.loss, step_loss)
+        if mode.input_grad:
+            torch.testing.assert_close(reference.grad_input, problem.input.grad)
+        if mode.weight_grad:
+            torch.testing.assert_close(reference.grad_weight, problem.linear_weight.grad)
+
+
+def test_targets_follow_the_model_so_that_the_loss_is_its_entropy():
+    problem = make_problem(Shape(2000, 64, 3001), dtype=torch.float32, device=CPU, seed=1)
+    log_p = (problem.input @ problem.linear_weight.T).log_softmax(-1)
+    kept = problem.target != IGNORE_INDEX
+    entropy = -(log_p.exp() * log_p).sum(-1)[kept].mean()
+    loss = torch.nn.functional.cross_entropy(problem.input @ problem.linear_weight.T, problem.target)
+    assert loss.item() == pytest.approx(entropy.item(), rel=0.1)
+    assert 0.005 < 1 - kept.float().mean().item() < 0.04
+
+
+def test_peak_memory_counts_the_logits_of_the_dense_pair():
+    problem = make_problem(Shape(512, 16, 4096), dtype=torch.float32, device=CPU, seed=0)
+    prepare(problem, MODES["fwd"])
+    logits = 512 * 4096 * 4
+    peak = peak_bytes(step_of(dense_loss, problem, MODES["fwd"]), problem)
+    assert logits <= peak <= 3 * logits + MIB
+
+
+def test_shapes_and_providers_are_chosen_by_name_group_or_pattern():
+    assert parse_shapes("toy,8x16x32,toy") == [*GROUPS["toy"], Shape(8, 16, 32)]
+    with pytest.raises(ValueError, match="expected NxDxV"):
+        parse_shapes("8x16")
+    assert providers.choose("liger*,floor", without="*fp32") == ["floor", "liger"]
+    with pytest.raises(ValueError, match="expected one of"):
+        providers.choose("tiger")
