@@ -51,5 +51,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:  # (B, T), (B, T) -> ()
-        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        # Scaled to the blocks' own magnitude, or the model first sits at the unigram loss: leaving that saddle point
+        # blows rounding differences up a thousandfold.
+        x = self.token(tokens) * self.token.embedding_dim**0.5 + self.position[: tokens.shape[1]]
         return self.head_loss(self.norm(self.blocks(x)), self.token.weight, target)
