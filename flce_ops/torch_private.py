@@ -13,7 +13,7 @@ def below_autograd():
 
 
 def without_autocast(device_type: str):
-    """Context in which a call skips the autocast key of `device_type` while autocast itself stays enabled."""
+    """Context in which a call skips the autocast key: how an autocast kernel reaches the kernel beneath itself."""
     key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 

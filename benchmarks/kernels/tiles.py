@@ -1,4 +1,4 @@
-"""Times tile shapes of the logits GEMM, each epilogue, against cuBLAS: where the lines of flce_ops/triton/tiles.py come from.
+"""Times tile shapes of the logits GEMM against cuBLAS: where the lines of flce_ops/triton/tiles.py come from.
 
     python -m benchmarks.kernels.tiles [--rounds 3] [--ms 100]
 

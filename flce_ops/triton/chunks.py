@@ -55,14 +55,18 @@ def fitting_rows(total: int, most: int, hidden: int, sms: int) -> int:
 
 
 ACCUMULATE_ROWS = 110  # H200: 594 / 639 / 655 TFLOP/s at 1024 / 1664 / 4096 rows against 669 at 8192 (D = 4096)
-MOST_SPLITS = 8
+MOST_SPLITS = 4
+SPLIT_COST = (
+    1.06  # cuBLAS does not always find the best cut: 1.02 to 1.15 of an uncut GEMM (benchmarks/kernels/chunk_rows.py)
+)
 
 
 def chunk_time(rows: int, hidden: int, sms: int) -> float:
     logits = rows
     weight_gradient = rows + ACCUMULATE_ROWS
     tiles = triton.cdiv(rows, 128) * triton.cdiv(hidden, 256)
-    waves = min(triton.cdiv(tiles * splits, sms) / splits for splits in range(1, MOST_SPLITS + 1))
+    cut = min(triton.cdiv(tiles * splits, sms) / splits for splits in range(2, MOST_SPLITS + 1))
+    waves = min(triton.cdiv(tiles, sms), SPLIT_COST * cut)
     input_gradient = waves * sms * 128 * 256 / hidden
     return logits + weight_gradient + input_gradient
 

@@ -23,7 +23,7 @@ class Tiles:
     store_halves: bool = False
 
 
-# H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS alone 658 / 643 / 605):
+# H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS 658 / 643 / 605):
 #   686 / 639 / 572   these tiles
 #   655 / 617 / 587   the tile stored whole
 #   660 / 625 / 579   four stages (room for them only with halves)

@@ -7,7 +7,7 @@ For each chunk of n rows:
     grad_linear_weight += E.T @ (c input)           cuBLAS
     grad_input[rows]    = c (E @ linear_weight)     cuBLAS into float32, then one rounding
 
-The logit gradient is G = c E by rows, so c goes to the (n, D) operands and E is written once and read by the GEMMs only.
+The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 """
 
 import torch

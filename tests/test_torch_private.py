@@ -1,0 +1,105 @@
+"""One test per private torch name in flce_ops/torch_private.py: each fails first, by name, when torch drops it."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flce_ops import torch_private
+
+
+def test_below_autograd_skips_the_autograd_keys():
+    x = torch.ones(2, requires_grad=True)
+    with torch_private.below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_without_autocast_skips_the_cast(device_type):
+    if device_type == "cuda" and not torch.cuda.is_available():
+        with torch_private.without_autocast(device_type):  # the key's name must exist without a GPU as well
+            return
+    x = torch.ones(2, 2, device=device_type)
+    with torch.autocast(device_type, dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+        with torch_private.without_autocast(device_type):
+            assert (x @ x).dtype == torch.float32
+
+
+def test_functorch_is_active_only_inside_a_transform():
+    seen = []
+
+    def f(x):
+        seen.append(torch_private.functorch_is_active())
+        return x.sum()
+
+    f(torch.ones(2))
+    torch.func.grad(f)(torch.ones(2))
+    torch.func.vmap(f)(torch.ones(2, 2))
+    assert seen == [False, True, True]
+
+
+def test_saved_tensor_hooks_are_active_in_a_non_reentrant_checkpoint():
+    seen = []
+
+    def f(x):
+        seen.append(torch_private.saved_tensor_hooks_are_active())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    f(x)
+    checkpoint(f, x, use_reentrant=False).sum().backward()
+    assert seen == [False, True, True]
+
+
+def test_tracing_a_checkpointed_region_is_seen_while_aot_traces_it():
+    seen = []
+
+    @torch.library.custom_op("flce_test::identity", mutates_args=())
+    def identity(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @identity.register_fake
+    def _(x):
+        seen.append(torch_private.tracing_a_checkpointed_region())
+        return torch.empty_like(x)
+
+    identity.register_autograd(lambda ctx, grad: grad)
+
+    def plain(x):
+        return identity(x).sum()
+
+    def checkpointed(x):
+        return checkpoint(lambda y: identity(y.sin()), x, use_reentrant=False).sum()
+
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(plain, backend="aot_eager", fullgraph=True)(x)
+    assert seen and not any(seen)
+    seen.clear()
+    torch.compile(checkpointed, backend="aot_eager", fullgraph=True)(x)
+    assert any(seen)
+
+
+def test_graph_is_kept_after_this_backward_reads_retain_graph():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch_private.graph_is_kept_after_this_backward())
+            return grad
+
+    loss = Probe.apply(torch.ones(1, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+
+
+def test_assert_on_device_carries_the_message():
+    torch_private.assert_on_device(torch.tensor(True), "never seen")
+    with pytest.raises(RuntimeError, match="what went wrong"):
+        torch_private.assert_on_device(torch.tensor(False), "what went wrong")

@@ -1,0 +1,171 @@
+"""The Triton kernels on the CPU, through Triton's interpreter: float32 and float16, against float64 in plain ATen.
+
+bfloat16 is left to the GPU: the interpreter's bfloat16 dot is wrong in Triton 3.6 to 3.9.
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import inputs
+import pytest
+import torch
+from reference_loss import error
+
+import flce_ops
+from flce_ops import reference
+from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
+from flce_ops.triton.columns import weighted_column_sum
+
+pytestmark = [
+    # conftest.py turns the interpreter on where there is no GPU, before anything imports triton
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+]
+
+# the error seen over the options below, times two
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3}
+
+RAGGED, EVEN = (37, 35, 131), (32, 32, 64)  # tiles are 32x64x32: partial ones on every side, and none
+
+OPTIONS = [
+    {},
+    {"bias": True},
+    {"bias": True, "class_weight": True, "label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "logit_scale": 0.7},
+    {"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2},
+    {"bias": True, "class_weight": True, "softcap": 4.0, "z_loss": 1e-2},
+]
+
+
+def operands(shape, dtype, options):
+    made = inputs.make_inputs(
+        shape,
+        dtype=dtype,
+        bias=options.get("bias", False),
+        weight=options.get("class_weight", False),
+        requires_grad=False,
+    )
+    return *made.args, made.weight
+
+
+def double(*tensors):
+    return [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def assert_close(found, expected, dtype):
+    for ours, truth in zip(found, expected, strict=True):
+        assert ours.shape == truth.shape
+        assert error(ours, truth) <= TOLERANCE[dtype]
+
+
+def logit_options(options):
+    return {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
+    args = operands(shape, dtype, options)
+    logit_sum = "label_smoothing" in options
+    found = launch_forward(*args, logit_sum=logit_sum, **logit_options(options))
+    assert_close(found, reference.forward(*double(*args), logit_sum=logit_sum, **logit_options(options)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_backward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
+    args = operands(shape, dtype, options)
+    target, lse, _ = reference.forward(*double(*args), **logit_options(options))
+    cotangents = list(torch.randn(3, shape[0]))
+    if "label_smoothing" not in options:
+        cotangents[2] = None
+    mask = [True, True, args[3] is not None]
+    found = launch_backward(*cotangents, *args, lse.float(), output_mask=mask, **logit_options(options))
+    truth = reference.backward(*double(*cotangents), *double(*args), lse, output_mask=mask, **logit_options(options))
+    assert_close(found, truth, dtype)
+
+
+# label smoothing under a softcap is not of rank 1 and takes the ATen path
+ONE_PASS_OPTIONS = [options for options in OPTIONS if not ("softcap" in options and "label_smoothing" in options)]
+
+
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", ONE_PASS_OPTIONS, ids=str)
+def test_one_pass_kernels_agree_with_float64(shape, options, poisoned_memory):
+    args = operands(shape, torch.float32, options)
+    assert_one_pass(args, options, [True, True, args[3] is not None])
+
+
+@pytest.mark.parametrize("mask", [[False, True, False], [True, False, False]], ids=["dW only", "dX only"])
+def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memory):
+    found = assert_one_pass(operands(RAGGED, torch.float32, {}), {}, mask)
+    assert [grad.numel() > 0 for grad in found[2:]] == mask
+
+
+def test_one_pass_kernels_agree_with_float64_over_several_chunks(poisoned_memory):
+    with flce_ops.workspace(1):  # the smallest chunk has 128 rows
+        assert_one_pass(operands((150, 20, 67), torch.float32, {"bias": True}), {}, [True, True, True], chunks=2)
+
+
+def assert_one_pass(args, options, mask, chunks=1):
+    rows = args[0].shape[0]
+    row_scale = torch.rand(rows) / rows
+    options = {
+        **{name: options[name] for name in ("label_smoothing", "z_loss") if name in options},
+        **logit_options(options),
+    }
+    found = launch_with_grad(*args, row_scale, output_mask=mask, **options)
+    assert flce_ops.last_path().implementation == "triton"
+    assert flce_ops.last_path().chunks == chunks
+    assert_close(found, reference.with_grad(*double(*args, row_scale), output_mask=mask, **options), torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("vocab_start", [0, 100, 203])
+def test_a_shard_of_the_vocabulary_counts_only_its_own_targets(vocab_start):
+    *args, _, _ = operands(RAGGED, torch.float32, {})
+    args[2] = torch.randint(0, 406, (RAGGED[0],))
+    found = launch_forward(*args, vocab_start=vocab_start, vocab_size=406)
+    truth = reference.forward(*double(*args), vocab_start=vocab_start, vocab_size=406)
+    assert_close(found, truth, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["logits of magnitude 1e4", "-inf bias", "target at a -inf bias"])
+def test_rows_far_above_their_reference_are_rescued(case):
+    """The target's logit is hundreds of nats under the largest: exp(z - reference) overflows in the first pass."""
+    N, D, V = RAGGED
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    bias = None
+    if case == "logits of magnitude 1e4":
+        x, w = 100 * torch.randn(N, D), 10 * torch.randn(V, D)
+    else:
+        bias = torch.zeros(V)
+        bias[::3] = float("-inf")
+        if case == "-inf bias":
+            bias[target.clamp(min=0)] = 0.0
+    mask = [True, True, False]
+    row_scale = torch.rand(N)
+    found = launch_with_grad(x, w, target, bias, None, row_scale, output_mask=mask)
+    truth = reference.with_grad(*double(x, w, target, bias, None, row_scale), output_mask=mask)
+    assert found[2].isfinite().all() and found[3].isfinite().all()
+    finite = truth[1].isfinite()
+    assert torch.equal(finite, found[1].isfinite())
+    plain = reference.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)  # float32 at these magnitudes
+    for ours, theirs, exact in zip(found[1:4], plain[1:4], truth[1:4], strict=True):
+        keep = exact.isfinite()
+        assert error(ours[keep], exact[keep]) <= 1.5 * error(theirs[keep], exact[keep]) + 1e-6
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
+def test_the_upstream_factor_scales_in_place(factor):
+    grad = torch.randn(9001)
+    expected = grad * factor
+    launch_scale_in_place(grad, torch.tensor(factor))
+    assert torch.equal(grad, expected)
+
+
+def test_weighted_column_sums_agree_with_float64():
+    matrix, factor = torch.randn(2100, 131), torch.randn(2100)
+    assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
+    assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6
