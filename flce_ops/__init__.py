@@ -11,11 +11,22 @@ from flce_ops.workspace import get_workspace, set_workspace, workspace
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
 SAC_SAVE_OPS = [ops.linear_cross_entropy_forward]
 
+
+def __getattr__(name: str):
+    """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
+    if name == "VocabParallel":
+        from flce_ops.distributed import VocabParallel
+
+        return VocabParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "SAC_SAVE_OPS",
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",
     "Path",
+    "VocabParallel",
     "__version__",
     "get_workspace",
     "last_path",

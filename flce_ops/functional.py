@@ -125,7 +125,23 @@ def composite(
 ) -> Tensor:
     """Body of torch.ops.flce.linear_cross_entropy."""
     if any_dtensor(input, linear_weight, target, linear_bias, weight, token_weight, normalizer):
-        raise NotImplementedError("linear_cross_entropy: DTensor arguments are not supported yet; pass local tensors")
+        from flce_ops.distributed import dtensor_composite  # builds on torch.distributed.tensor: only for its users
+
+        return dtensor_composite(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            z_loss=z_loss,
+            token_weight=token_weight,
+            normalizer=normalizer,
+        )
     input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
     check_arguments(
         input,

@@ -1,0 +1,176 @@
+"""The entry on DTensors: local tensors out, the registered operators on them, a DTensor back.
+
+    input, target ...  --redistribute-->  local (N, D), (N,)  --tokens sharded-->      entry on this rank's tokens
+                                                              --vocabulary sharded-->  forward on this rank's classes
+    denominator        --all_reduce of one number, over the ranks that share the tokens
+    loss               <--all_reduce of one number--  sum over this rank's tokens / denominator
+
+The result is Replicate on every mesh dimension for a scalar; for reduction="none" it is sharded as the tokens are.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from flce_ops import meta
+from flce_ops.arguments import check_arguments
+from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
+from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.functional import autocast_operands, mean_denominator
+
+# N tokens of this rank, D hidden, V vocabulary, v of them on this rank
+
+
+def dtensor_composite(
+    input: Tensor,  # (..., D) DTensor
+    linear_weight: Tensor,  # (V, D) DTensor
+    target: Tensor,  # (...), as all others a DTensor, or a plain tensor that is the same on every rank
+    linear_bias: Tensor | None = None,  # (V,)
+    *,
+    weight: Tensor | None = None,  # (V,)
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...)
+    normalizer: Tensor | None = None,  # ()
+) -> Tensor:
+    """Body of torch.ops.flce.linear_cross_entropy when an argument is a DTensor."""
+    layout = layout_of(input, linear_weight)
+    check_same_mesh(
+        layout,
+        input,
+        target=target,
+        linear_bias=linear_bias,
+        weight=weight,
+        token_weight=token_weight,
+        normalizer=normalizer,
+    )
+    check_plain_target(target, input)
+    input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
+    check_arguments(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        reduction,
+        label_smoothing,
+        softcap,
+        token_weight,
+        normalizer,
+    )
+    num_classes = linear_weight.shape[0]
+    target_shape = target.shape
+    token_placements = layout.tokens
+    class_placements = layout.placements(vocabulary=Shard(0))
+    class_gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
+
+    local_input = localize_and_reduce_gradient(layout, input, token_placements, layout.input_gradient)
+    hidden = local_input.shape[-1]
+    tokens_shape = local_input.shape[:-1]
+    local_input = local_input.reshape(tokens_shape.numel(), hidden)
+    local_weight = localize(layout, linear_weight, class_placements, class_gradient)
+    local_bias = localize(layout, linear_bias, class_placements, class_gradient)
+    class_weight = localize(layout, weight, layout.replicated)
+    local_target = localize(layout, target, token_placements).reshape(-1)
+    local_token_weight = localize(layout, token_weight, token_placements, token_placements)
+    if local_token_weight is not None:
+        local_token_weight = local_token_weight.reshape(-1)
+    local_normalizer = localize_and_reduce_gradient(
+        layout, normalizer, layout.replicated, layout.placements(tokens=Partial())
+    )
+    operands = (local_input, local_weight, local_target, local_bias)
+    options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "z_loss": z_loss,
+    }
+    accumulate = meta.accumulation_dtype(local_input.dtype)
+    valid = local_target != ignore_index
+    denominator = None
+    if reduction != "none":
+        denominator = mean_denominator(reduction, local_normalizer, local_target, valid, class_weight, accumulate)
+        if local_normalizer is None and denominator is not None:
+            denominator = sum_over_tokens(layout, denominator).to_local()
+
+    if layout.shards_vocabulary:
+        losses = vocab_parallel_losses(layout, *operands, class_weight, num_classes=num_classes, **options)
+        local_loss = reduce_losses(losses, valid, local_token_weight, reduction, denominator)
+    else:
+        local_loss = torch.ops.flce.linear_cross_entropy(
+            *operands,
+            weight=class_weight,
+            reduction="none" if reduction == "none" else "sum",
+            token_weight=local_token_weight,
+            normalizer=denominator,
+            **options,
+        )
+    if reduction != "none":
+        return sum_over_tokens(layout, local_loss)
+    contiguous = torch.empty(target_shape, device="meta").stride()
+    return DTensor.from_local(
+        local_loss.reshape(tokens_shape),
+        layout.mesh,
+        token_placements,
+        run_check=False,
+        shape=target_shape,
+        stride=contiguous,
+    )
+
+
+def reduce_losses(
+    losses: Tensor,  # (N,), 0 where ignored
+    valid: Tensor,  # (N,)
+    token_weight: Tensor | None,  # (N,)
+    reduction: str,
+    denominator: Tensor | None,  # ()
+) -> Tensor:  # (N,) or ()
+    factor = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
+    if reduction == "none":
+        return losses * factor
+    # the factor of an ignored token gets gradient 0, also where the denominator is 0
+    row_scale = torch.where(valid, factor, 0.0)
+    if denominator is not None:
+        row_scale = row_scale / denominator
+    return (row_scale * losses).sum()
+
+
+def localize(
+    layout: Layout,
+    tensor: Tensor | None,
+    placements: tuple[Placement, ...],
+    gradient: tuple[Placement, ...] | None = None,
+) -> Tensor | None:
+    """This rank's part under `placements`; `gradient` says what the local gradients are parts of."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
+    if tensor.placements != placements:
+        tensor = tensor.redistribute(layout.mesh, placements)
+    return tensor.to_local(grad_placements=gradient)
+
+
+def localize_and_reduce_gradient(
+    layout: Layout, tensor: Tensor | None, placements: tuple[Placement, ...], gradient: tuple[Placement, ...]
+) -> Tensor | None:
+    """As `localize`, and Partial gradients are summed on their way back, even where nothing moves on the way in."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
+    if any(placement.is_partial() for placement in tensor.placements):
+        summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = tensor.redistribute(layout.mesh, summed)
+    return tensor.redistribute(layout.mesh, placements).to_local(grad_placements=gradient)
+
+
+def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()
+    """Sum of one number per rank over the ranks that share the tokens, on every rank."""
+    summed = DTensor.from_local(local, layout.mesh, layout.placements(tokens=Partial()), run_check=False)
+    return summed.redistribute(layout.mesh, layout.replicated)

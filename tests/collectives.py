@@ -1,0 +1,27 @@
+"""Records every collective and how many numbers a rank hands to it."""
+
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+
+LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
+
+
+class RecordCollectives(TorchDispatchMode):
+    """with RecordCollectives() as recorded: ...; recorded.calls == [("all_reduce", numel of the local tensor), ...]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs first, its local operators come here again
+        name = func.overloadpacket.__name__
+        if func.namespace in NAMESPACES and name not in LOCAL:
+            name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
+            sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
+            self.calls.append((name, sent.numel()))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,149 @@
+"""Process groups that stay up between tests: one per (device type, number of processes), gloo on CPU, NCCL on GPUs.
+
+A test sends a module-level function to every process of a group and fails with the tracebacks of those that raised. A
+group in which one process failed or hangs is ended, and the next test starts a fresh one. All processes get the test's
+seed, so they make the same inputs.
+"""
+
+import atexit
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import inputs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+CASE_SECONDS = 120  # one case, compilation included
+GRACE_SECONDS = 5  # for the others' tracebacks once one process has failed: they may wait for it in a collective
+
+CPU_WORLDS = (2, 4)
+GPU_WORLDS = (2, 4, 8)
+
+
+def worlds(*sizes: int):
+    """Parameters (device type, processes): gloo in CI, NCCL on as many GPUs."""
+    cpu = [pytest.param(("cpu", size), id=f"gloo{size}") for size in CPU_WORLDS if size in sizes]
+    gpu = [
+        pytest.param(("cuda", size), id=f"nccl{size}", marks=pytest.mark.multigpu)
+        for size in GPU_WORLDS
+        if size in sizes
+    ]
+    return cpu + gpu
+
+
+def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> None:
+    """`case(device, *args, **kwargs)` in every process of the world."""
+    device_type, size = world
+    if device_type == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    if world not in _pools or not _pools[world].alive():
+        _pools[world] = Pool(device_type, size)
+    pool = _pools[world]
+    failures = pool.run(case, args, kwargs)
+    if failures:
+        pool.end()
+        text = "\n".join(f"--- process {rank} of {size} ---\n{failure}" for rank, failure in sorted(failures.items()))
+        pytest.fail(f"{case.__name__}{args}{kwargs}\n{text}", pytrace=False)
+
+
+class Pool:
+    def __init__(self, device_type: str, size: int) -> None:
+        context = mp.get_context("spawn")
+        self.directory = tempfile.TemporaryDirectory()
+        self.results = context.Queue()
+        self.tasks = [context.Queue() for _ in range(size)]
+        rendezvous = f"file://{self.directory.name}/rendezvous"
+        self.processes = [
+            context.Process(target=serve, args=(rank, size, device_type, rendezvous, tasks, self.results), daemon=True)
+            for rank, tasks in enumerate(self.tasks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def run(self, case: Callable, args: tuple, kwargs: dict) -> dict[int, str]:
+        for tasks in self.tasks:
+            tasks.put((inputs.current_seed(), case, args, kwargs))
+        failures, waiting = {}, set(range(len(self.processes)))
+        deadline = time.monotonic() + CASE_SECONDS
+        while waiting:
+            try:
+                rank, failure = self.results.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                silent = "no answer in time" if not failures else "waiting for the others when they had failed"
+                return failures | dict.fromkeys(waiting, silent)
+            waiting.discard(rank)
+            if failure is not None:
+                failures[rank] = failure
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return failures
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.directory.cleanup()
+
+    def finish(self) -> None:
+        for tasks in self.tasks:
+            tasks.put(None)
+        for process in self.processes:
+            process.join(timeout=GRACE_SECONDS)
+        self.end()
+
+
+_pools: dict[tuple[str, int], Pool] = {}
+
+
+@atexit.register
+def finish_pools() -> None:
+    for pool in _pools.values():
+        if pool.alive():
+            pool.finish()
+
+
+def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, results) -> None:
+    """A process of the group: answers None, or a traceback, for every task."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # as conftest.py: a cached graph would outlive the formula that made it
+    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.compile_threads = 1
+    torch._functorch.config.enable_autograd_cache = False
+    os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = str(rank), str(rank), str(size)
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device_type == "cpu" else "nccl",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=CASE_SECONDS),
+        device_id=device if device_type == "cuda" else None,
+    )
+    while (task := tasks.get()) is not None:
+        seed, case, args, kwargs = task
+        failure = None
+        try:
+            inputs.seed_inputs(seed)
+            torch.manual_seed(seed)
+            case(device, *args, **kwargs)
+        except BaseException:
+            failure = traceback.format_exc()
+        torch._dynamo.reset()
+        results.put((rank, failure))
+    dist.destroy_process_group()
