@@ -24,9 +24,10 @@ from flce_ops.torch_private import (
 
 # N tokens, D hidden, V vocabulary
 
-# float16 gradients made before the upstream gradient is known: row scales are brought to this sum by a power of two, so
-# that entries of p - onehot over N tokens stay normal numbers and sums over all tokens stay finite.
-FP16_ROW_SCALE_SUM_LOG2 = 10
+# float16 gradients made before the upstream gradient is known are scaled by a power of two: entries of p - onehot over
+# N tokens must stay normal numbers, and sums over tokens finite. The largest |gradient| of a loss with unit slopes
+# comes to 2^11, which leaves class weights and z_loss a factor of 2^5.
+FP16_LARGEST_LOG2 = 11
 
 
 def linear_cross_entropy(
@@ -173,7 +174,7 @@ def composite(
     if reduction == "none":
         losses = losses_from_forward(input, linear_weight, target, linear_bias, weight, **loss_options)
         if token_weight is not None:
-            losses = losses * token_weight
+            losses = losses * torch.where(valid, token_weight, 0.0)
         return losses.reshape(target_shape)
 
     factor = torch.ones_like(valid, dtype=accumulate) if token_weight is None else token_weight
@@ -183,16 +184,19 @@ def composite(
     if denominator is not None:
         row_scale = row_scale / denominator
 
+    operands = (input, linear_weight, target, linear_bias, weight)
     if gradients_in_the_same_pass(input, linear_weight, linear_bias):
-        operands = (input, linear_weight, target, linear_bias, weight)
         mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
-        if input.dtype != torch.float16:
-            return with_grad_loss(*operands, row_scale, **loss_options, output_mask=mask)
-        power = fp16_power_of_two(row_scale)
-        return with_grad_loss(*operands, row_scale * power, **loss_options, output_mask=mask) / power
-
-    losses = losses_from_forward(input, linear_weight, target, linear_bias, weight, **loss_options)
-    return (row_scale * losses).sum()
+        power = (
+            fp16_power_of_two(row_scale, input, linear_weight, logit_scale) if input.dtype == torch.float16 else None
+        )
+        scaled = row_scale if power is None else row_scale * power
+        loss = torch.ops.flce.linear_cross_entropy_with_grad(*operands, scaled, **loss_options, output_mask=mask)[0]
+        loss = loss if power is None else loss / power
+    else:
+        loss = (row_scale * losses_from_forward(*operands, **loss_options)).sum()
+    # the mean over no token at all is 0 / 0, as F.cross_entropy's
+    return loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
 
 
 def losses_from_forward(
@@ -228,10 +232,6 @@ def losses_from_forward(
     terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
     losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None)
     return torch.where(target != ignore_index, losses, 0.0)
-
-
-def with_grad_loss(*operands, **options) -> Tensor:
-    return torch.ops.flce.linear_cross_entropy_with_grad(*operands, **options)[0]
 
 
 def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
@@ -274,8 +274,13 @@ def needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def fp16_power_of_two(row_scale: Tensor) -> Tensor:  # ()
-    exponent = FP16_ROW_SCALE_SUM_LOG2 - torch.ceil(torch.log2(row_scale.detach().abs().sum()))
+def fp16_power_of_two(row_scale: Tensor, input: Tensor, linear_weight: Tensor, logit_scale: float) -> Tensor:  # ()
+    """The factor that brings the largest gradient a float16 loss of weight 1 can have near FP16_LARGEST_LOG2."""
+    largest_input = torch.linalg.vector_norm(input.detach(), torch.inf, dim=1).float()  # (N,)
+    largest_weight = torch.linalg.vector_norm(linear_weight.detach(), torch.inf).float()  # ()
+    per_row = row_scale.detach().abs() * torch.maximum(largest_input, largest_weight)
+    largest = torch.where(row_scale != 0.0, per_row, 0.0).sum() * abs(logit_scale)  # ignored rows may hold anything
+    exponent = FP16_LARGEST_LOG2 - torch.ceil(torch.log2(largest))
     return torch.exp2(torch.nan_to_num(exponent, nan=0.0, posinf=0.0, neginf=0.0).clamp(-60, 60))
 
 

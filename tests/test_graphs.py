@@ -80,6 +80,9 @@ aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
 flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[0])
+aten.reciprocal -> f32[]
+aten.mul -> f32[]
+aten.add -> f32[]
 backward:
 aten.mul -> f32[12, 8]
 aten.mul -> f32[31, 8]""",
@@ -127,7 +130,10 @@ aten.ne -> b8[12]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.mul -> f32[12]
-aten.sum -> f32[]""",
+aten.sum -> f32[]
+aten.reciprocal -> f32[]
+aten.mul -> f32[]
+aten.add -> f32[]""",
     )
 
 
@@ -173,6 +179,9 @@ aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
 flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[0], f32[0])
+aten.reciprocal -> f32[]
+aten.mul -> f32[]
+aten.add -> f32[]
 backward:
 aten.mul -> f32[12, 8]""",
     )
@@ -194,6 +203,9 @@ aten.scalar_tensor -> f32[]
 aten.where -> f32[N]
 aten.div -> f32[N]
 flce.linear_cross_entropy_with_grad -> (f32[], f32[N], f32[N, 8], f32[31, 8], f32[0])
+aten.reciprocal -> f32[]
+aten.mul -> f32[]
+aten.add -> f32[]
 backward:
 aten.mul -> f32[N, 8]
 aten.mul -> f32[31, 8]""",
@@ -219,6 +231,9 @@ aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
 flce.linear_cross_entropy_with_grad -> (f32[], f32[12], bf16[12, 8], bf16[31, 8], bf16[0])
+aten.reciprocal -> f32[]
+aten.mul -> f32[]
+aten.add -> f32[]
 backward:
 aten.mul -> bf16[12, 8]
 aten.mul -> bf16[31, 8]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.reference import target_columns
-from flce_ops.triton.chunks import padded_columns, row_chunks
+from flce_ops.triton.chunks import contiguous, padded_columns, row_chunks
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.reference_logit import launch_reference_logit
@@ -44,6 +44,7 @@ def launch_backward(
     grad_input, grad_weight, grad_bias = grads
     want_input, want_weight, want_bias = output_mask
     num_classes = linear_weight.shape[0]
+    target, linear_bias, weight = contiguous(target, linear_bias, weight)
     columns = padded_columns(num_classes, input.dtype.itemsize)
     logits = {"softcap": softcap, "logit_scale": logit_scale}
     step, chunks = row_chunks(
@@ -55,7 +56,7 @@ def launch_backward(
         )
         valid, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
         class_weight = weight.float() if weight is not None and grad_logit_sum is not None else None
-        lse2 = lse * LOG2E
+        lse2 = (lse * LOG2E).contiguous()
         row_factor = torch.zeros_like(lse) if grad_lse is None else torch.where(valid, grad_lse, 0.0)
         sum_factor = None if grad_logit_sum is None else torch.where(valid, grad_logit_sum, 0.0)
 
@@ -68,8 +69,9 @@ def launch_backward(
             at_target *= 1.0 - (target_logit2 / (LOG2E * softcap)).square()
         at_target = (at_target * logit_scale).to(input.dtype)
 
-        row_factor = row_factor * logit_scale
-        sum_factor = None if sum_factor is None else sum_factor * logit_scale
+        row_factor, sum_factor = contiguous(
+            row_factor * logit_scale, None if sum_factor is None else sum_factor * logit_scale
+        )
         gradient = torch.empty(step, columns, dtype=input.dtype, device=input.device)
         bias_sum = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
         for rows in chunks:

@@ -71,6 +71,11 @@ def chunk_time(rows: int, hidden: int, sms: int) -> float:
     return logits + weight_gradient + input_gradient
 
 
+def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Vectors over tokens or classes with unit stride, as the kernels read them; matrices keep their strides."""
+    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+
+
 def padded_columns(columns: int, itemsize: int) -> int:
     """Columns of a row that starts on 16 bytes, as TMA and cuBLAS want it."""
     multiple = 16 // itemsize

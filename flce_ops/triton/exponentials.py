@@ -57,14 +57,15 @@ def combine_kernel(
     guard_ptr,  # ()
     partial_max_ptr,  # (T, n) base 2
     partial_ptr,  # (T, n)
-    reference_ptr,  # (n,) out: lse2
+    row_sum_ptr,  # (n,)
+    reference_ptr,  # (n,) out: lse2, only of rows that need it
     n,
     T,
     LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """reference = log2 sum_t partial_t exp2(partial_max_t)"""
+    """reference = log2 sum_t partial_t exp2(partial_max_t); the other rows of the chunk keep theirs, bit for bit."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     end = tl.where(exceeds(guard_ptr, LIMIT), T, 0)
     running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -81,7 +82,9 @@ def combine_kernel(
             tile_sum * tl.exp2(tile_max - finite[None, :]), 0
         )
         running_max = new_max
-    tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & (end > 0))
+    row_sum = tl.load(row_sum_ptr + rows, mask=rows < n, other=0.0)
+    rescued = (end > 0) & ((row_sum > LIMIT) | (row_sum != row_sum))
+    tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & rescued)
 
 
 def launch_exponentials(
@@ -117,7 +120,7 @@ def launch_exponentials(
 
     partial_max = torch.empty(tiles, rows, **per_tile)
     launch_logits_gemm(*operands, epilogue="max_sum", partial=partial, partial_max=partial_max, **logits, **guarded)
-    combine_kernel[grid](guard, partial_max, partial, reference, rows, tiles, **blocks)
+    combine_kernel[grid](guard, partial_max, partial, row_sum, reference, rows, tiles, **blocks)
     launch_logits_gemm(*operands, **exponentials, **guarded)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
     return row_sum, None if sums is None else sums.sum(0)

@@ -56,6 +56,10 @@ def finish_rows_kernel(
     valid = mask & (target != ignore_index)
     column = tl.where(valid & (target >= 0) & (target < V), target, 0)
 
+    # The sum holds the target's exponential, which was summed from another order of the same products.
+    at_target = tl.exp2(target_logit - reference)
+    row_sum = tl.where(row_sum < at_target, at_target, row_sum)
+
     target_factor = tl.full((BLOCK_N,), 1.0, tl.float32) - label_smoothing
     weight_sum = V * 1.0
     if HAS_CLASS_WEIGHT:
@@ -77,7 +81,7 @@ def finish_rows_kernel(
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
     scale = tl.where(valid, tl.load(row_scale_ptr + rows, mask=mask, other=0.0), 0.0)
-    gradient = tl.exp2(target_logit - reference) - tl.where(valid, row_sum * target_factor / slope, 0.0)
+    gradient = at_target - tl.where(valid, row_sum * target_factor / slope, 0.0)
     if HAS_SOFTCAP:
         tanh = target_logit * LN2 / softcap
         gradient *= 1.0 - tanh * tanh

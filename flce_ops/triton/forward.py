@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import row_chunks
+from flce_ops.triton.chunks import contiguous, row_chunks
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.tiles import tiles_for
@@ -36,6 +36,7 @@ def launch_forward(
     operands = (input, linear_weight, target, linear_bias, weight)
     target_logit, lse, sums = meta.forward_outputs(*operands, logit_sum=logit_sum)
     num_classes = linear_weight.shape[0]
+    target, linear_bias, weight = contiguous(target, linear_bias, weight)
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
     row_bytes = tiles * 4 * (2 + logit_sum)
@@ -60,6 +61,8 @@ def launch_forward(
                 logit_sum=logit_sum,
                 **logits,
             )
+            # the sum holds the target's exponential, which was summed from another order of the same products
+            row_sum = row_sum.maximum(torch.exp2(target_logit2[rows] - reference2[rows]))
             lse[rows] = (reference2[rows] + row_sum.log2()) / LOG2E
             if logit_sum:
                 sums[rows] = sums2 / LOG2E

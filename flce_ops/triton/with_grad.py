@@ -17,7 +17,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.target_range import check_target_range
 from flce_ops.triton.backward import accumulate_mm
-from flce_ops.triton.chunks import padded_columns, row_chunks
+from flce_ops.triton.chunks import contiguous, padded_columns, row_chunks
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_rows import launch_finish_rows
@@ -47,6 +47,7 @@ def launch_with_grad(
     loss, losses, grad_input, grad_weight, grad_bias = meta.with_grad_outputs(*operands, output_mask=output_mask)
     num_classes, hidden = linear_weight.shape
     check_target_range(target, num_classes, ignore_index)
+    target, linear_bias, weight, row_scale = contiguous(target, linear_bias, weight, row_scale)
     want_input, want_weight, want_bias = output_mask
     logits = {"softcap": softcap, "logit_scale": logit_scale}
     step, chunks = row_chunks(
