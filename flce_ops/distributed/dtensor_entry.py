@@ -10,11 +10,12 @@ The result is Replicate on every mesh dimension for a scalar; for reduction="non
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
+from flce_ops.distributed.local import localize
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.functional import autocast_operands, mean_denominator
 
@@ -64,24 +65,21 @@ def dtensor_composite(
     )
     num_classes = linear_weight.shape[0]
     target_shape = target.shape
-    token_placements = layout.tokens
-    class_placements = layout.placements(vocabulary=Shard(0))
-    class_gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
-
-    local_input = localize_and_reduce_gradient(layout, input, token_placements, layout.input_gradient)
+    local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
     hidden = local_input.shape[-1]
     tokens_shape = local_input.shape[:-1]
     local_input = local_input.reshape(tokens_shape.numel(), hidden)
-    local_weight = localize(layout, linear_weight, class_placements, class_gradient)
-    local_bias = localize(layout, linear_bias, class_placements, class_gradient)
+    classes = layout.placements(vocabulary=Shard(0))
+    class_gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
+    local_weight = localize(layout, linear_weight, classes, gradient=class_gradient, keep_partial=True)
+    local_bias = localize(layout, linear_bias, classes, gradient=class_gradient, keep_partial=True)
     class_weight = localize(layout, weight, layout.replicated)
-    local_target = localize(layout, target, token_placements).reshape(-1)
-    local_token_weight = localize(layout, token_weight, token_placements, token_placements)
+    local_target = localize(layout, target, layout.tokens).reshape(-1)
+    local_token_weight = localize(layout, token_weight, layout.tokens)
     if local_token_weight is not None:
         local_token_weight = local_token_weight.reshape(-1)
-    local_normalizer = localize_and_reduce_gradient(
-        layout, normalizer, layout.replicated, layout.placements(tokens=Partial())
-    )
+    number_gradient = layout.placements(tokens=Partial())
+    local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
     operands = (local_input, local_weight, local_target, local_bias)
     options = {
         "ignore_index": ignore_index,
@@ -116,7 +114,7 @@ def dtensor_composite(
     return DTensor.from_local(
         local_loss.reshape(tokens_shape),
         layout.mesh,
-        token_placements,
+        layout.tokens,
         run_check=False,
         shape=target_shape,
         stride=contiguous,
@@ -138,36 +136,6 @@ def reduce_losses(
     if denominator is not None:
         row_scale = row_scale / denominator
     return (row_scale * losses).sum()
-
-
-def localize(
-    layout: Layout,
-    tensor: Tensor | None,
-    placements: tuple[Placement, ...],
-    gradient: tuple[Placement, ...] | None = None,
-) -> Tensor | None:
-    """This rank's part under `placements`; `gradient` says what the local gradients are parts of."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
-    if tensor.placements != placements:
-        tensor = tensor.redistribute(layout.mesh, placements)
-    return tensor.to_local(grad_placements=gradient)
-
-
-def localize_and_reduce_gradient(
-    layout: Layout, tensor: Tensor | None, placements: tuple[Placement, ...], gradient: tuple[Placement, ...]
-) -> Tensor | None:
-    """As `localize`, and Partial gradients are summed on their way back, even where nothing moves on the way in."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
-    if any(placement.is_partial() for placement in tensor.placements):
-        summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(layout.mesh, summed)
-    return tensor.redistribute(layout.mesh, placements).to_local(grad_placements=gradient)
 
 
 def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()

@@ -75,8 +75,8 @@ def layout_of(input: Tensor, linear_weight: Tensor) -> Layout:
     check_placements(linear_weight)
     if input.device_mesh != linear_weight.device_mesh:
         raise ValueError(
-            f"{OP}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one mesh: "
-            f"make input a DTensor on the weight's mesh, or the weight one on input's. {FSDP_HINT}"
+            f"{OP}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one "
+            f"mesh: make input a DTensor on the weight's mesh, or the weight one on input's. {FSDP_HINT}"
         )
     tokens, vocabulary = [], []
     for token, rows in zip(input.placements, linear_weight.placements):
@@ -90,14 +90,14 @@ def check_both_distributed(input: Tensor, linear_weight: Tensor) -> None:
     if isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
         raise ValueError(
             f"{OP}: linear_weight is a DTensor, {describe(linear_weight)}, but input is a plain tensor. {FSDP_HINT} "
-            "If its vocabulary is sharded on purpose, make input a DTensor on the same mesh: the flce_ops.VocabParallel "
-            "plan does, or DTensor.from_local(input, mesh, [Replicate()])."
+            "If its vocabulary is sharded on purpose, make input a DTensor on the same mesh: the plan "
+            "flce_ops.VocabParallel does, or DTensor.from_local(input, mesh, [Replicate()])."
         )
     if not isinstance(linear_weight, DTensor) and isinstance(input, DTensor):
         raise ValueError(
-            f"{OP}: input is a DTensor, {describe(input)}, but linear_weight is a plain tensor. Make the weight a DTensor "
-            "on the same mesh (distribute_tensor(weight, mesh, [Replicate()]), or [Shard(0)] to shard the vocabulary), "
-            "or pass input.to_local()."
+            f"{OP}: input is a DTensor, {describe(input)}, but linear_weight is a plain tensor. Make the weight a "
+            "DTensor on the same mesh, distribute_tensor(weight, mesh, [Replicate()]) or [Shard(0)] to shard the "
+            "vocabulary, or pass input.to_local()."
         )
     if not isinstance(input, DTensor):
         raise ValueError(

@@ -3,7 +3,7 @@
     rank r:   lse_r = logsumexp of its z_ij      t_r = z_iy or 0      s_r = sum of its w_j z_ij
 
          (1 to 3, N) of every rank                one all_gather
-    lse = logsumexp_r lse_r      target_logit = sum_r t_r      logit_sum = sum_r s_r        N numbers each, on every rank
+    lse = logsumexp_r lse_r      target_logit = sum_r t_r      logit_sum = sum_r s_r    N numbers each, on every rank
 
 Backward: d lse / d lse_r = exp(lse_r - lse), so each rank takes its own row of the cotangents and nothing is sent; what
 remains is the sum of grad_input over ranks, which belongs to the caller's placements.
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flce_ops import meta
 from flce_ops.distributed.layout import Layout
+from flce_ops.distributed.local import localize
 from flce_ops.functional import class_weight_of
 from flce_ops.loss import loss_terms
 
@@ -76,7 +77,7 @@ def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R,
     shards = DTensor.from_local(
         per_shard.unsqueeze(0), layout.mesh, layout.placements(vocabulary=Shard(0)), run_check=False
     )
-    return shards.redistribute(layout.mesh, layout.replicated).to_local(grad_placements=layout.replicated)
+    return localize(layout, shards, layout.replicated)
 
 
 def without_classes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, rows: int) -> Tensor:  # (k, N)

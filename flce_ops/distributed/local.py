@@ -1,0 +1,70 @@
+"""From a DTensor to this rank's tensor, and the gradient's way back."""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from flce_ops.distributed.layout import Layout
+
+
+def localize(
+    layout: Layout,
+    tensor: Tensor | None,
+    placements: tuple[Placement, ...],
+    *,
+    gradient: tuple[Placement, ...] | None = None,
+    keep_partial: bool = False,
+) -> Tensor | None:
+    """This rank's part of `tensor` under `placements`; a plain tensor counts as replicated.
+
+    The local gradients are parts of a gradient under `gradient` (default: `placements`). It returns to the placements
+    that `tensor` has, summed where it is Partial; with `keep_partial` it stays Partial if `tensor` did not move.
+    """
+    if tensor is None:
+        return None
+    distributed = isinstance(tensor, DTensor)
+    if not distributed:
+        tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
+    keep_partial = keep_partial and distributed and tensor.placements == placements
+    return ToLocal.apply(tensor, placements, gradient or placements, keep_partial)
+
+
+class ToLocal(Function):
+    """`tensor.redistribute(placements).to_local(grad_placements=gradient)` that holds where those two do not.
+
+    The DTensor gradient gets tensor's own shape and strides. to_local guesses them from the local gradient, wrongly for
+    uneven shards; AccumulateGrad then copies it on some ranks only, which on torch 2.11 waits for the others forever.
+    A Partial gradient is summed also where `placements` are tensor's own, and backward can be differentiated once more.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        tensor: DTensor,
+        placements: tuple[Placement, ...],
+        gradient: tuple[Placement, ...],
+        keep_partial: bool,
+    ) -> Tensor:
+        ctx.mesh, ctx.shape, ctx.stride = tensor.device_mesh, tensor.shape, tensor.stride()
+        ctx.gradient = gradient
+        ctx.returns = gradient
+        if not keep_partial:
+            # a Partial tensor's gradient is the same on every rank
+            ctx.returns = tuple(Replicate() if placed.is_partial() else placed for placed in tensor.placements)
+        ctx.set_materialize_grads(False)
+        local = tensor.redistribute(tensor.device_mesh, placements).to_local()
+        return local.view_as(local)  # a fresh tensor for autograd to mark
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None):
+        if grad is None:
+            return None, None, None, None
+        stride = ctx.stride
+        contiguous = torch.empty(ctx.shape, device="meta").stride()
+        if stride == contiguous:
+            grad = grad.contiguous()
+        whole = DTensor.from_local(grad, ctx.mesh, ctx.gradient, run_check=False, shape=ctx.shape, stride=stride)
+        if ctx.returns != ctx.gradient:
+            whole = whole.redistribute(ctx.mesh, ctx.returns)
+        return whole, None, None, None
