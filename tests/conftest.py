@@ -3,6 +3,8 @@
 import os
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests/test_triton_interpreter.py

@@ -10,7 +10,7 @@ from reference_loss import error, plain_loss, run
 import flce_ops
 
 HALVES = [torch.bfloat16, torch.float16]
-ROUNDED = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+ROUNDED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # two results in half, one tanh apart
 
 
 def under_autocast(function, half, device, *args, **options):

@@ -39,6 +39,7 @@ def forward_and_backward(inputs, **options):
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 def test_half_runs_on_triton_and_the_rest_on_aten(dtype):
+    """users.md 20: no silent fallback; last_path() says what ran."""
     inputs = make_inputs(device="cuda", dtype=dtype)
     for reduction, op in (("mean", "with_grad"), ("none", "backward")):
         forward_and_backward(inputs, reduction=reduction)
@@ -68,7 +69,7 @@ def test_bf16_gradients_on_data_like_a_language_model(shape):
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_softmax_sees_unrounded_logits(reduction, dtype, bound):
-    """Loss right to float32 although the operands are half; gradients right to their own rounding."""
+    """users.md 21: log-probabilities right to float32 although the operands are half; gradients to their own rounding."""
     inputs = make_inputs((512, 256, 1021), device="cuda", dtype=dtype, bias=True)
     exact, ours = (
         run_reference(inputs, reduction=reduction),

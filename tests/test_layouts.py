@@ -54,6 +54,18 @@ def test_no_gradient_wanted_leaves_no_graph(device, reduction):
     assert error(loss, reference_loss(*inputs.clone(torch.float64).args, reduction=reduction)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_without_gradients_is_that_with_gradients(device, reduction, dtype):
+    """Evaluation and training take different operators: same dtype, same number."""
+    inputs = make_inputs(device=device, dtype=dtype, token_weight=True)
+    training = flce_ops.linear_cross_entropy(*inputs.args, **inputs.options, reduction=reduction)
+    with torch.no_grad():
+        evaluation = flce_ops.linear_cross_entropy(*inputs.args, **inputs.options, reduction=reduction)
+    assert evaluation.dtype == training.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert error(evaluation, training.double()) < (1e-14 if dtype == torch.float64 else 1e-6)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_inference_tensors_are_accepted(device, reduction):
     with torch.inference_mode():

@@ -84,6 +84,15 @@ def test_every_shape_is_no_worse_than_plain_torch(device, shape, reduction, dtyp
     assert_no_worse_than_plain(draws, slack=SLACK_OF_FEW_NUMBERS, reduction=reduction, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_float32_class_weights_beside_half_operands(device, reduction, dtype):
+    """Class weights are statistics, not parameters: they need not be rounded to the operands' dtype."""
+    inputs = make_inputs(device=device, dtype=dtype, weight=True)
+    inputs.weight = torch.rand(RAGGED[2], device=device) + 0.25
+    assert_no_worse_than_plain([inputs], reduction=reduction, label_smoothing=0.1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_probabilities_do_not_exceed_one(device, dtype):  # users.md 8
     inputs = make_inputs((200, 16, 257), device=device, dtype=dtype, requires_grad=False)

@@ -18,7 +18,7 @@ ROUNDED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torc
 def tight(dtype, device):
     """Of one number per row. On the CPU half logits are rounded before the softmax, as in plain torch."""
     if device == "cpu" and dtype.itemsize == 2:
-        return 2e-3 if dtype == torch.bfloat16 else 3e-4
+        return 4e-3 if dtype == torch.bfloat16 else 6e-4
     return 1e-14 if dtype == torch.float64 else 2e-6
 
 
@@ -55,9 +55,7 @@ def test_forward_returns_row_statistics(device, scores, logit_sum, weighted, dty
     for name, ours, exact in zip(("target_logit", "lse", "logit_sum"), found, expected, strict=True):
         assert ours.dtype == accumulator(dtype), name
         if ours.numel():
-            # a sum of V logits of either sign: its error is that of its terms
-            scale = 20.0 if name == "logit_sum" else 1.0
-            assert error(ours, exact) < scale * tight(dtype, device), name
+            assert error(ours, exact) < tight(dtype, device), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
