@@ -1,0 +1,183 @@
+"""parallelize_module plans for the modules: VocabParallel, and torch's ColwiseParallel."""
+
+# B batch, T tokens of one sequence, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import RecordCollectives
+from process_pool import run_in_world, worlds
+from reference_loss import dense_logits, error, run_reference
+from test_distributed import ANY, TOLERANCE, D, V, batch, full, mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import flce_ops
+
+TOKENS = 16  # of one sequence; sequence parallelism splits them evenly
+
+
+def owner_with_weights(module, inputs):
+    """The module under a parent, with inputs' weights; V is left to the caller."""
+    linear = getattr(module, "linear", module)
+    with torch.no_grad():
+        linear.weight.copy_(inputs.linear_weight)
+        if linear.bias is not None:
+            linear.bias.copy_(inputs.linear_bias)
+    return nn.ModuleDict({"head": module})
+
+
+def local_sequence(tensor: torch.Tensor, size: int) -> torch.Tensor:  # (B, T, ...) -> (B, T / size, ...)
+    return tensor.detach().chunk(size, 1)[dist.get_rank()].clone()
+
+
+@pytest.mark.parametrize("world", ANY)
+@pytest.mark.parametrize("layout", [Replicate(), Shard(1)], ids=["replicated input", "sequence parallel"])
+def test_vocab_parallel_gives_the_loss_and_gradients_of_one_process(world, layout):
+    run_in_world(world, vocab_parallel, layout)
+
+
+def vocab_parallel(device, layout):
+    size = dist.get_world_size()
+    mesh = mesh_of(device, size)
+    options = {"label_smoothing": 0.1, "softcap": 6.0, "z_loss": 1e-3}
+    for head in (True, False):
+        for target_layout in {Replicate(), layout}:
+            inputs = batch(device, tokens=TOKENS, bias=True, weight=True, token_weight=True)
+            if head:
+                module = flce_ops.LinearCrossEntropyHead(D, V, bias=True, device=device, **options)
+            else:
+                module = flce_ops.LinearCrossEntropyLoss(
+                    D, V, bias=True, device=device, weight=inputs.weight, **options
+                )
+            parent = owner_with_weights(module, inputs)
+            plan = flce_ops.VocabParallel(input_layouts=layout, target_layouts=target_layout)
+            parallelize_module(parent, mesh, {"head": plan})
+            sharded = layout == Shard(1)
+            hidden = local_sequence(inputs.input, size) if sharded else inputs.input.detach().clone()
+            hidden.requires_grad_()
+            target, token_weight = inputs.target, inputs.token_weight.detach()
+            if target_layout == Shard(1):
+                target, token_weight = local_sequence(target, size), local_sequence(token_weight, size)
+            more = {"weight": inputs.weight} if head else {}
+            loss = parent["head"](hidden, target, token_weight=token_weight, **more)
+            assert type(loss) is torch.Tensor
+            loss.backward()
+            exact = run_reference(inputs, **options)
+            assert error(loss, exact["loss"]) < TOLERANCE
+            exact_hidden = local_sequence(exact["input"], size) if sharded else exact["input"]
+            assert error(hidden.grad, exact_hidden) < TOLERANCE
+            linear = module if head else module.linear
+            assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
+            assert error(full(linear.bias.grad), exact["linear_bias"]) < TOLERANCE
+            assert linear.weight.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_colwise_parallel_on_the_head_takes_targets_by_keyword(world):
+    run_in_world(world, colwise_parallel)
+
+
+def colwise_parallel(device):
+    size = dist.get_world_size()
+    mesh = mesh_of(device, size)
+    for layout in (Replicate(), Shard(1)):
+        inputs = batch(device, tokens=TOKENS)
+        parent = owner_with_weights(flce_ops.LinearCrossEntropyHead(D, V, device=device), inputs)
+        plan = ColwiseParallel(input_layouts=layout, output_layouts=Replicate())
+        parallelize_module(parent, mesh, {"head": plan})
+        hidden = local_sequence(inputs.input, size) if layout == Shard(1) else inputs.input.detach().clone()
+        loss = parent["head"](hidden.requires_grad_(), target=inputs.target)
+        loss.backward()
+        exact = run_reference(inputs)
+        assert error(loss, exact["loss"]) < TOLERANCE
+        exact_hidden = local_sequence(exact["input"], size) if layout == Shard(1) else exact["input"]
+        assert error(hidden.grad, exact_hidden) < TOLERANCE
+        assert error(full(parent["head"].weight.grad), exact["linear_weight"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_without_targets_the_sharded_head_returns_logits(world):
+    run_in_world(world, logits_of_a_sharded_head)
+
+
+def logits_of_a_sharded_head(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, tokens=TOKENS)
+    exact = dense_logits(inputs.input, inputs.linear_weight, softcap=6.0)
+    head = flce_ops.LinearCrossEntropyHead(D, V, softcap=6.0, device=device)
+    parent = owner_with_weights(head, inputs)
+    parallelize_module(parent, mesh, {"head": flce_ops.VocabParallel()})
+    assert error(head(inputs.input), exact) < TOLERANCE
+    head = flce_ops.LinearCrossEntropyHead(D, V, softcap=6.0, device=device)
+    parent = owner_with_weights(head, inputs)
+    parallelize_module(parent, mesh, {"head": flce_ops.VocabParallel(logits_layouts=Shard(-1), use_local_output=False)})
+    logits = head(inputs.input)
+    assert isinstance(logits, DTensor) and logits.placements[0].is_shard()
+    assert error(full(logits), exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_a_sharded_head_compiles_as_one_graph_and_under_checkpoint(world):
+    run_in_world(world, compiled_head)
+
+
+def compiled_head(device):
+    size = dist.get_world_size()
+    mesh = mesh_of(device, size)
+    inputs = batch(device, tokens=TOKENS)
+    exact = run_reference(inputs)
+    for compiled, checkpointed in ((True, False), (False, True), (True, True)):
+        torch._dynamo.reset()
+        head = flce_ops.LinearCrossEntropyHead(D, V, device=device)
+        parent = owner_with_weights(head, inputs)
+        parallelize_module(parent, mesh, {"head": flce_ops.VocabParallel(input_layouts=Shard(1))})
+        hidden = local_sequence(inputs.input, size).requires_grad_()
+
+        def step(hidden, target, head=head, checkpointed=checkpointed):
+            hidden = hidden * 1.0
+            if checkpointed:
+                return checkpoint(head, hidden, target, use_reentrant=False)
+            return head(hidden, target)
+
+        if compiled:
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        loss = step(hidden, inputs.target)
+        loss.backward()
+        assert error(loss, exact["loss"]) < TOLERANCE
+        assert error(hidden.grad, local_sequence(exact["input"], size)) < TOLERANCE
+        assert error(full(head.weight.grad), exact["linear_weight"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_vocab_parallel_moves_nothing_of_the_size_of_logits_or_weight(world):
+    run_in_world(world, plan_traffic)
+
+
+def plan_traffic(device):
+    size = dist.get_world_size()
+    inputs = batch(device, tokens=TOKENS)
+    head = flce_ops.LinearCrossEntropyHead(D, V, device=device)
+    parent = owner_with_weights(head, inputs)
+    parallelize_module(parent, mesh_of(device, size), {"head": flce_ops.VocabParallel(input_layouts=Shard(1))})
+    hidden = local_sequence(inputs.input, size).requires_grad_()
+    with RecordCollectives() as recorded:
+        head(hidden, inputs.target).backward()
+    N = inputs.target.numel()
+    expected = [("all_gather", N * D // size), ("all_gather", 2 * N), ("reduce_scatter", N * D)]
+    assert recorded.calls == expected, recorded.calls
+
+
+@pytest.mark.parametrize("world", worlds(4))
+def test_vocab_parallel_refuses_what_it_cannot_shard(world):
+    run_in_world(world, plan_mistakes)
+
+
+def plan_mistakes(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    with pytest.raises(TypeError, match="expected a LinearCrossEntropyLoss or LinearCrossEntropyHead.*ColwiseParallel"):
+        parallelize_module(nn.Linear(D, V), mesh, flce_ops.VocabParallel())
+    with pytest.raises(ValueError, match="1-D mesh"):
+        flce_ops.VocabParallel()._apply(flce_ops.LinearCrossEntropyHead(D, V), mesh_of(device, 2, 2))
