@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
-from flce_ops.loss import loss_terms
+from flce_ops.loss import class_weight_of, loss_terms
 from flce_ops.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
@@ -232,11 +232,6 @@ def losses_from_forward(
     terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
     losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None)
     return torch.where(target != ignore_index, losses, 0.0)
-
-
-def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
-    """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
-    return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
 
 
 def mean_denominator(

@@ -13,7 +13,13 @@ so that every gradient with respect to z is  d_lse * softmax(z) + d_target * one
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
+    """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
+    return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
 
 
 @dataclass(frozen=True)

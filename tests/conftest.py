@@ -3,14 +3,15 @@
 import os
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests/test_triton_interpreter.py
+    # before anything imports triton, as torch's compiler below does: tests/test_triton_interpreter.py
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
 import pytest
+import torch._functorch.config
+import torch._inductor.config
 
 # A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python.
 torch._inductor.config.force_disable_caches = True

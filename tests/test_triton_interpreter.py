@@ -103,12 +103,21 @@ def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memor
     assert [grad.numel() > 0 for grad in found[2:]] == mask
 
 
-def test_one_pass_kernels_agree_with_float64_over_several_chunks(poisoned_memory):
+def test_one_pass_kernels_agree_with_float64_over_several_chunks(poisoned_memory, monkeypatch):
+    monkeypatch.setattr("flce_ops.triton.with_grad.RECOMPUTE_BELOW", 0)
     with flce_ops.workspace(1):  # the smallest chunk has 128 rows
         assert_one_pass(operands((150, 20, 67), torch.float32, {"bias": True}), {}, [True, True, True], chunks=2)
 
 
-def assert_one_pass(args, options, mask, chunks=1):
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids=str)
+def test_a_small_workspace_recomputes_and_says_so(options, poisoned_memory):
+    """Slices of the rows and of the vocabulary: 2 and 2."""
+    args = operands((150, 20, 300), torch.float32, options)
+    with flce_ops.workspace(1):
+        assert_one_pass(args, options, [True, True, args[3] is not None], chunks=2, reason="recomputing")
+
+
+def assert_one_pass(args, options, mask, chunks=1, reason=""):
     rows = args[0].shape[0]
     row_scale = torch.rand(rows) / rows
     options = {
@@ -118,6 +127,7 @@ def assert_one_pass(args, options, mask, chunks=1):
     found = launch_with_grad(*args, row_scale, output_mask=mask, **options)
     assert flce_ops.last_path().implementation == "triton"
     assert flce_ops.last_path().chunks == chunks
+    assert reason in flce_ops.last_path().reason
     assert_close(found, reference.with_grad(*double(*args, row_scale), output_mask=mask, **options), torch.float32)
     return found
 

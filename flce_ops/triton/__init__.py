@@ -1,11 +1,13 @@
 """Triton kernels, each followed by its launcher, and the CUDA kernels of the operators made of them and cuBLAS.
 
     forward.py, with_grad.py, backward.py     one operator each
-        chunks.py                             rows at a time
+        chunks.py, gemm.py                    rows at a time; the gradient GEMMs
+        recompute.py                          with_grad in a small workspace
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, tiles.py          the GEMM and its epilogues; tile shapes
         reference_logit.py, finish_rows.py    per row, before and after the GEMM
         smoothing.py, columns.py              rank-1 terms, column sums
+        set_entries.py                        the target's entry of a gradient
     upstream.py                               the scalar that arrives in backward
 
 Imported only when a CUDA kernel of an operator runs.

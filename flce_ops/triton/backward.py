@@ -3,6 +3,15 @@
     G_ij = (l_i exp(z_ij - lse_i) + s_i w_j + a_i [j = y_i]) dz/du      l, s, a: cotangents of lse, logit_sum, z_y
 
 Only the target's entry, where the terms cancel, is computed apart, in float32 from the target's own logit.
+
+             V slice                      for each slice of the rows (one, unless the workspace is small)
+           ┌────┬────┬────┐                   for each slice of the vocabulary
+        N  │ G  │    │    │                       G                                   Triton
+           └────┴────┴────┘                       grad_linear_weight[slice] = G.T @ input     rounded once
+                                                  grad_input (float32) += G @ linear_weight[slice]
+
+Since nothing needs a whole row of logits any more, the slices run along V: each part of grad_linear_weight comes whole,
+and only the small grad_input is summed over slices.
 """
 
 import math
@@ -12,14 +21,18 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.reference import target_columns
-from flce_ops.triton.chunks import contiguous, padded_columns, row_chunks
+from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.set_entries import launch_set_entries
+from flce_ops.workspace import get_workspace
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 LOG2E = math.log2(math.e)
+BLOCK_V = 256  # columns of a tile of the logits GEMM
 
 
 def launch_backward(
@@ -43,13 +56,13 @@ def launch_backward(
     grads = meta.backward_outputs(grad_target_logit, grad_lse, grad_logit_sum, *operands, output_mask=output_mask)
     grad_input, grad_weight, grad_bias = grads
     want_input, want_weight, want_bias = output_mask
-    num_classes = linear_weight.shape[0]
+    num_classes, hidden = linear_weight.shape
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
-    columns = padded_columns(num_classes, input.dtype.itemsize)
+    size = input.dtype.itemsize
     logits = {"softcap": softcap, "logit_scale": logit_scale}
-    step, chunks = row_chunks(
-        "linear_cross_entropy_backward", input, linear_weight, columns * input.dtype.itemsize, gradient=True
-    )
+    row_slices, column_slices = pieces(input.shape[0], hidden, num_classes, size, want_input)
+    chunk_rows, chunk_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
+    record_triton_path("linear_cross_entropy_backward", input, linear_weight, row_slices)
     with torch.cuda.device_of(input):
         target_logit2, _ = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
@@ -67,43 +80,54 @@ def launch_backward(
             at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.squeeze(1)]
         if softcap is not None:
             at_target *= 1.0 - (target_logit2 / (LOG2E * softcap)).square()
-        at_target = (at_target * logit_scale).to(input.dtype)
+        at_target = at_target * logit_scale
+        column = torch.where(hit, target - vocab_start, -1)
 
         row_factor, sum_factor = contiguous(
             row_factor * logit_scale, None if sum_factor is None else sum_factor * logit_scale
         )
-        gradient = torch.empty(step, columns, dtype=input.dtype, device=input.device)
-        bias_sum = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
-        for rows in chunks:
-            chunk = gradient[: rows.stop - rows.start, :num_classes]
-            launch_logits_gemm(
-                input[rows],
-                linear_weight,
-                linear_bias,
-                class_weight,
-                epilogue="gradient",
-                reference=lse2[rows],
-                row_factor=row_factor[rows],
-                sum_factor=None if sum_factor is None else sum_factor[rows],
-                out=chunk,
-                **logits,
-            )
-            # rows without a target here point at column 0, whose entry this is as well
-            chunk.scatter_(1, column[rows], at_target[rows, None])
-            if want_bias:
-                bias_sum += weighted_column_sum(chunk, None)
+        gradient = torch.empty(chunk_rows * chunk_columns, dtype=input.dtype, device=input.device)
+        grad_bias32 = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
+        for rows in row_slices:
+            count = rows.stop - rows.start
+            input_sum = torch.empty(count, hidden, dtype=torch.float32, device=input.device) if want_input else None
+            for cols in column_slices:
+                width = cols.stop - cols.start
+                chunk = gradient[: count * padded(width, size)].view(count, -1)[:, :width]
+                launch_logits_gemm(
+                    input[rows],
+                    linear_weight[cols],
+                    None if linear_bias is None else linear_bias[cols],
+                    None if class_weight is None else class_weight[cols],
+                    epilogue="gradient",
+                    reference=lse2[rows],
+                    row_factor=row_factor[rows],
+                    sum_factor=None if sum_factor is None else sum_factor[rows],
+                    out=chunk,
+                    **logits,
+                )
+                launch_set_entries(chunk, column[rows] - cols.start, at_target[rows])
+                if want_bias:
+                    grad_bias32[cols] += weighted_column_sum(chunk, None)
+                if want_weight:
+                    accumulate(grad_weight[cols], chunk.T, input[rows], first=rows.start == 0)
+                if want_input:
+                    accumulate(input_sum, chunk, linear_weight[cols], first=cols.start == 0)
             if want_input:
-                torch.mm(chunk, linear_weight, out=grad_input[rows])
-            if want_weight:
-                accumulate_mm(grad_weight, chunk.T, input[rows], first=rows.start == 0)
+                grad_input[rows] = input_sum
         if want_bias:
-            grad_bias.copy_(bias_sum)
+            grad_bias.copy_(grad_bias32)
     return grads
 
 
-def accumulate_mm(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """out = a @ b for the first chunk, out += a @ b for the others."""
-    if first:
-        torch.mm(a, b, out=out)
-    else:
-        out.addmm_(a, b)
+def pieces(
+    rows: int, hidden: int, num_classes: int, itemsize: int, want_input: bool
+) -> tuple[list[slice], list[slice]]:
+    """Row slices whose float32 grad_input takes at most half the workspace, and column slices that fill the rest."""
+    workspace = get_workspace()
+    most_rows = max(workspace // 2 // (4 * hidden) // MULTIPLE * MULTIPLE, MULTIPLE) if want_input else rows
+    row_slices = slices(rows, min(most_rows, rows))
+    count = row_slices[0].stop
+    left = workspace - (4 * hidden * count if want_input else 0)
+    most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
+    return row_slices, slices(num_classes, most_columns)

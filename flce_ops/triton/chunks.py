@@ -1,4 +1,4 @@
-"""How many rows of logits a chunk holds: as the workspace allows, and so that the gradient GEMMs fill the last wave."""
+"""How the workspace is cut: rows of logits for the one-pass kernel, rows and columns for the recomputing one."""
 
 from collections.abc import Iterator
 
@@ -6,77 +6,66 @@ import triton
 from torch import Tensor
 
 from flce_ops.path import Path, record_path
-from flce_ops.triton.logits_gemm import fits_tma, multiprocessors
+from flce_ops.triton.logits_gemm import fits_tma
 from flce_ops.triton.tiles import tiles_for
 from flce_ops.workspace import get_workspace
 
-# N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
+# N tokens, n rows of a chunk, D hidden, V vocabulary
 
-ROWS_MULTIPLE = 128  # rows of a GEMM tile
+MULTIPLE = 128  # rows and columns of a GEMM tile
+# One part in 64 of the workspace is for what is small beside the (n, V) matrix and never alive together: sums per tile
+# of 256 columns (two float32 against 256 half numbers), then a block of the float32 product with linear_weight.
+SMALL_PART = 64
 
 
-def row_chunks(
-    op: str,
-    input: Tensor,  # (N, D)
-    linear_weight: Tensor,  # (V, D)
-    row_bytes: int,  # temporary memory per row of a chunk
-    *,
-    gradient: bool,
-    at_most: int | None = None,
-) -> tuple[int, Iterator[slice]]:
-    """Rows of the largest chunk, and the chunks."""
-    total = input.shape[0]
-    most = max(get_workspace() // row_bytes // ROWS_MULTIPLE * ROWS_MULTIPLE, ROWS_MULTIPLE)
-    if at_most is not None:
-        most = min(most, at_most)
-    rows = fitting_rows(total, most, input.shape[1], multiprocessors(input)) if gradient else most
-    rows = min(rows, total)
+def small_bytes() -> int:
+    return get_workspace() // SMALL_PART
+
+
+def rows_that_fit(columns: int, itemsize: int) -> int:
+    """Rows of `columns` numbers that fit the workspace, a multiple of 128, at least 128."""
+    rows = (get_workspace() - small_bytes()) // (padded(columns, itemsize) * itemsize)
+    return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
+
+
+def slices(total: int, at_most: int) -> list[slice]:
+    """range(total) in the fewest pieces of at most `at_most`, of about one size: small ones starve their GEMMs."""
+    pieces = triton.cdiv(total, at_most)
+    size = min(at_most, triton.cdiv(triton.cdiv(total, max(pieces, 1)), MULTIPLE) * MULTIPLE)
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def record_triton_path(op: str, input: Tensor, linear_weight: Tensor, rows: list[slice]) -> None:
     tma = tiles_for(input, linear_weight).tma and fits_tma(input) and fits_tma(linear_weight)
     reason = f"{input.dtype} on {input.device.type}, {'TMA' if tma else 'pointer'} tiles"
-    record_path(Path(op, "triton", reason, rows, triton.cdiv(total, rows)))
-    return rows, (slice(start, min(start + rows, total)) for start in range(0, total, rows))
+    record_path(Path(op, "triton", reason, max((s.stop - s.start for s in rows), default=0), len(rows)))
 
 
-def fitting_rows(total: int, most: int, hidden: int, sms: int) -> int:
-    """The chunk size with the least predicted time, in units of one row of a GEMM at full speed.
+def product_blocks(rows: int, hidden: int, sms: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of an (n, D) float32 product that fit the small part and fill the multiprocessors.
 
-    grad_linear_weight += E.T @ x reads and writes all of it once a chunk: ACCUMULATE_ROWS more.
-    E @ linear_weight has few output tiles: it runs in whole waves of the multiprocessors, cut along V where that helps.
+    E @ linear_weight sums over all of V but has few output tiles of 128x256: 16 for each 128 rows at D = 4096. A block
+    is good whose tiles come just under a whole number of waves, or do so when cuBLAS cuts the sum in two or three.
     """
-    if total <= most:
-        return total
+    columns = min(hidden, 4096)
+    most = max(small_bytes() // (4 * columns) // MULTIPLE * MULTIPLE, MULTIPLE)
 
-    def predicted(rows: int) -> float:
-        full, rest = divmod(total, rows)
-        return full * chunk_time(rows, hidden, sms) + (chunk_time(rest, hidden, sms) if rest else 0.0)
+    def filling(block: int) -> float:
+        tiles = triton.cdiv(block, 128) * triton.cdiv(columns, 256)
+        return max(tiles * cut / (triton.cdiv(tiles * cut, sms) * sms) - 0.02 * cut for cut in (1, 2, 3))
 
-    candidates = range(ROWS_MULTIPLE, most + 1, ROWS_MULTIPLE)
-    return min(candidates, key=lambda rows: (predicted(rows), rows))
-
-
-ACCUMULATE_ROWS = 110  # H200: 594 / 639 / 655 TFLOP/s at 1024 / 1664 / 4096 rows against 669 at 8192 (D = 4096)
-MOST_SPLITS = 4
-SPLIT_COST = (
-    1.06  # cuBLAS does not always find the best cut: 1.02 to 1.15 of an uncut GEMM (benchmarks/kernels/chunk_rows.py)
-)
+    best = max(range(MULTIPLE, min(most, triton.cdiv(rows, MULTIPLE) * MULTIPLE) + 1, MULTIPLE), key=filling)
+    for row in range(0, rows, best):
+        for column in range(0, hidden, columns):
+            yield slice(row, min(row + best, rows)), slice(column, min(column + columns, hidden))
 
 
-def chunk_time(rows: int, hidden: int, sms: int) -> float:
-    logits = rows
-    weight_gradient = rows + ACCUMULATE_ROWS
-    tiles = triton.cdiv(rows, 128) * triton.cdiv(hidden, 256)
-    cut = min(triton.cdiv(tiles * splits, sms) / splits for splits in range(2, MOST_SPLITS + 1))
-    waves = min(triton.cdiv(tiles, sms), SPLIT_COST * cut)
-    input_gradient = waves * sms * 128 * 256 / hidden
-    return logits + weight_gradient + input_gradient
+def padded(columns: int, itemsize: int) -> int:
+    """Columns of a row that starts on 16 bytes, as TMA and cuBLAS want it."""
+    multiple = 16 // itemsize
+    return triton.cdiv(columns, multiple) * multiple
 
 
 def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Vectors over tokens or classes with unit stride, as the kernels read them; matrices keep their strides."""
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
-
-
-def padded_columns(columns: int, itemsize: int) -> int:
-    """Columns of a row that starts on 16 bytes, as TMA and cuBLAS want it."""
-    multiple = 16 // itemsize
-    return triton.cdiv(columns, multiple) * multiple

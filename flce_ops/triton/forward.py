@@ -8,10 +8,11 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import contiguous, row_chunks
+from flce_ops.triton.chunks import MULTIPLE, contiguous, record_triton_path, slices
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.tiles import tiles_for
+from flce_ops.workspace import get_workspace
 
 # N tokens, D hidden, V vocabulary, T tiles along the vocabulary
 
@@ -39,11 +40,10 @@ def launch_forward(
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
-    row_bytes = tiles * 4 * (2 + logit_sum)
     logits = {"softcap": softcap, "logit_scale": logit_scale}
-    _, chunks = row_chunks(
-        "linear_cross_entropy_forward", input, linear_weight, row_bytes, gradient=False, at_most=FORWARD_ROWS
-    )
+    rows_of_sums = get_workspace() // (tiles * 4 * (2 + logit_sum)) // MULTIPLE * MULTIPLE
+    chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
+    record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
     with torch.cuda.device_of(input):
         target_logit2, hit = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits

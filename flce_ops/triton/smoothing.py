@@ -28,8 +28,8 @@ class SmoothingTerms:
         self.weight_columns = weighted_column_sum(linear_weight, class_weight)  # (D,)
         self.input_columns = weighted_column_sum(input, row_scale)  # (D,)
 
-    def subtract_from_input(self, grad_input: Tensor, rows: slice) -> None:
-        grad_input.addr_(self.row_scale[rows], self.weight_columns, alpha=-self.kappa)
+    def subtract_from_input(self, grad_input: Tensor, rows: slice, columns: slice) -> None:
+        grad_input.addr_(self.row_scale[rows], self.weight_columns[columns], alpha=-self.kappa)
 
     def subtract_from_weight(self, grad_weight: Tensor) -> None:
         columns = self.input_columns.to(grad_weight.dtype)
