@@ -351,18 +351,21 @@ class KeepingReport(Report):
         self.rows = [row for row in self.rows if any(row[name] != str(value) for name, value in replaced.items())]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="vocabulary,weak_scaling")
-    parser.add_argument("--shapes", help="NxDxV,...; default: the two of the part")
-    parser.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
-    parser.add_argument("--compile", action="store_true", help="weak scaling also with compiled blocks")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=400.0, help="of steady work a round and step")
-    parser.add_argument("--out", type=Path, help="directory of the CSV files")
-    parser.add_argument("--commit")
-    options = parser.parse_args(arguments)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--parts", default="vocabulary,weak_scaling")
+    made.add_argument("--shapes", help="NxDxV,...; default: the two of the part")
+    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
+    made.add_argument("--compile", action="store_true", help="weak scaling also with compiled blocks")
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--ms", type=float, default=400.0, help="of steady work a round and step")
+    made.add_argument("--out", type=Path, help="directory of the CSV files")
+    made.add_argument("--commit")
+    return made
 
+
+def main() -> None:
+    options = parser().parse_args()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     for name, value in {**alone, **WITHOUT_MULTICAST}.items():
         os.environ.setdefault(name, value)

@@ -91,7 +91,9 @@ class VocabParallel(ParallelStyle):
     def _to_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: DTensor) -> Tensor:
         if kwargs.get("target") is None:
             output = output.redistribute(placements=[self.logits_layouts])
-        return output.to_local() if self.use_local_output else output
+            return output.to_local() if self.use_local_output else output
+        # a tensor of its own: to_local returns a view, and FSDP2 warns of views that leave its modules
+        return output.to_local().clone() if self.use_local_output else output
 
     def __repr__(self) -> str:
         return (
