@@ -69,7 +69,7 @@ def test_bf16_gradients_on_data_like_a_language_model(shape):
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_softmax_sees_unrounded_logits(reduction, dtype, bound):
-    """users.md 21: log-probabilities right to float32 although the operands are half; gradients to their own rounding."""
+    """users.md 21: log-probabilities right to float32 from half operands; gradients to their own rounding."""
     inputs = make_inputs((512, 256, 1021), device="cuda", dtype=dtype, bias=True)
     exact, ours = (
         run_reference(inputs, reduction=reduction),
