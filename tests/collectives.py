@@ -4,6 +4,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flce_ops.distributed import one_pass
+
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
@@ -24,4 +26,7 @@ class RecordCollectives(TorchDispatchMode):
             name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
             sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
             self.calls.append((name, sent.numel()))
+        if name == one_pass.NAME:  # what a kernel calls is out of a mode's sight: run it here
+            with self:
+                return one_pass.aten_kernel(*args, **kwargs)
         return func(*args, **(kwargs or {}))

@@ -17,8 +17,11 @@ from reference_loss import error, run_reference
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
+from flce_ops.distributed import one_pass
+from flce_ops.distributed.layout import layout_of
 
 B, T, D = 3, 14, 16  # T: uneven over 4 and 8 ranks
 V = 61  # prime: uneven over every number of ranks
@@ -315,6 +318,84 @@ def squared_gradient_norm(loss: Tensor, input: Tensor) -> Tensor:
     penalty = gradient.square().sum()
     penalty.backward()
     return penalty.detach()
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_sharded_vocabulary_makes_scalar_gradients_in_one_pass_over_several_chunks(world):
+    run_in_world(world, one_pass_in_chunks)
+
+
+def one_pass_in_chunks(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in OPTIONS:
+        inputs = to_device(make_inputs((300, D, V), bias=True, weight=True, token_weight=True), device)
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        with flce_ops.workspace(1):
+            check_same_as_one_process(placed, inputs, **options)
+            path = flce_ops.last_path()
+        if options.get("reduction") != "none":
+            assert path.op == one_pass.NAME and path.chunks > 1, path
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_a_step_on_a_sharded_vocabulary_is_three_gemm_passes_over_the_shard(world):
+    run_in_world(world, count_flops)
+
+
+def count_flops(device):
+    inputs = batch(device, vocab=64)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    with FlopCounterMode(display=False) as counter:
+        flce_ops.linear_cross_entropy(*placed.args).backward()
+    assert counter.get_total_flops() == 3 * 2 * B * T * D * 64 // dist.get_world_size()
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_upstream_gradients_and_a_second_backward_scale_the_saved_gradients_once(world):
+    run_in_world(world, second_backward)
+
+
+def second_backward(device):
+    inputs = batch(device)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    loss = 3 * flce_ops.linear_cross_entropy(*placed.args)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    exact = run_reference(inputs, torch.tensor(6.0))
+    for name, leaf in placed.leaves.items():
+        assert error(full(leaf.grad), exact[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("world", [pytest.param(("cpu", 2), id="interpreter2")])
+def test_triton_one_pass_equals_the_aten_one_pass(world):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run for real on this machine: the bfloat16 tests")
+    run_in_world(world, triton_one_pass)
+
+
+def triton_one_pass(device):
+    from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad
+
+    mesh = mesh_of(device, dist.get_world_size())
+    layout = layout_of(*(distribute_tensor(torch.zeros(35, 1), mesh, [p]) for p in (R, Shard(0))))
+    start, size = layout.vocabulary_range(131)
+    for options, scale in (
+        ({}, 1.0),
+        ({"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2}, 1.0),
+        ({"z_loss": 1e-2}, 60.0),  # losses of hundreds of nats: shards whose share of the softmax underflows
+    ):
+        inputs = make_inputs((140, 35, 131), bias=True, weight=True, requires_grad=False)
+        own = slice(start, start + size)
+        row_scale = torch.linspace(-0.2, 1.0, 140)
+        operands = (inputs.input * scale, inputs.linear_weight[own], inputs.target, inputs.linear_bias[own])
+        sharing = {"group": mesh.get_group().group_name, "ranks": mesh.size(), "vocab_start": start}
+        arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **options}
+        with flce_ops.workspace(1):  # two chunks
+            found = launch_vocab_parallel_with_grad(*operands, inputs.weight, row_scale, **arguments)
+        doubled = [x.double() if x.is_floating_point() else x for x in (*operands, inputs.weight, row_scale)]
+        exact = one_pass.aten_kernel(*doubled, **arguments)
+        for name, ours, truth in zip(("loss", "losses", "input", "weight", "bias"), found, exact):
+            assert error(ours, truth) < 1e-5, (name, options, error(ours, truth))
 
 
 # ---------------------------------------------------------------- both

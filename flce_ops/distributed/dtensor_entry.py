@@ -1,7 +1,7 @@
 """The entry on DTensors: local tensors out, the registered operators on them, a DTensor back.
 
     input, target ...  --redistribute-->  local (N, D), (N,)  --tokens sharded-->      entry on this rank's tokens
-                                                              --vocabulary sharded-->  forward on this rank's classes
+                                                              --vocabulary sharded-->  this rank's classes
     denominator        --all_reduce of one number, over the ranks that share the tokens
     loss               <--all_reduce of one number--  sum over this rank's tokens / denominator
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
+from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
 from flce_ops.distributed.local import localize
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
@@ -97,8 +98,14 @@ def dtensor_composite(
             denominator = sum_over_tokens(layout, denominator).to_local()
 
     if layout.shards_vocabulary:
-        losses = vocab_parallel_losses(layout, *operands, class_weight, num_classes=num_classes, **options)
-        local_loss = reduce_losses(losses, valid, local_token_weight, reduction, denominator)
+        factor = row_factor(valid, local_token_weight, reduction, denominator, accumulate)
+        if reduction != "none" and one_pass.applies(layout, operands, num_classes):
+            local_loss = one_pass.VocabParallelWithGrad.apply(
+                layout, num_classes, options, *operands, class_weight, factor
+            )
+        else:
+            losses = vocab_parallel_losses(layout, *operands, class_weight, num_classes=num_classes, **options)
+            local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
     else:
         local_loss = torch.ops.flce.linear_cross_entropy(
             *operands,
@@ -121,21 +128,19 @@ def dtensor_composite(
     )
 
 
-def reduce_losses(
-    losses: Tensor,  # (N,), 0 where ignored
+def row_factor(
     valid: Tensor,  # (N,)
     token_weight: Tensor | None,  # (N,)
     reduction: str,
     denominator: Tensor | None,  # ()
-) -> Tensor:  # (N,) or ()
-    factor = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
-    if reduction == "none":
-        return losses * factor
-    # the factor of an ignored token gets gradient 0, also where the denominator is 0
-    row_scale = torch.where(valid, factor, 0.0)
-    if denominator is not None:
-        row_scale = row_scale / denominator
-    return (row_scale * losses).sum()
+    dtype: torch.dtype,
+) -> Tensor:  # (N,)
+    """What each token's loss is multiplied with before the sum."""
+    factor = torch.ones_like(valid, dtype=dtype) if token_weight is None else token_weight.to(dtype)
+    if reduction != "none":
+        # the factor of an ignored token gets gradient 0, also where the denominator is 0
+        factor = torch.where(valid, factor, 0.0)
+    return factor if denominator is None else factor / denominator
 
 
 def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()

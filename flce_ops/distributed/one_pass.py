@@ -1,0 +1,231 @@
+"""A sharded vocabulary's scalar loss and its gradients in one pass over the logits: 3 GEMM passes instead of 4.
+
+For each chunk of n rows, with this rank's classes:
+
+    E = exp(z - reference)                       the chunk's only GEMM for logits
+    (lse_r, t_r, s_r), 2 or 3 numbers a row      all_gather: the one thing that crosses ranks before E can be used
+    lse, target_logit, logit_sum, losses         as vocab_parallel.py, on every rank
+    grad_linear_weight += G.T @ input            G from E and lse
+    grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, left to the caller
+
+Every rank must cut the same chunks: they follow from the largest shard, ceil(V / R) rows, and the workspace, which
+therefore has to be the same on all ranks.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from flce_ops import meta
+from flce_ops.autograd import multiply_by_upstream
+from flce_ops.distributed.layout import Layout
+from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.flops import with_grad_flops
+from flce_ops.functional import class_weight_of, gradients_in_the_same_pass
+from flce_ops.loss import LossTerms, loss_terms
+from flce_ops.path import Path, record_path
+from flce_ops.reference import (
+    GradientAccumulator,
+    add_target_and_sum,
+    apply_slope,
+    chunk_logits,
+    exponentiate_rows,
+    logit_slope,
+    rows_per_chunk,
+    target_columns,
+    weighted_sum,
+)
+from flce_ops.target_range import check_target_range
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
+
+NAME = "linear_cross_entropy_vocab_parallel_with_grad"
+
+library = torch.library.Library("flce", "FRAGMENT")
+library.define(
+    f"{NAME}(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor row_scale, "
+    "*, str group, int ranks, SymInt vocab_start, SymInt vocab_size, int ignore_index=-100, float label_smoothing=0.0, "
+    "float z_loss=0.0, float? softcap=None, float logit_scale=1.0, bool[3] output_mask) "
+    "-> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def outputs(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight, row_scale, **options
+):
+    """Fake kernel, and allocation of the others. `weight` has all V classes, the other operands v."""
+    mask = options["output_mask"]
+    return meta.with_grad_outputs(input, linear_weight, target, linear_bias, None, row_scale, output_mask=mask)
+
+
+def applies(layout: Layout, operands: tuple[Tensor | None, ...], num_classes: int) -> bool:
+    """Whether all ranks take this path: the answer must not depend on the rank."""
+    input, linear_weight, _, linear_bias = operands
+    if sum(layout.vocabulary) != 1 or input.dtype == torch.float16:
+        return False
+    ranks = layout.mesh.size(layout.vocabulary.index(True))
+    every_rank_has_classes = shard_rows(num_classes, ranks) * (ranks - 1) < num_classes
+    return every_rank_has_classes and gradients_in_the_same_pass(input, linear_weight, linear_bias)
+
+
+def shard_rows(num_classes: int, ranks: int) -> int:
+    """Rows of the largest shard."""
+    return -(-num_classes // ranks)
+
+
+class VocabParallelWithGrad(Function):
+    """loss of the operator; its gradients wait for the upstream scalar, as in flce_ops/autograd.py."""
+
+    @staticmethod
+    def forward(ctx, layout, num_classes, options, input, linear_weight, target, linear_bias, weight, row_scale):
+        dim = layout.vocabulary.index(True)
+        start, _ = layout.vocabulary_range(num_classes)
+        mask = [ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[6]]
+        loss, losses, *grads = getattr(torch.ops.flce, NAME)(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            weight,
+            row_scale,
+            group=layout.mesh.get_group(dim).group_name,
+            ranks=layout.mesh.size(dim),
+            vocab_start=start,
+            vocab_size=num_classes,
+            output_mask=mask,
+            **options,
+        )
+        ctx.layout, ctx.num_classes, ctx.options, ctx.mask = layout, num_classes, options, mask
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, linear_weight, target, linear_bias, weight, row_scale, losses, *grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        if grad_loss is None:
+            return (None,) * 9
+        *operands, row_scale, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
+            grads = VocabParallelWithGrad.differentiable_gradients(ctx, operands, row_scale, grad_loss)
+        else:
+            made = [grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), ctx.mask)]
+            grads = multiply_by_upstream(made, grad_loss)
+            grads.append(losses * grad_loss if ctx.needs_input_grad[8] else None)
+        grad_input, grad_weight, grad_bias, grad_row_scale = grads
+        return None, None, None, grad_input, grad_weight, None, grad_bias, None, grad_row_scale
+
+    @staticmethod
+    def differentiable_gradients(ctx, operands, row_scale, grad_loss) -> list[Tensor | None]:
+        input, linear_weight, _, linear_bias, _ = operands
+        losses = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
+        leaves = (input, linear_weight, linear_bias, row_scale)
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        grads = torch.autograd.grad((row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
+        by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, grads)}
+        return [by_leaf.get(id(leaf)) for leaf in leaves]
+
+
+class Exchange:
+    """Combines per-shard numbers of a chunk into those of whole rows, and into losses."""
+
+    def __init__(
+        self,
+        target: Tensor,  # (N,)
+        weight: Tensor | None,  # (V,)
+        group: str,
+        ranks: int,
+        vocab_size: int,
+        label_smoothing: float,
+        z_loss: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.group, self.ranks = group, ranks
+        self.arguments = (vocab_size, label_smoothing, z_loss)
+        self.target_weight = None if weight is None else class_weight_of(target, weight, dtype)  # (N,)
+        self.weight_sum = None if weight is None else weight.to(dtype).sum()
+
+    def whole_rows(self, per_shard: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """lse, target_logit and logit_sum (n,) from this rank's, two or three of (n,)."""
+        stacked = torch.stack(per_shard)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(stacked, self.ranks, self.group)
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *stacked.shape)
+        sums = gathered[:, 1:].sum(0)
+        return gathered[:, 0].logsumexp(0), sums[0], sums[1] if len(per_shard) == 3 else None
+
+    def terms(self, rows: slice) -> LossTerms:
+        target_weight = None if self.target_weight is None else self.target_weight[rows]
+        return loss_terms(target_weight, self.weight_sum, *self.arguments)
+
+
+def aten_kernel(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (v, D)
+    target: Tensor,  # (N,)
+    linear_bias: Tensor | None,  # (v,)
+    weight: Tensor | None,  # (V,)
+    row_scale: Tensor,  # (N,)
+    *,
+    group: str,
+    ranks: int,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, *grads = outputs(
+        input, linear_weight, target, linear_bias, weight, row_scale, output_mask=output_mask
+    )
+    own = linear_weight.shape[0]
+    check_target_range(target, vocab_size, ignore_index)
+    valid, hit, column = target_columns(target, ignore_index, vocab_start, own)
+    accumulate = meta.accumulation_dtype(input.dtype)
+    scale = torch.where(valid, row_scale, 0.0).to(accumulate)
+    exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, accumulate)
+    own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(accumulate)
+    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask)
+    step = rows_per_chunk(input, torch.empty(shard_rows(vocab_size, ranks), 0, device="meta"))
+    record_path(Path(NAME, "aten", f"{input.device.type} tensors in {input.dtype}", step, -(-input.shape[0] // step)))
+    for start in range(0, input.shape[0], step):
+        rows = slice(start, min(start + step, input.shape[0]))
+        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
+        slope = logit_slope(logits, logit_scale, softcap)
+        per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
+        if label_smoothing:
+            per_shard.append(weighted_sum(logits, own_weight))
+        own_lse, row_sum = exponentiate_rows(logits)
+        lse, target_logit, logit_sum = exchange.whole_rows([own_lse, *per_shard])
+        terms = exchange.terms(rows)
+        losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
+        share = torch.exp(own_lse - lse) / row_sum  # E = exp(z - max) becomes exp(z - lse)
+        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) * share)[:, None])
+        add_target_and_sum(
+            grad_logits,
+            column[rows],
+            torch.where(hit[rows], -terms.target_factor * scale[rows], 0.0),
+            -terms.smoothing * scale[rows] if label_smoothing else None,
+            own_weight,
+        )
+        gradients.add(rows, apply_slope(grad_logits, slope))
+    gradients.finish()
+    torch.sum(row_scale * losses, dim=0, out=loss)
+    return loss, losses, *grads
+
+
+def cuda_kernel(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if input.dtype != torch.bfloat16 or input.numel() == 0 or options.get("label_smoothing"):
+        return aten_kernel(input, *args, **options)
+    from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad
+
+    return launch_vocab_parallel_with_grad(input, *args, **options)
+
+
+library.impl(NAME, aten_kernel, "CompositeExplicitAutograd")
+library.impl(NAME, cuda_kernel, "CUDA")
+torch.library.register_fake(f"flce::{NAME}", outputs, lib=library)
+register_flop_formula(getattr(torch.ops.flce, NAME))(with_grad_flops)

@@ -1,0 +1,133 @@
+"""CUDA kernel of linear_cross_entropy_vocab_parallel_with_grad: an exchange between the GEMMs of each chunk.
+
+E is taken against this rank's own reference r (base 2), so that with the lse of whole rows
+
+    G = c E'      c = scale d_lse logit_scale 2^-(lse2 - r)      E'_iy = (E_iy - f / d_lse 2^(lse2 - r)) slope_y
+
+where this rank holds the target, E' = E elsewhere. c goes to the (n, D) operands of the two gradient GEMMs, as in
+flce_ops/triton/with_grad.py. Chunks are as large as the workspace allows, so there are few exchanges.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
+from flce_ops.path import Path, record_path
+from flce_ops.reference import target_columns
+from flce_ops.target_range import check_target_range
+from flce_ops.triton.chunks import padded
+from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.gemm import accumulate
+from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.workspace import get_workspace
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
+
+LN2 = math.log(2.0)
+# lse2 - r beyond this: this rank's classes have probabilities below 2^-30, and 2^-90 leaves c * input normal numbers.
+LARGEST_EXPONENT = 90.0
+ROWS_MULTIPLE = 128  # of a GEMM tile
+PRODUCT_ROWS = 1024  # of the float32 block E @ linear_weight: 16 MiB at D = 4096
+
+
+def launch_vocab_parallel_with_grad(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (v, D)
+    target: Tensor,  # (N,)
+    linear_bias: Tensor | None,  # (v,)
+    weight: Tensor | None,  # (V,)
+    row_scale: Tensor,  # (N,)
+    *,
+    group: str,
+    ranks: int,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    assert not label_smoothing, "its gradient is not of the form c E': the ATen kernel takes it"
+    operands = (input, linear_weight, target, linear_bias, weight, row_scale)
+    loss, losses, grad_input, grad_weight, grad_bias = outputs(*operands, output_mask=output_mask)
+    check_target_range(target, vocab_size, ignore_index)
+    target, row_scale = target.contiguous(), row_scale.contiguous()
+    linear_bias = None if linear_bias is None else linear_bias.contiguous()
+    want_input, want_weight, want_bias = output_mask
+    tokens, own = input.shape[0], linear_weight.shape[0]
+    logits = {"softcap": softcap, "logit_scale": logit_scale}
+    step = chunk_rows(tokens, shard_rows(vocab_size, ranks), input.dtype.itemsize)
+    record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, -(-tokens // step)))
+    with torch.cuda.device_of(input):
+        own_logit, _ = launch_reference_logit(
+            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
+        )
+        valid, hit, column = target_columns(target, ignore_index, vocab_start, own)
+        scale = torch.where(valid, row_scale, 0.0).float()
+        exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
+        exponentials = torch.empty(step, padded(own, input.dtype.itemsize), dtype=input.dtype, device=input.device)
+        # c * input waits in the rows of grad_input, which are written after its last use
+        scaled_input = grad_input if want_input else torch.empty_like(input[:step])
+        bias_sum = torch.zeros(own, dtype=torch.float32, device=input.device) if want_bias else None
+        for start in range(0, tokens, step):
+            rows = slice(start, min(start + step, tokens))
+            count = rows.stop - rows.start
+            chunk = exponentials[:count, :own]
+            reference = own_logit[rows].clone()
+            row_sum, _ = launch_exponentials(
+                input[rows], linear_weight, linear_bias, None, reference=reference, out=chunk, logit_sum=False, **logits
+            )
+            at_target = torch.exp2(own_logit[rows] - reference)
+            # the sum holds the target's exponential, which was summed from another order of the same products
+            row_sum = torch.where(hit[rows], torch.maximum(row_sum, at_target), row_sum)
+            own_lse = (reference + row_sum.log2()) * LN2
+            own_target = torch.where(hit[rows], own_logit[rows] * LN2, 0.0)
+            lse, target_logit, _ = exchange.whole_rows([own_lse, own_target])
+            terms = exchange.terms(rows)
+            losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, None), 0.0)
+
+            slope = terms.d_lse(lse) + torch.zeros_like(lse)
+            # c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)
+            slope = torch.where(slope.abs() > 1e-20, slope, 1e-20)
+            exponent = (lse / LN2 - reference).clamp(max=LARGEST_EXPONENT)
+            entry = at_target - terms.target_factor / slope * torch.exp2(exponent)
+            if softcap is not None:
+                entry = entry * (1.0 - (own_logit[rows] * LN2 / softcap).square())
+            rounded = entry.to(input.dtype)
+            factor = scale[rows] * slope * logit_scale * torch.exp2(-exponent)
+            # the target's entry is the row's largest: let the factor take up its rounding
+            corrected = hit[rows] & (rounded != 0)
+            factor = factor * torch.where(corrected, entry / torch.where(corrected, rounded.float(), 1.0), 1.0)
+            factor = torch.where(valid[rows], factor, 0.0)
+            kept = chunk.gather(1, column[rows]).squeeze(1)  # column 0 of rows without a target here
+            chunk.scatter_(1, column[rows], torch.where(hit[rows] & valid[rows], rounded, kept)[:, None])
+
+            if want_bias:
+                bias_sum += weighted_column_sum(chunk, factor)
+            if want_weight:
+                scaled = scaled_input[rows if want_input else slice(count)]
+                torch.mul(input[rows], factor[:, None], out=scaled)
+                accumulate(grad_weight, chunk.T, scaled, first=start == 0)
+            if want_input:
+                for first in range(0, count, PRODUCT_ROWS):
+                    block = slice(first, min(first + PRODUCT_ROWS, count))
+                    product = torch.empty(block.stop - first, input.shape[1], dtype=torch.float32, device=input.device)
+                    accumulate(product, chunk[block], linear_weight, first=True)
+                    torch.mul(product, factor[block, None], out=grad_input[rows][block])
+        if want_bias:
+            grad_bias.copy_(bias_sum)
+        torch.sum(row_scale * losses, dim=0, out=loss)
+    return loss, losses, grad_input, grad_weight, grad_bias
+
+
+def chunk_rows(tokens: int, shard: int, itemsize: int) -> int:
+    """The same on every rank: the fewest chunks whose E of the largest shard fits, all of about one size."""
+    fits = get_workspace() * 15 // 16 // (padded(shard, itemsize) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE
+    chunks = -(-tokens // max(fits, ROWS_MULTIPLE))
+    rows = -(-tokens // chunks)
+    return min(tokens, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
