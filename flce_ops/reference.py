@@ -22,13 +22,14 @@ from flce_ops import meta
 from flce_ops.loss import loss_terms
 from flce_ops.path import Path, record_path
 from flce_ops.target_range import check_target_range
-from flce_ops.workspace import get_workspace
+from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
 # N tokens, D hidden, V vocabulary
 
-# On a CPU chunks beyond the cache only slow the elementwise passes down, and below some rows the GEMM starves.
+# On a CPU chunks beyond the cache only slow the elementwise passes down.
 CPU_CHUNK_BYTES = 32 << 20
-CPU_CHUNK_ROWS_AT_LEAST = 128
+# Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
+ROWS_AT_LEAST = 128
 
 
 def rows_per_chunk(input: Tensor, linear_weight: Tensor) -> int:
@@ -36,10 +37,10 @@ def rows_per_chunk(input: Tensor, linear_weight: Tensor) -> int:
     accumulate = meta.accumulation_dtype(input.dtype).itemsize
     rounded = 0 if input.dtype.itemsize == accumulate else 2 * input.dtype.itemsize
     row_bytes = linear_weight.shape[0] * (2 * accumulate + rounded)
-    rows = get_workspace() // row_bytes
+    rows = matrix_bytes(input.shape[0]) // row_bytes
     if input.device.type == "cpu":
-        rows = min(rows, max(CPU_CHUNK_ROWS_AT_LEAST, CPU_CHUNK_BYTES // row_bytes))
-    return max(1, min(rows, input.shape[0]))
+        rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
+    return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
 
 
 def row_chunks(op: str, input: Tensor, linear_weight: Tensor) -> Iterator[slice]:
@@ -115,6 +116,7 @@ def forward(
         if logit_sum:
             sums[rows] = weighted_sum(logits, weight)
         lse[rows] = exponentiate_rows(logits)[0]
+        del logits  # before the next chunk is allocated
     return outputs
 
 
@@ -135,12 +137,14 @@ class GradientAccumulator:
 
     def __init__(self, input: Tensor, linear_weight: Tensor, grads: tuple[Tensor, Tensor, Tensor], mask: list[bool]):
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
-        self.grad_input, self.grad_linear_weight, grad_linear_bias = grads
-        if mask[1]:
-            self.grad_linear_weight.zero_()
-        self.grad_linear_bias = grad_linear_bias
-        # the bias gradient is small: sum it over chunks without rounding
-        self.bias_sum = torch.zeros_like(grad_linear_bias, dtype=meta.accumulation_dtype(input.dtype))
+        self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
+        accumulate = meta.accumulation_dtype(input.dtype)
+        several = rows_per_chunk(input, linear_weight) < input.shape[0]
+        exact = several and float32_sum_fits(self.grad_linear_weight.numel())
+        self.weight_sum = self.grad_linear_weight.zero_()
+        if exact and accumulate != input.dtype:
+            self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)
+        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate)
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         if self.mask[2]:
@@ -148,12 +152,25 @@ class GradientAccumulator:
         rounded = grad_logits.to(self.input.dtype)
         if self.mask[0]:
             torch.mm(rounded, self.linear_weight, out=self.grad_input[rows])
-        if self.mask[1]:
-            self.grad_linear_weight.addmm_(rounded.T, self.input[rows])
+        if not self.mask[1]:
+            return
+        if self.weight_sum.dtype == self.input.dtype:
+            self.weight_sum.addmm_(rounded.T, self.input[rows])
+        elif rounded.device.type == "cuda":
+            torch.addmm(
+                self.weight_sum,
+                rounded.T,
+                self.input[rows],
+                out_dtype=self.weight_sum.dtype,
+                out=self.weight_sum,
+            )
+        else:
+            self.weight_sum += rounded.T @ self.input[rows]
 
     def finish(self) -> None:
-        if self.mask[2]:
-            self.grad_linear_bias.copy_(self.bias_sum)
+        if self.weight_sum is not self.grad_linear_weight:
+            self.grad_linear_weight.copy_(self.weight_sum)
+        self.grad_linear_bias.copy_(self.bias_sum)
 
 
 def backward(
@@ -196,6 +213,7 @@ def backward(
             weight,
         )
         gradients.add(rows, apply_slope(grad_logits, slope))
+        del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
     return grads
 
@@ -211,7 +229,7 @@ def add_target_and_sum(
         if weight is None:
             grad_logits += grad_logit_sum[:, None]
         else:
-            grad_logits.addr_(grad_logit_sum, weight.to(grad_logits.dtype))
+            grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ makes an (n, V) copy
     if grad_target_logit is not None:
         grad_logits.scatter_add_(1, column, grad_target_logit[:, None])
 
@@ -265,6 +283,7 @@ def with_grad(
             class_weight,
         )
         gradients.add(rows, apply_slope(grad_logits, slope))
+        del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
     torch.sum(row_scale * losses, dim=0, out=loss)
     return loss, losses, *grads

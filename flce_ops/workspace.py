@@ -9,6 +9,13 @@ from contextlib import contextmanager
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
+# Gradients of half operands are summed over chunks in float32 where that copy is small: at most half the workspace, or
+# this much. A larger one is summed in its own dtype, rounded once a chunk.
+FLOAT32_SUM_BYTES = 32 << 20
+
+# What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
+VECTOR_BYTES_PER_TOKEN = 128
+
 _workspace_bytes = DEFAULT_WORKSPACE_BYTES
 
 
@@ -17,11 +24,21 @@ def get_workspace() -> int:
     return _workspace_bytes
 
 
+def matrix_bytes(tokens: int) -> int:
+    """The part of the workspace that is left for matrices."""
+    return max(_workspace_bytes - VECTOR_BYTES_PER_TOKEN * tokens, 1)
+
+
+def float32_sum_fits(elements: int) -> bool:
+    return 4 * elements <= max(_workspace_bytes // 2, FLOAT32_SUM_BYTES)
+
+
 def set_workspace(nbytes: int) -> None:
     """Set the bytes of temporary memory that one operator call may use (default 512 MiB).
 
-    Read when a kernel runs, in compiled graphs too, so no recompilation follows. One row of logits is always held, and
-    the Triton path never takes fewer than 128 rows, so a very small value is exceeded rather than refused.
+    Read when a kernel runs, in compiled graphs too, so no recompilation follows. At least 128 rows of logits are always
+    held, so a very small value is exceeded rather than refused. Where a (V, D) weight gradient in float32 takes at most
+    half of it or 32 MiB, half operands use one to sum over chunks; beyond, that gradient is rounded once a chunk.
 
     Raises:
         ValueError: `nbytes` is not a positive integer.

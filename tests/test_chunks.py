@@ -33,7 +33,8 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
         counts.add(path.chunks)
         assert error(cut["loss"], whole["loss"]) < 1e-6, path
         for name in exact:
-            assert error(cut[name], exact[name]) <= 1.2 * error(whole[name], exact[name]) + (
+            # half: the product of a chunk is rounded before its float32 sum
+            assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]) + (
                 1.2e-6 if dtype == torch.float32 else 1e-12
             ), (name, path)
     assert max(counts) >= 4, f"not many chunks: {counts}"
@@ -47,8 +48,9 @@ def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
     whole, _ = in_workspace(inputs, 2**30)
     cut, path = in_workspace(inputs, 1)
     for name in ("linear_weight", "linear_bias", "input"):
-        assert error(cut[name], exact[name]) <= 1.1 * error(whole[name], exact[name]), (name, path)
-    assert error(cut["loss"], exact["loss"]) < 1e-6
+        # the product of a chunk is rounded before its float32 sum; sums in half would give 3 times the error
+        assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]), (name, path)
+    assert error(cut["loss"], whole["loss"]) < 1e-6
     assert path.chunks >= 8, path
 
 

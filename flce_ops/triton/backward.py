@@ -27,7 +27,7 @@ from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.workspace import get_workspace
+from flce_ops.workspace import float32_sum_fits, get_workspace, matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -87,6 +87,8 @@ def launch_backward(
             row_factor * logit_scale, None if sum_factor is None else sum_factor * logit_scale
         )
         gradient = torch.empty(chunk_rows * chunk_columns, dtype=input.dtype, device=input.device)
+        exact = want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
+        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
         grad_bias32 = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
         for rows in row_slices:
             count = rows.stop - rows.start
@@ -110,11 +112,14 @@ def launch_backward(
                 if want_bias:
                     grad_bias32[cols] += weighted_column_sum(chunk, None)
                 if want_weight:
-                    accumulate(grad_weight[cols], chunk.T, input[rows], first=rows.start == 0)
+                    accumulate(weight_sum[cols], chunk.T, input[rows], first=rows.start == 0)
                 if want_input:
                     accumulate(input_sum, chunk, linear_weight[cols], first=cols.start == 0)
             if want_input:
                 grad_input[rows] = input_sum
+                del input_sum  # before the next one is allocated
+        if weight_sum is not grad_weight:
+            grad_weight.copy_(weight_sum)
         if want_bias:
             grad_bias.copy_(grad_bias32)
     return grads
@@ -128,6 +133,6 @@ def pieces(
     most_rows = max(workspace // 2 // (4 * hidden) // MULTIPLE * MULTIPLE, MULTIPLE) if want_input else rows
     row_slices = slices(rows, min(most_rows, rows))
     count = row_slices[0].stop
-    left = workspace - (4 * hidden * count if want_input else 0)
+    left = matrix_bytes(rows) - (4 * hidden * count if want_input else 0)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     return row_slices, slices(num_classes, most_columns)

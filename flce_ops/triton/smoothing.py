@@ -6,6 +6,7 @@ with a the row scales and w the class weights. Its products are outer products, 
     K @ linear_weight = kappa a (w @ linear_weight)     K.T @ input = kappa w (a @ input)     K.T @ 1 = kappa w sum(a)
 """
 
+import torch
 from torch import Tensor
 
 from flce_ops.triton.columns import weighted_column_sum
@@ -31,12 +32,13 @@ class SmoothingTerms:
     def subtract_from_input(self, grad_input: Tensor, rows: slice, columns: slice) -> None:
         grad_input.addr_(self.row_scale[rows], self.weight_columns[columns], alpha=-self.kappa)
 
-    def subtract_from_weight(self, grad_weight: Tensor) -> None:
-        columns = self.input_columns.to(grad_weight.dtype)
+    def start_weight_gradient(self, grad_weight: Tensor) -> None:
+        """grad_weight = -K.T @ input, before the chunks are added: what is rounded here is small beside their sum."""
+        columns = -self.kappa * self.input_columns
         if self.class_weight is None:
-            grad_weight.sub_(columns, alpha=self.kappa)
+            grad_weight.copy_(columns.expand_as(grad_weight))
         else:
-            grad_weight.addr_(self.class_weight.to(grad_weight.dtype), columns, alpha=-self.kappa)
+            torch.mul(self.class_weight[:, None], columns, out=grad_weight)
 
     def subtract_from_bias(self, grad_bias: Tensor) -> None:
         total = self.kappa * self.row_scale.sum()

@@ -23,10 +23,10 @@ from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_rows import launch_finish_rows
 from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.logits_gemm import multiprocessors
 from flce_ops.triton.recompute import launch_recomputing
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.smoothing import SmoothingTerms
+from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -50,7 +50,9 @@ def launch_with_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, row_scale)
     num_classes, hidden = linear_weight.shape
-    chunks = slices(input.shape[0], rows_that_fit(num_classes, input.dtype.itemsize))
+    size = input.dtype.itemsize
+    exact = output_mask[1] and size < 4 and float32_sum_fits(linear_weight.numel())
+    chunks = slices(input.shape[0], rows_that_fit(input.shape[0], num_classes, size, 4 * linear_weight.numel() * exact))
     if len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW:
         return launch_recomputing(
             *operands,
@@ -79,8 +81,14 @@ def launch_with_grad(
             valid_scale = torch.where(target != ignore_index, row_scale, 0.0)
             kappa = label_smoothing * logit_scale / num_classes
             smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
+        # a sum over one chunk is rounded once anyway
+        weight_gradient = (
+            torch.empty_like(grad_weight, dtype=torch.float32) if exact and len(chunks) > 1 else grad_weight
+        )
+        if want_weight and smoothing is not None:
+            smoothing.start_weight_gradient(weight_gradient)
 
-        columns = padded(num_classes, input.dtype.itemsize)
+        columns = padded(num_classes, size)
         exponentials = torch.empty(step, columns, dtype=input.dtype, device=input.device)
         row_factor = torch.empty(step, dtype=torch.float32, device=input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
@@ -123,9 +131,9 @@ def launch_with_grad(
             if want_weight:
                 scaled = scaled_input[rows if want_input else slice(count)]
                 torch.mul(input[rows], factor[:, None], out=scaled)
-                accumulate(grad_weight, chunk.T, scaled, first=rows.start == 0)
+                accumulate(weight_gradient, chunk.T, scaled, first=rows.start == 0 and smoothing is None)
             if want_input:
-                for block, cols in product_blocks(count, hidden, multiprocessors(input)):
+                for block, cols in product_blocks(count, hidden):
                     product = torch.empty(
                         block.stop - block.start, cols.stop - cols.start, dtype=torch.float32, device=input.device
                     )
@@ -136,9 +144,10 @@ def launch_with_grad(
                             product, slice(rows.start + block.start, rows.start + block.stop), cols
                         )
                     grad_input[rows][block, cols] = product
+                    del product  # before the next one is allocated
 
-        if want_weight and smoothing is not None:
-            smoothing.subtract_from_weight(grad_weight)
+        if weight_gradient is not grad_weight:
+            grad_weight.copy_(weight_gradient)
         if want_bias:
             if smoothing is not None:
                 smoothing.subtract_from_bias(bias_sum)
