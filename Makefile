@@ -6,6 +6,11 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
+# OpenMP's threads sleep while they wait for each other. Spinning, the default, made the demo's steps 2-4x slower on two cores
+# shared with other work.
+OMP_WAIT_POLICY ?= PASSIVE
+export OMP_WAIT_POLICY
+
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
