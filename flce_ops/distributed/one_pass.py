@@ -228,4 +228,4 @@ def cuda_kernel(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor
 library.impl(NAME, aten_kernel, "CompositeExplicitAutograd")
 library.impl(NAME, cuda_kernel, "CUDA")
 torch.library.register_fake(f"flce::{NAME}", outputs, lib=library)
-register_flop_formula(getattr(torch.ops.flce, NAME))(with_grad_flops)
+register_flop_formula(getattr(torch.ops.flce, NAME), get_raw=True)(with_grad_flops)  # takes shapes already
