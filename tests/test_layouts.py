@@ -125,7 +125,7 @@ LAYOUTS = ["contiguous", "transposed", "column_slice", "row_step", "column_step"
 @pytest.mark.parametrize("input_layout", LAYOUTS)
 @pytest.mark.parametrize("weight_layout", LAYOUTS)
 def test_memory_layout_does_not_matter(device, input_layout, weight_layout, reduction, dtype, poisoned_memory):
-    inputs = make_inputs((50, 24, 61), device=device, dtype=dtype, bias=True)
+    inputs = make_inputs((300, 24, 61), device=device, dtype=dtype, bias=True)
     expected = run_reference(inputs, reduction=reduction)
     inputs = inputs.clone()
     changed = (

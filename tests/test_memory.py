@@ -86,7 +86,7 @@ def test_a_smaller_workspace_takes_less(device):
     for bytes in (2 * MiB, 8 * MiB):
         with flce_ops.workspace(bytes):
             peaks.append(peak_of(flce_ops.linear_cross_entropy, inputs))
-    assert peaks[0] + 3 * MiB < peaks[1]
+    assert 2 * peaks[0] < peaks[1]
 
 
 def test_without_gradients_nothing_but_a_chunk_is_held(device):

@@ -117,8 +117,11 @@ def test_entry_of_degenerate_shapes(device, shape):
 
 
 def test_every_registered_operator_is_checked_here():
+    """Those of flce_ops/distributed are checked by tests/test_distributed*.py."""
     names = {
-        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("flce::")
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("flce::") and "vocab_parallel" not in name
     }
     assert names == {
         f"linear_cross_entropy{end}" for end in ("", "_forward", "_backward", "_with_grad", "_double_backward")
