@@ -22,7 +22,7 @@ from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.reference_logit import launch_reference_logit
-from flce_ops.workspace import get_workspace
+from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -61,7 +61,10 @@ def launch_vocab_parallel_with_grad(
     want_input, want_weight, want_bias = output_mask
     tokens, own = input.shape[0], linear_weight.shape[0]
     logits = {"softcap": softcap, "logit_scale": logit_scale}
-    step = chunk_rows(tokens, shard_rows(vocab_size, ranks), input.dtype.itemsize)
+    shard = shard_rows(vocab_size, ranks)
+    summed = shard * input.shape[1]
+    exact = want_weight and input.dtype.itemsize < 4 and float32_sum_fits(summed)
+    step = chunk_rows(tokens, shard, input.dtype.itemsize, reserved=4 * summed * exact)
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, -(-tokens // step)))
     with torch.cuda.device_of(input):
         own_logit, _ = launch_reference_logit(
@@ -73,6 +76,9 @@ def launch_vocab_parallel_with_grad(
         exponentials = torch.empty(step, padded(own, input.dtype.itemsize), dtype=input.dtype, device=input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
         scaled_input = grad_input if want_input else torch.empty_like(input[:step])
+        # a sum over one chunk is rounded once anyway
+        several = exact and step < tokens
+        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if several else grad_weight
         bias_sum = torch.zeros(own, dtype=torch.float32, device=input.device) if want_bias else None
         for start in range(0, tokens, step):
             rows = slice(start, min(start + step, tokens))
@@ -112,22 +118,25 @@ def launch_vocab_parallel_with_grad(
             if want_weight:
                 scaled = scaled_input[rows if want_input else slice(count)]
                 torch.mul(input[rows], factor[:, None], out=scaled)
-                accumulate(grad_weight, chunk.T, scaled, first=start == 0)
+                accumulate(weight_sum, chunk.T, scaled, first=start == 0)
             if want_input:
                 for first in range(0, count, PRODUCT_ROWS):
                     block = slice(first, min(first + PRODUCT_ROWS, count))
                     product = torch.empty(block.stop - first, input.shape[1], dtype=torch.float32, device=input.device)
                     accumulate(product, chunk[block], linear_weight, first=True)
                     torch.mul(product, factor[block, None], out=grad_input[rows][block])
+        if several:
+            grad_weight.copy_(weight_sum)
         if want_bias:
             grad_bias.copy_(bias_sum)
         torch.sum(row_scale * losses, dim=0, out=loss)
     return loss, losses, grad_input, grad_weight, grad_bias
 
 
-def chunk_rows(tokens: int, shard: int, itemsize: int) -> int:
+def chunk_rows(tokens: int, shard: int, itemsize: int, *, reserved: int) -> int:
     """The same on every rank: the fewest chunks whose E of the largest shard fits, all of about one size."""
-    fits = get_workspace() * 15 // 16 // (padded(shard, itemsize) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE
+    left = matrix_bytes(tokens) * 15 // 16 - reserved  # the rest: sums per tile, a block of the float32 product
+    fits = left // (padded(shard, itemsize) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE
     chunks = -(-tokens // max(fits, ROWS_MULTIPLE))
     rows = -(-tokens // chunks)
     return min(tokens, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
