@@ -548,6 +548,51 @@ def bfloat16(device, autocast):
             assert error(full(leaf.grad), exact[name]) <= 2 * of_one + 2e-3 * math.log2(2 * mesh.size()), name
 
 
+@pytest.mark.parametrize("world", worlds(2, 4, 8))
+def test_bfloat16_vocabulary_shards_in_several_chunks_are_as_accurate_as_one_process(world):
+    run_in_world(world, bfloat16_in_chunks)
+
+
+def bfloat16_in_chunks(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in OPTIONS:
+        inputs = make_inputs((300, D, 509), dtype=torch.bfloat16, bias=True, weight=True, token_weight=True)
+        inputs = to_device(inputs, device)
+        cotangent = torch.ones((300,) if options.get("reduction") == "none" else (), device=device)
+        exact = run_reference(inputs, cotangent, **options)
+        alone, placed = inputs.clone(), place(inputs, mesh, [R], [Shard(0)])
+        with flce_ops.workspace(1):
+            flce_ops.linear_cross_entropy(*alone.args, **alone.options, **options).backward(cotangent)
+            loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options, **options)
+            loss.backward(distribute_tensor(cotangent, mesh, [R]))
+        assert error(full(loss), exact["loss"]) < 5e-3
+        for name, leaf in placed.leaves.items():
+            of_one = error(getattr(alone, name).grad, exact[name])
+            allowed = 2 * of_one + 2e-3 * math.log2(2 * mesh.size())
+            assert error(full(leaf.grad), exact[name]) <= allowed, (name, options)
+
+
+@pytest.mark.parametrize("world", worlds(2, 4, 8))
+def test_tokens_whose_loss_is_hundreds_of_nats_stay_finite_and_right(world):
+    run_in_world(world, extreme_logits)
+
+
+def extreme_logits(device):
+    """The classes of one rank then hold all of the probability, those of the others none."""
+    mesh = mesh_of(device, dist.get_world_size())
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        inputs = to_device(make_inputs((150, D, V), dtype=dtype), device)
+        with torch.no_grad():
+            inputs.input.mul_(60.0)
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        loss = flce_ops.linear_cross_entropy(*placed.args, z_loss=1e-3)
+        loss.backward()
+        exact = run_reference(inputs, z_loss=1e-3)
+        assert error(full(loss), exact["loss"]) < tolerance
+        for name, leaf in placed.leaves.items():
+            assert error(full(leaf.grad), exact[name]) < tolerance, (name, dtype, error(full(leaf.grad), exact[name]))
+
+
 # ---------------------------------------------------------------- mistakes
 
 

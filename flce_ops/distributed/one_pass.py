@@ -148,6 +148,8 @@ class Exchange:
 
     def whole_rows(self, per_shard: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """lse, target_logit and logit_sum (n,) from this rank's, two or three of (n,)."""
+        if self.ranks == 1:
+            return per_shard[0], per_shard[1], per_shard[2] if len(per_shard) == 3 else None
         stacked = torch.stack(per_shard)
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(stacked, self.ranks, self.group)
         gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *stacked.shape)
