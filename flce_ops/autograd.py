@@ -217,10 +217,10 @@ class WithGrad(ReverseModeOnly):
         if torch.is_grad_enabled():
             grads, grad_row_scale = WithGrad.differentiable_gradients(ctx, operands, grad_loss)
         else:
-            made = (grad_input, grad_weight, grad_bias)
-            grads = multiply_by_upstream(
-                [grad if wanted else None for grad, wanted in zip(made, ctx.output_mask)], grad_loss
-            )
+            made = [grad if want else None for grad, want in zip((grad_input, grad_weight, grad_bias), ctx.output_mask)]
+            input, linear_weight, _, linear_bias, *_ = operands
+            leaf = next(t for t, need in ((linear_weight, needs[1]), (linear_bias, needs[3]), (input, True)) if need)
+            grads = multiply_by_upstream(made, grad_loss, leaf)
             if needs[5]:
                 grad_row_scale = losses * grad_loss
         grad_input, grad_weight, grad_bias = (
@@ -286,10 +286,14 @@ FORMULAS = {
 }
 
 
-def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor, leaf: Tensor) -> list[Tensor | None]:
     """grads * factor, in the same memory where these are the last users of it."""
-    # a subclass here is a tracer (functional, fake) or a wrapper: record an ordinary multiplication for it
     plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)
+    if not plain:
+        # A subclass is a tracer (functional, fake): record ordinary multiplications. AOTAutograd refuses a second
+        # derivative only where the backward graph reads a tensor that requires one; gradients made in forward do not,
+        # and would be differentiated as constants in silence.
+        factor = torch.ops.flce.linear_cross_entropy_upstream(factor, leaf)
     if not plain or graph_is_kept_after_this_backward():
         return [None if grad is None else grad * factor for grad in grads]
     for grad in grads:

@@ -5,6 +5,7 @@
     flce::linear_cross_entropy_backward          gradients from the cotangents of those three
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
+    flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: flce_ops/autograd.py
 
 The inner four share one layout of dispatch keys:
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import autograd, double_backward, functional, meta, reference
+from flce_ops.torch_private import below_autograd
 
 # N tokens, D hidden, V vocabulary
 
@@ -48,6 +50,7 @@ SCHEMAS = {
     f"Tensor? grad_grad_linear_bias, {_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
     f"{_LOGITS.format(extra='')}{_SHARD}) -> (Tensor grad_target_logit, Tensor grad_lse, Tensor grad_logit_sum, "
     "Tensor lse_cotangent, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    "linear_cross_entropy_upstream": "(Tensor factor, Tensor leaf) -> Tensor",
 }
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
@@ -119,6 +122,21 @@ for _name, (_aten, _cuda, _fake) in _KERNELS.items():
     _formula = autograd.kernel(getattr(torch.ops.flce, _name).default, autograd.FORMULAS[_name])
     library.impl(_name, _formula, "Autograd")
     library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")
+
+
+def _upstream(factor: Tensor, leaf: Tensor) -> Tensor:
+    return factor.clone()
+
+
+def _upstream_below_autograd(factor: Tensor, leaf: Tensor) -> Tensor:
+    with below_autograd():
+        return torch.ops.flce.linear_cross_entropy_upstream(factor, leaf)
+
+
+library.impl("linear_cross_entropy_upstream", _upstream, "CompositeExplicitAutograd")
+library.impl("linear_cross_entropy_upstream", _upstream_below_autograd, "Autograd")
+torch.library.register_fake("flce::linear_cross_entropy_upstream", _upstream, lib=library)
+
 for _name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
     for _device_type in ("cpu", "cuda"):
         library.impl(

@@ -38,7 +38,7 @@ def test_float32_operands_under_autocast(device, everything, reduction, half):
     # it did compute in half: the result is that of half operands, not of float32 ones
     half_operands = [t.detach().to(half) if t is not None and t.is_floating_point() else t for t in inputs.args]
     expected = flce_ops.linear_cross_entropy(*half_operands, **inputs.options, reduction=reduction, **options)
-    assert torch.equal(found["loss"], expected.detach())
+    assert error(found["loss"], expected.detach()) < 1e-6  # the paths with and without gradients sum in other orders
 
 
 @pytest.mark.parametrize("half", HALVES)

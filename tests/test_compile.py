@@ -26,6 +26,7 @@ def warnings_are_errors():
         warnings.simplefilter("error")
         # torch's own remarks on how the suite configures it
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield
 

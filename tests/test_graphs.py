@@ -84,6 +84,7 @@ aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
 backward:
+flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[12, 8]
 aten.mul -> f32[31, 8]""",
     )
@@ -150,6 +151,7 @@ aten.where -> f32[12]
 aten.div -> f32[12]
 flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[31])
 backward:
+flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[12, 8]
 aten.mul -> f32[31, 8]
 aten.mul -> f32[31]
@@ -183,6 +185,7 @@ aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
 backward:
+flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[12, 8]""",
     )
 
@@ -207,6 +210,7 @@ aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
 backward:
+flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[N, 8]
 aten.mul -> f32[31, 8]""",
     )
@@ -235,6 +239,7 @@ aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
 backward:
+flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> bf16[12, 8]
 aten.mul -> bf16[31, 8]
 aten._to_copy -> f32[31, 8]

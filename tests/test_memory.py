@@ -64,7 +64,8 @@ def test_temporary_memory_stays_within_the_workspace(device, everything, reducti
     inputs = make_inputs((N, D, V), device=device, dtype=dtype, **made)
     with flce_ops.workspace(WORKSPACE):
         ours = peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
-    assert flce_ops.last_path().chunks > 4
+    # with lse known, CUDA's half kernel cuts the vocabulary instead of the rows
+    assert flce_ops.last_path().chunks > 4 or flce_ops.last_path().implementation == "triton"
     temporary = ours - results(inputs)
     assert temporary <= WORKSPACE + SMALL_CHANGE, f"{temporary / MiB:.1f} MiB"
 

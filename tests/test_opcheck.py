@@ -116,6 +116,13 @@ def test_entry_of_degenerate_shapes(device, shape):
     opcheck(flce.linear_cross_entropy.default, inputs.args, {"reduction": "sum"}, test_utils=tests)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_upstream(device, requires_grad):
+    factor = torch.tensor(2.0, device=device)
+    leaf = torch.randn(3, 2, device=device, requires_grad=requires_grad)
+    opcheck(flce.linear_cross_entropy_upstream.default, (factor, leaf))
+
+
 def test_every_registered_operator_is_checked_here():
     """Those of flce_ops/distributed are checked by tests/test_distributed*.py."""
     names = {
@@ -124,5 +131,6 @@ def test_every_registered_operator_is_checked_here():
         if name.startswith("flce::") and "vocab_parallel" not in name
     }
     assert names == {
-        f"linear_cross_entropy{end}" for end in ("", "_forward", "_backward", "_with_grad", "_double_backward")
+        f"linear_cross_entropy{end}"
+        for end in ("", "_forward", "_backward", "_with_grad", "_double_backward", "_upstream")
     }
