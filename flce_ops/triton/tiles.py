@@ -38,7 +38,12 @@ INTERPRETER = Tiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=Fa
 def tiles_for(input: Tensor, linear_weight: Tensor) -> Tiles:
     if input.device.type != "cuda":
         return INTERPRETER
-    major, _ = torch.cuda.get_device_capability(input.device)
-    if major < 9:
+    major, minor = torch.cuda.get_device_capability(input.device)
+    return tiles_of_architecture(10 * major + minor, hidden=input.shape[1])
+
+
+def tiles_of_architecture(capability: int, hidden: int) -> Tiles:
+    """`capability` as 90 for sm_90. Only data-centre chips since Hopper have 227 KiB of shared memory beside TMA."""
+    if capability // 10 not in (9, 10):
         return AMPERE
-    return HOPPER if input.shape[1] > 1024 else HOPPER_SHALLOW
+    return HOPPER if hidden > 1024 else HOPPER_SHALLOW
