@@ -168,9 +168,7 @@ def fsdp2_bfloat16(device):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for wrapping in ("root", "head alone"):
         model, reference = model_and_reference(device)
-        shard_with_fsdp2(
-            model, wrapping, mp_policy=policy, mesh=init_device_mesh(device.type, (dist.get_world_size(),))
-        )
+        shard_with_fsdp2(model, wrapping, mp_policy=policy, mesh=mesh)
         batches = make_batches(STEPS, SEQUENCES, device)
         losses = train(model, batches)
         check_same(losses, reference_losses(reference, batches), full_parameters(model), reference, tolerance=3e-2)

@@ -111,7 +111,8 @@ class VocabParallelWithGrad(Function):
             grads = VocabParallelWithGrad.differentiable_gradients(ctx, operands, row_scale, grad_loss)
         else:
             made = [grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), ctx.mask)]
-            grads = multiply_by_upstream(made, grad_loss)
+            leaf = next(operand for operand, need in zip((*operands, row_scale), ctx.needs_input_grad[3:]) if need)
+            grads = multiply_by_upstream(made, grad_loss, leaf)
             grads.append(losses * grad_loss if ctx.needs_input_grad[8] else None)
         grad_input, grad_weight, grad_bias, grad_row_scale = grads
         return None, None, None, grad_input, grad_weight, None, grad_bias, None, grad_row_scale
