@@ -81,7 +81,8 @@ def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
     exact = run_reference(inputs, reduction=reduction, **options)
     plain = run(plain_loss, inputs, reduction=reduction, **options)
-    slack = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
+    # float32, "none": backward takes p = exp(z - lse) from a float32 lse, whose unit at 1e4 is 1e-3 (seen: 1e-5)
+    slack = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
     for name, tensor in found.items():
         assert tensor.isfinite().all(), name
         # logits near 1e4 carry rounding errors near 1e-3 in float32: whose happen to be larger is chance
