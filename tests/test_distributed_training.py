@@ -47,7 +47,8 @@ def model_and_reference(device, **options) -> tuple[SmallTransformer, SmallTrans
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     # SGD: gradients wrong by a factor show, which Adam would hide
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    # foreach, the default on CUDA, does not take DTensors beside plain parameters
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, foreach=False)
 
 
 def reference_losses(model: SmallTransformer, batches) -> list[float]:
