@@ -124,7 +124,7 @@ def test_first_tile_all_minus_infinity(device, reduction):
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
     exact = run_reference(inputs, reduction=reduction)
     for name in exact:
-        assert error(found[name], exact[name]) < 1e-6, name
+        assert error(found[name], exact[name]) < 3e-6, name
 
 
 def test_loss_of_a_class_switched_off_is_infinite_as_in_torch(device):
