@@ -286,7 +286,7 @@ def any_dtensor(*tensors: Tensor | None) -> bool:
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands as autocast hands them to F.linear: floating, but for float64, in the autocast dtype."""
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

@@ -8,6 +8,11 @@ from flce_ops.functional import linear_cross_entropy
 # D in_features, V classes
 
 
+def loss_repr(module: nn.Module) -> str:
+    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
+    return ", ".join(f"{name}={getattr(module, name)}" for name in names)
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits; torch.nn has one of this name.
 
@@ -72,7 +77,7 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
+        return f"reduction={self.reduction!r}, {loss_repr(self)}"
 
 
 class LinearCrossEntropyHead(nn.Linear):
@@ -136,6 +141,9 @@ class LinearCrossEntropyHead(nn.Linear):
             token_weight=token_weight,
             normalizer=normalizer,
         )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {loss_repr(self)}"
 
     def logits(self, input: Tensor) -> Tensor:
         logits = super().forward(input)
