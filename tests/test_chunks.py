@@ -49,7 +49,9 @@ def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
     cut, path = in_workspace(inputs, 1)
     for name in ("linear_weight", "linear_bias", "input"):
         # the product of a chunk is rounded before its float32 sum; sums in half would give 3 times the error
-        assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]), (name, path)
+        # CUDA's recomputing path rounds the logit gradient where the one-pass path keeps the target's entry exact
+        slack = 0.15 * torch.finfo(dtype).eps if device == "cuda" else 0.0
+        assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]) + slack, (name, path)
     assert error(cut["loss"], whole["loss"]) < 1e-6
     assert path.chunks >= 8, path
 
