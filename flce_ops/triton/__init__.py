@@ -6,6 +6,7 @@
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, tiles.py          the GEMM and its epilogues; tile shapes
         reference_logit.py, finish_rows.py    per row, before and after the GEMM
+    finish_product.py                     float32 E @ linear_weight to grad_input
         smoothing.py, columns.py              rank-1 terms, column sums
         set_entries.py                        the target's entry of a gradient
     upstream.py                               the scalar that arrives in backward

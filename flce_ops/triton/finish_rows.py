@@ -25,6 +25,8 @@ def finish_rows_kernel(
     out_ptr,  # (n, V) E, one element a row is changed
     losses_ptr,  # (n,) out
     row_factor_ptr,  # (n,) out, c_i
+    weight_factor_ptr,  # (n,) out, c_i with the rounding of E_iy taken up
+    residual_ptr,  # (n,) out, c_i times that rounding
     n,
     V,
     stride_out_n,
@@ -46,6 +48,10 @@ def finish_rows_kernel(
                                                             E'_iy = (E_iy - s f / L) slope_y,  E' = E elsewhere
 
     so the row factor goes to the (n, D) sides of the two GEMMs and E is not read again.
+
+    The target's entry dominates its row, and its rounding the error of the gradients. grad_linear_weight's factor takes
+    it up: E_iy comes out exact, the other entries of the row, each for another class, move by less than 2^-8 together.
+    In grad_input they add up, along whatever linear_weight's rows share, so there the residual is added by itself.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < n
@@ -87,11 +93,12 @@ def finish_rows_kernel(
         gradient *= 1.0 - tanh * tanh
     rounded = gradient.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows.to(tl.int64) * stride_out_n + column, rounded, mask=mask)
-    # The target's entry is the row's largest: let the factor take up its rounding, so that c E'_iy is exact.
     rounded = rounded.to(tl.float32)
+    row_factor = tl.where(valid, scale * slope * logit_scale / row_sum, 0.0)
     correction = tl.where(rounded != 0.0, gradient / rounded, 1.0)
-    row_factor = scale * slope * logit_scale / row_sum * correction
-    tl.store(row_factor_ptr + rows, tl.where(valid, row_factor, 0.0), mask=mask)
+    tl.store(row_factor_ptr + rows, row_factor, mask=mask)
+    tl.store(weight_factor_ptr + rows, row_factor * correction, mask=mask)
+    tl.store(residual_ptr + rows, row_factor * (gradient - rounded), mask=mask)
 
 
 def launch_finish_rows(
@@ -107,6 +114,8 @@ def launch_finish_rows(
     out: Tensor,  # (n, V)
     losses: Tensor,  # (n,)
     row_factor: Tensor,  # (n,)
+    weight_factor: Tensor,  # (n,)
+    residual: Tensor,  # (n,)
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -127,6 +136,8 @@ def launch_finish_rows(
         out,
         losses,
         row_factor,
+        weight_factor,
+        residual,
         rows,
         num_classes,
         out.stride(0),

@@ -5,7 +5,7 @@ For each chunk of n rows:
     E = exp(z - reference), row sums s              Triton GEMM, the exponentials rounded once     exponentials.py
     losses, row factors c, E[i, y_i]                one small kernel                               finish_rows.py
     grad_linear_weight += E.T @ (c input)           cuBLAS
-    grad_input[rows]    = c (E @ linear_weight)     cuBLAS into a float32 block, then one rounding
+    grad_input[rows]    = c (E @ linear_weight)     cuBLAS into a float32 block, one rounding      finish_product.py
 
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 
@@ -21,6 +21,7 @@ from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import contiguous, padded, product_blocks, record_triton_path, rows_that_fit, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.finish_rows import launch_finish_rows
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.recompute import launch_recomputing
@@ -90,14 +91,15 @@ def launch_with_grad(
 
         columns = padded(num_classes, size)
         exponentials = torch.empty(step, columns, dtype=input.dtype, device=input.device)
-        row_factor = torch.empty(step, dtype=torch.float32, device=input.device)
+        factors = torch.empty(3, step, dtype=torch.float32, device=input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
         scaled_input = grad_input if want_input else torch.empty_like(input[:step])
         bias_sum = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
 
         for rows in chunks:
             count = rows.stop - rows.start
-            chunk, factor = exponentials[:count, :num_classes], row_factor[:count]
+            chunk = exponentials[:count, :num_classes]
+            row_factor, weight_factor, residual = factors[:, :count].unbind()
             reference = target_logit[rows].clone()
             row_sum, logit_sum = launch_exponentials(
                 input[rows],
@@ -120,17 +122,19 @@ def launch_with_grad(
                 logit_sum=logit_sum,
                 out=chunk,
                 losses=losses[rows],
-                row_factor=factor,
+                row_factor=row_factor,
+                weight_factor=weight_factor,
+                residual=residual,
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
                 z_loss=z_loss,
                 **logits,
             )
             if want_bias:
-                bias_sum += weighted_column_sum(chunk, factor)
+                bias_sum += weighted_column_sum(chunk, weight_factor)
             if want_weight:
                 scaled = scaled_input[rows if want_input else slice(count)]
-                torch.mul(input[rows], factor[:, None], out=scaled)
+                torch.mul(input[rows], weight_factor[:, None], out=scaled)
                 accumulate(weight_gradient, chunk.T, scaled, first=rows.start == 0 and smoothing is None)
             if want_input:
                 for block, cols in product_blocks(count, hidden):
@@ -138,12 +142,17 @@ def launch_with_grad(
                         block.stop - block.start, cols.stop - cols.start, dtype=torch.float32, device=input.device
                     )
                     accumulate(product, chunk[block], linear_weight[:, cols], first=True)
-                    product.mul_(factor[block, None])
-                    if smoothing is not None:
-                        smoothing.subtract_from_input(
-                            product, slice(rows.start + block.start, rows.start + block.stop), cols
-                        )
-                    grad_input[rows][block, cols] = product
+                    tokens = slice(rows.start + block.start, rows.start + block.stop)
+                    launch_finish_product(
+                        product,
+                        grad_input[tokens, cols],
+                        linear_weight[:, cols],
+                        target[tokens],
+                        row_factor[block],
+                        residual[block],
+                        None if smoothing is None else smoothing.input_terms(tokens, cols),
+                        ignore_index=ignore_index,
+                    )
                     del product  # before the next one is allocated
 
         if weight_gradient is not grad_weight:
