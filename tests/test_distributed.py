@@ -391,8 +391,10 @@ def triton_one_pass(device):
         sharing = {"group": mesh.get_group().group_name, "ranks": mesh.size(), "vocab_start": start}
         arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **options}
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
-            if dtype == torch.float16 and scale != 1.0:
-                continue
+            if scale != 1.0:
+                if dtype == torch.float16:
+                    continue
+                tolerance = 5e-5  # a float32 logit of hundreds is right to 3e-5
             halved = [x.to(dtype) if x.is_floating_point() else x for x in operands]
             with flce_ops.workspace(1):  # two chunks
                 found = launch_vocab_parallel_with_grad(*halved, inputs.weight, row_scale, **arguments)
