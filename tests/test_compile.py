@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, the numbers of eager. (users.md 3)"""
+"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, the numbers of eager. (field report 3)"""
 
 # B batch, T sequence, N tokens, D hidden, V vocabulary
 
@@ -227,7 +227,7 @@ def test_workspace_set_after_compilation_is_obeyed(device):
 
 
 def test_normalizer_as_a_tensor_does_not_recompile(device):
-    """users.md 11: the count of target tokens changes every step; as a 0-d tensor it is data, not a constant."""
+    """field report 11: the count of target tokens changes every step; as a 0-d tensor it is data, not a constant."""
     loss, counter = compiled(flce_ops.linear_cross_entropy)
     inputs = make_inputs(device=device)
     total = run_reference(inputs, reduction="sum")["loss"]
