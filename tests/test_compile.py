@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, the numbers of eager. (field report 3)"""
+"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, eager's numbers (field report 3)."""
 
 # B batch, T sequence, N tokens, D hidden, V vocabulary
 
