@@ -135,18 +135,27 @@ def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
 class GradientAccumulator:
     """Adds each chunk's G to the gradients that `output_mask` asks for."""
 
-    def __init__(self, input: Tensor, linear_weight: Tensor, grads: tuple[Tensor, Tensor, Tensor], mask: list[bool]):
+    def __init__(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+        mask: list[bool],
+        rows: int | None = None,  # of a chunk, where they are not rows_per_chunk's
+    ) -> None:
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
         accumulate = meta.accumulation_dtype(input.dtype)
-        several = rows_per_chunk(input, linear_weight) < input.shape[0]
+        several = (rows or rows_per_chunk(input, linear_weight)) < input.shape[0]
         exact = several and float32_sum_fits(self.grad_linear_weight.numel())
         self.weight_sum = self.grad_linear_weight.zero_()
         if exact and accumulate != input.dtype:
             self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)
         self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate)
 
-    def add(self, rows: slice, grad_logits: Tensor) -> None:
+    def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
+        """`input` stands in for self.input[rows] where some of those must not be read."""
+        input = self.input[rows] if input is None else input
         if self.mask[2]:
             self.bias_sum += grad_logits.sum(0)
         rounded = grad_logits.to(self.input.dtype)
@@ -155,17 +164,11 @@ class GradientAccumulator:
         if not self.mask[1]:
             return
         if self.weight_sum.dtype == self.input.dtype:
-            self.weight_sum.addmm_(rounded.T, self.input[rows])
+            self.weight_sum.addmm_(rounded.T, input)
         elif rounded.device.type == "cuda":
-            torch.addmm(
-                self.weight_sum,
-                rounded.T,
-                self.input[rows],
-                out_dtype=self.weight_sum.dtype,
-                out=self.weight_sum,
-            )
+            torch.addmm(self.weight_sum, rounded.T, input, out_dtype=self.weight_sum.dtype, out=self.weight_sum)
         else:
-            self.weight_sum += rounded.T @ self.input[rows]
+            self.weight_sum += rounded.T @ input
 
     def finish(self) -> None:
         if self.weight_sum is not self.grad_linear_weight:

@@ -70,12 +70,12 @@ class Layout:
         return start, size
 
 
-def layout_of(input: Tensor, linear_weight: Tensor) -> Layout:
-    check_both_distributed(input, linear_weight)
-    check_placements(linear_weight)
+def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
+    check_both_distributed(input, linear_weight, op)
+    check_placements(linear_weight, op)
     if input.device_mesh != linear_weight.device_mesh:
         raise ValueError(
-            f"{OP}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one "
+            f"{op}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one "
             f"mesh: make input a DTensor on the weight's mesh, or the weight one on input's. {FSDP_HINT}"
         )
     tokens, vocabulary = [], []
@@ -86,51 +86,51 @@ def layout_of(input: Tensor, linear_weight: Tensor) -> Layout:
     return Layout(input.device_mesh, tuple(tokens), tuple(vocabulary))
 
 
-def check_both_distributed(input: Tensor, linear_weight: Tensor) -> None:
+def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str = OP) -> None:
     if isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
         raise ValueError(
-            f"{OP}: linear_weight is a DTensor, {describe(linear_weight)}, but input is a plain tensor. {FSDP_HINT} "
+            f"{op}: linear_weight is a DTensor, {describe(linear_weight)}, but input is a plain tensor. {FSDP_HINT} "
             "If its vocabulary is sharded on purpose, make input a DTensor on the same mesh: the plan "
             "flce_ops.VocabParallel does, or DTensor.from_local(input, mesh, [Replicate()])."
         )
     if not isinstance(linear_weight, DTensor) and isinstance(input, DTensor):
         raise ValueError(
-            f"{OP}: input is a DTensor, {describe(input)}, but linear_weight is a plain tensor. Make the weight a "
+            f"{op}: input is a DTensor, {describe(input)}, but linear_weight is a plain tensor. Make the weight a "
             "DTensor on the same mesh, distribute_tensor(weight, mesh, [Replicate()]) or [Shard(0)] to shard the "
             "vocabulary, or pass input.to_local()."
         )
     if not isinstance(input, DTensor):
         raise ValueError(
-            f"{OP}: input and linear_weight are plain tensors, but another argument is a DTensor; pass that argument's "
+            f"{op}: input and linear_weight are plain tensors, but another argument is a DTensor; pass that argument's "
             "to_local() (or full_tensor()), or make input and linear_weight DTensors on its mesh"
         )
 
 
-def check_placements(linear_weight: DTensor) -> None:
+def check_placements(linear_weight: DTensor, op: str = OP) -> None:
     for placement in linear_weight.placements:
         if not (type(placement) is Shard or placement.is_replicate() or placement.is_partial()):
             raise ValueError(
-                f"{OP}: linear_weight is {describe(linear_weight)}, the layout of a parameter that FSDP and tensor "
+                f"{op}: linear_weight is {describe(linear_weight)}, the layout of a parameter that FSDP and tensor "
                 f"parallelism shard together, as it is stored between uses. {FSDP_HINT}"
             )
         if placement.is_shard() and placement.dim % linear_weight.dim() != 0:
             raise ValueError(
-                f"{OP}: linear_weight is sharded along its features (D), {describe(linear_weight)}, so that every "
+                f"{op}: linear_weight is sharded along its features (D), {describe(linear_weight)}, so that every "
                 "logit would need a sum over ranks. Shard the vocabulary instead (flce_ops.VocabParallel, "
                 "ColwiseParallel, or linear_weight.redistribute(mesh, [Shard(0)])), or replicate it."
             )
 
 
-def check_same_mesh(layout: Layout, input: DTensor, **tensors: Tensor | None) -> None:
+def check_same_mesh(layout: Layout, input: DTensor, op: str = OP, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh != layout.mesh:
             raise ValueError(
-                f"{OP}: {name} is {describe(tensor)}, but input is {describe(input)}; both must be on one mesh: pass "
+                f"{op}: {name} is {describe(tensor)}, but input is {describe(input)}; both must be on one mesh: pass "
                 f"{name} as a plain tensor that is the same on every rank ({name}.full_tensor()), or distribute it anew"
             )
 
 
-def check_plain_target(target: Tensor, input: DTensor) -> None:
+def check_plain_target(target: Tensor, input: DTensor, op: str = OP) -> None:
     """A plain target holds every token; the tokens of one rank alone cannot be told from a mistake."""
     if isinstance(target, DTensor) or target.shape == input.shape[:-1]:
         return
@@ -141,7 +141,7 @@ def check_plain_target(target: Tensor, input: DTensor) -> None:
             f"DTensor.from_local(target, mesh, {list(input.placements)})"
         )
     raise ValueError(
-        f"{OP}: expected a plain target to hold all tokens of input, shape {tuple(input.shape[:-1])}, "
+        f"{op}: expected a plain target to hold all tokens of input, shape {tuple(input.shape[:-1])}, "
         f"got {tuple(target.shape)}{hint}"
     )
 
