@@ -1,0 +1,174 @@
+"""Refusals by name, before any work and without reading tensor data."""
+
+import torch
+from torch import Tensor
+
+from flce_ops.divergence.operands import TEACHER, Operands, Options
+from flce_ops.divergence.rows import KINDS
+from flce_ops.meta.checks import SUPPORTED_DTYPES, check_device, check_target_dtype
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+OP = "linear_kl_div"
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def check_pair(
+    op: str,
+    names: tuple[str, str, str],
+    input: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+) -> None:
+    """A hidden state, the weight of its head and the bias: student's or teacher's."""
+    of_input, of_weight, of_bias = names
+    if input.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(
+            f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}"
+            + (
+                "; a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: call the loss "
+                "inside that forward"
+                if weight.dim() == 1
+                else ""
+            )
+        )
+    if weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"{op}: {of_input} has {input.shape[-1]} features, but {of_weight} has shape {tuple(weight.shape)}; "
+            f"expected (V, {input.shape[-1]}), as nn.Linear's weight"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"{op}: expected {of_bias} of shape ({weight.shape[0]},), one entry per row of {of_weight}, "
+            f"got {tuple(bias.shape)}"
+        )
+    for name, tensor in ((of_weight, weight), (of_bias, bias)):
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise TypeError(
+                f"{op}: expected {name} in {of_input}'s dtype {input.dtype}, got {tensor.dtype}; "
+                "cast one of them or call it under torch.autocast"
+            )
+
+
+def check_operands(op: str, operands: Operands, options: Options) -> None:
+    """Shapes (N, D), dtypes and devices that every operator relies on."""
+    input, linear_weight = operands.input, operands.linear_weight
+    if input.dim() != 2:
+        raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
+    check_pair(op, ("input", "linear_weight", "linear_bias"), input, linear_weight, operands.linear_bias)
+    if linear_weight.shape[0] == 0 and options.group is None:  # the last of several ranks may have no class
+        raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
+    check_teacher(op, operands)
+    check_kind(op, options.kind, options.beta)
+    if operands.valid is not None and (
+        operands.valid.dtype != torch.bool or operands.valid.dim() != 1 or operands.valid.shape[0] != input.shape[0]
+    ):
+        raise ValueError(
+            f"{op}: expected valid of shape ({input.shape[0]},) and dtype bool, got {tuple(operands.valid.shape)} in "
+            f"{operands.valid.dtype}"
+        )
+    devices = {name: tensor for name, tensor in operands._asdict().items() if name != "input"}
+    check_device(op, input, **devices)
+
+
+def check_teacher(op: str, operands: Operands) -> None:
+    """Either teacher_input and teacher_weight, or teacher_probs; as many tokens and classes as the student's."""
+    input, classes = operands.input, operands.linear_weight.shape[0]
+    teacher_input, teacher_weight = operands.teacher_input, operands.teacher_weight
+    if operands.teacher_probs is not None:
+        if any(tensor is not None for tensor in (teacher_input, teacher_weight, operands.teacher_bias)):
+            raise ValueError(
+                f"{op}: teacher_probs came together with teacher_input, teacher_weight or teacher_bias; pass the "
+                "probabilities or the pair that makes them, not both"
+            )
+        expected = (*input.shape[:-1], classes)
+        if operands.teacher_probs.shape != expected:
+            raise ValueError(
+                f"{op}: expected teacher_probs of shape {tuple(expected)}, a probability for each token of input and "
+                f"row of linear_weight, got {tuple(operands.teacher_probs.shape)}"
+            )
+        if not operands.teacher_probs.dtype.is_floating_point:
+            raise TypeError(f"{op}: expected teacher_probs in a floating dtype, got {operands.teacher_probs.dtype}")
+        return
+    if teacher_input is None or teacher_weight is None:
+        given = [name for name in TEACHER[:3] if getattr(operands, name) is not None]
+        raise ValueError(
+            f"{op}: expected teacher_input and teacher_weight, or teacher_probs; got {' and '.join(given) or 'neither'}"
+        )
+    if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.dim() < 1:
+        raise ValueError(
+            f"{op}: expected teacher_input of shape {(*input.shape[:-1], 'E')} with the tokens of input "
+            f"{tuple(input.shape)}, got {tuple(teacher_input.shape)}"
+        )
+    names = ("teacher_input", "teacher_weight", "teacher_bias")
+    check_pair(op, names, teacher_input, teacher_weight, operands.teacher_bias)
+    if teacher_weight.shape[0] != classes:
+        raise ValueError(
+            f"{op}: student and teacher must have one vocabulary, but linear_weight has {classes} rows and "
+            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass weight[:V] of the smaller V"
+        )
+
+
+def check_kind(op: str, kind: str, beta: float) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"{op}: expected kind to be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind == "jsd" and not 0.0 < beta < 1.0:
+        raise ValueError(f"{op}: expected beta in (0, 1), got {beta}")
+
+
+def check_no_teacher_gradient(op: str, **tensors) -> None:
+    for name in TEACHER:
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{op}: the teacher is constant, but {name} requires a gradient; pass {name}.detach(), or freeze the "
+                "teacher with requires_grad_(False)"
+            )
+
+
+def check_arguments(
+    operands: Operands,  # of shape (..., D) still
+    target: Tensor | None,  # (...)
+    token_weight: Tensor | None,  # (...)
+    reduction: str,
+    normalizer: Tensor | None,  # ()
+    softcap: float | None,
+    teacher_softcap: float | None,
+) -> None:
+    """What only the entry knows, or must say before it reshapes."""
+    input = operands.input
+    if input.dim() < 1:
+        raise ValueError(f"{OP}: expected input of shape (..., D), got a 0-d tensor")
+    check_pair(OP, ("input", "linear_weight", "linear_bias"), input, operands.linear_weight, operands.linear_bias)
+    check_teacher(OP, operands)
+    check_no_teacher_gradient(OP, **operands._asdict())
+    tokens = input.shape[:-1]
+    if target is not None:
+        check_target_dtype(OP, target)
+    for name, tensor in (("target", target), ("token_weight", token_weight)):
+        if tensor is not None and tensor.shape != tokens:
+            raise ValueError(
+                f"{OP}: expected {name} of shape {tuple(tokens)}, one entry per token of input, "
+                f"got {tuple(tensor.shape)}"
+            )
+    check_device(OP, input, target=target, token_weight=token_weight)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
+        if cap is not None and not cap > 0.0:
+            raise ValueError(f"{OP}: expected {name} to be positive or None, got {cap}")
+    if normalizer is None:
+        return
+    if reduction == "none":
+        raise ValueError(f"{OP}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
+    if normalizer.dim() != 0:
+        raise ValueError(
+            f"{OP}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
+        )
+    if normalizer.device != input.device and normalizer.device.type != "cpu":
+        raise ValueError(
+            f"{OP}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
+        )

@@ -1,0 +1,54 @@
+"""What the ranks that share the vocabulary tell each other about a chunk: O(rows) numbers, never a logit.
+
+    log of the softmax's denominator    all_gather of one lse a row, two with a teacher's logits
+    row sums of the divergence          all_reduce of one number a row, two for "jsd"
+
+On one rank both are the identity. The numbers are the same on every rank afterwards, bit for bit.
+"""
+
+import torch
+from torch import Tensor
+
+# n rows of a chunk, v columns of this rank, R ranks, k softmaxes or sums
+
+
+def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:  # (n, v) -> (n,), (n,)
+    """Subtracts each row's maximum in place; returns it and log sum exp of what is left.
+
+    A shard may have no column, or only columns that a bias of -inf took out: its maximum is a finite number then.
+    """
+    lowest = torch.finfo(logits.dtype).min
+    if logits.shape[1] == 0:
+        row_max = logits.new_full((logits.shape[0],), lowest)
+    else:
+        row_max = logits.amax(1).clamp_min_(lowest)
+    return row_max, logits.sub_(row_max[:, None]).exp().sum(1).log_()
+
+
+class OneRank:
+    def log_denominators(self, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:  # (k, n) each
+        """log of the softmax's denominator, relative to this rank's row_max and absolute."""
+        return log_sum, row_max + log_sum
+
+    def total(self, sums: Tensor) -> Tensor:  # (k, n)
+        return sums
+
+
+class SharingRanks:
+    def __init__(self, group: str, ranks: int) -> None:
+        self.group, self.ranks = group, ranks
+
+    def log_denominators(self, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+        own = row_max + log_sum
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(own, self.ranks, self.group)
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *own.shape)
+        lse = gathered.logsumexp(0)
+        return lse - row_max, lse
+
+    def total(self, sums: Tensor) -> Tensor:
+        summed = torch.ops._c10d_functional.all_reduce(sums, "sum", self.group)
+        return torch.ops._c10d_functional.wait_tensor(summed)
+
+
+def columns_of(group: str | None, ranks: int) -> OneRank | SharingRanks:
+    return OneRank() if group is None else SharingRanks(group, ranks)

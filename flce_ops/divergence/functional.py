@@ -1,0 +1,251 @@
+"""The public function and the body of the entry operator: what the arguments mean, which path runs, the reduction.
+
+linear_kl_div -> torch.ops.flce.linear_kl_div -> composite -> forward | with_grad -> reduction in ATen
+"""
+
+import torch
+from torch import Tensor
+
+from flce_ops.divergence.checks import OP, check_arguments, check_kind
+from flce_ops.divergence.operands import Operands, Options
+from flce_ops.functional import (
+    any_dtensor,
+    autocast_operands,
+    fp16_power_of_two,
+    gradients_in_the_same_pass,
+    needs_gradient,
+)
+from flce_ops.meta import accumulation_dtype
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+# |G| of the reverse divergence is at most q |log q - log p - KL|, that of the others at most 1: room for a row in which
+# the two disagree by 32 nats.
+FP16_ROOM_FOR_LOG_RATIOS = 32.0
+
+
+def linear_kl_div(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    teacher_input: Tensor | None = None,  # (..., E)
+    teacher_weight: Tensor | None = None,  # (V, E)
+    *,
+    teacher_probs: Tensor | None = None,  # (..., V)
+    linear_bias: Tensor | None = None,  # (V,)
+    teacher_bias: Tensor | None = None,  # (V,)
+    kind: str = "forward",
+    beta: float = 0.5,
+    target: Tensor | None = None,  # (...)
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,  # (...)
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,  # ()
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+) -> Tensor:
+    r"""Distillation loss whose logits, student's and teacher's, are never held whole.
+
+    Same as ``F.kl_div(F.log_softmax(F.linear(input, linear_weight), -1), F.log_softmax(F.linear(teacher_input,
+    teacher_weight), -1), log_target=True, reduction="none").sum(-1).mean()`` without the (N, V) matrices.
+
+    Per token that is not ignored, with q the student's and p the teacher's probabilities over the vocabulary::
+
+        z = logit_scale * (input @ linear_weight.T + linear_bias)    then, with softcap:  softcap * tanh(z / softcap)
+        q = softmax(z),   p = softmax of the same with the teacher's tensors, or teacher_probs
+        m = beta * p + (1 - beta) * q
+
+        "forward"  KL(p || q) = sum p (log p - log q)
+        "reverse"  KL(q || p) = sum q (log q - log p)
+        "jsd"      beta * KL(p || m) + (1 - beta) * KL(q || m)
+
+    Args:
+        input: the student's hidden states, (..., D); float64, float32, bfloat16 or float16.
+        linear_weight: weight of the student's head, (V, D), in input's dtype (any floating dtype under autocast).
+        teacher_input: the teacher's hidden states, (..., E): as many tokens; E need not be D, nor the dtype input's.
+        teacher_weight: weight of the teacher's head, (V, E), in teacher_input's dtype; the vocabulary is the student's.
+        teacher_probs: probabilities, (..., V), instead of the pair; exact zeros are fine. Where they do not add up to
+            1, such as a truncated top-k, value and gradient are those of the sums above.
+        linear_bias, teacher_bias: (V,).
+        kind: "forward", "reverse" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
+            and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
+        target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
+        token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable.
+        reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
+            tokens not ignored (F.kl_div's "batchmean" of flattened tokens). "sum".
+        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
+        logit_scale: factor on the logits: 1 / temperature. The factor temperature ** 2 that keeps the gradient's size
+            (Hinton et al.) is yours to multiply the loss with.
+        softcap: bound on the logits' magnitude, applied after ``logit_scale``. A temperature over capped logits is
+            logit_scale / temperature together with softcap / temperature.
+        teacher_logit_scale: the teacher's; logit_scale by default.
+        teacher_softcap: the teacher's; none by default, also where the student has one.
+
+    Returns:
+        float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
+        distribution has probability on a class to which the second gives exactly 0 (teacher_probs under "reverse").
+
+    Raises:
+        ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
+        NotImplementedError: a teacher tensor that requires a gradient (the teacher is constant: detach it);
+            forward-mode or second derivatives; a layout of DTensors that docs/distillation.md does not list.
+
+    Composability:
+        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, DTensor with tokens
+        or vocabulary sharded. Gradients of a scalar loss are made during forward, in the same pass over the logits;
+        under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
+
+    Source:
+        Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
+        Language Models", 2024. See docs/distillation.md.
+    """
+    if normalizer is not None and not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=accumulation_dtype(input.dtype), device=input.device)
+    return torch.ops.flce.linear_kl_div(
+        input,
+        linear_weight,
+        teacher_input,
+        teacher_weight,
+        teacher_probs=teacher_probs,
+        linear_bias=linear_bias,
+        teacher_bias=teacher_bias,
+        kind=kind,
+        beta=beta,
+        target=target,
+        ignore_index=ignore_index,
+        token_weight=token_weight,
+        reduction=reduction,
+        normalizer=normalizer,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_softcap,
+    )
+
+
+def composite(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    *,
+    teacher_probs: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    kind: str = "forward",
+    beta: float = 0.5,
+    target: Tensor | None = None,
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+) -> Tensor:
+    """Body of torch.ops.flce.linear_kl_div."""
+    operands = Operands(input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias, teacher_probs)
+    options = Options(
+        kind=resolve_kind(kind, beta),
+        beta=beta,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        teacher_logit_scale=logit_scale if teacher_logit_scale is None else teacher_logit_scale,
+        teacher_softcap=teacher_softcap,
+    )
+    arguments = (target, token_weight, reduction, normalizer)
+    if any_dtensor(*operands, target, token_weight, normalizer):
+        from flce_ops.divergence.sharded import dtensor_composite  # builds on torch.distributed.tensor
+
+        return dtensor_composite(operands, options, *arguments, ignore_index)
+    operands = autocast_pairs(operands)
+    check_arguments(operands, *arguments, softcap, teacher_softcap)
+    shape = input.shape[:-1]
+    operands = flatten_tokens(operands, target, ignore_index)
+    dtype = accumulation_dtype(operands.input.dtype)
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(dtype)
+    denominator = None if reduction == "none" else denominator_of(operands, reduction, normalizer)
+    factor = row_factor(operands, token_weight, denominator)
+    if reduction == "none":
+        return row_divergences(operands, options, factor).reshape(shape)
+    loss = weighted_sum(operands, options, factor)
+    # the mean over no token at all is 0 / 0, as F.cross_entropy's
+    return loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
+
+
+def resolve_kind(kind: str, beta: float) -> str:
+    """beta = 0 and 1 name the two divergences that "jsd" tends to, up to the factors beta and 1 - beta."""
+    if kind != "jsd" or 0.0 < beta < 1.0:
+        check_kind(OP, kind, beta)
+        return kind
+    if beta not in (0.0, 1.0):
+        raise ValueError(f"{OP}: expected beta in [0, 1], got {beta}")
+    return "reverse" if beta else "forward"
+
+
+def autocast_pairs(operands: Operands) -> Operands:
+    """Under autocast, both pairs as it hands them to F.linear. Given probabilities stay as they are."""
+    pairs = autocast_operands(operands.input.device.type, *operands[:6])
+    return Operands(*pairs, *operands[6:])
+
+
+def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int) -> Operands:
+    """(..., D) as (N, D), and which tokens count."""
+    tokens = operands.input.shape[:-1].numel()
+
+    def flat(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.reshape(tokens, tensor.shape[-1])
+
+    return operands._replace(
+        input=flat(operands.input),
+        teacher_input=flat(operands.teacher_input),
+        teacher_probs=flat(operands.teacher_probs),
+        valid=None if target is None else target.reshape(-1) != ignore_index,
+    )
+
+
+def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None) -> Tensor | None:  # ()
+    dtype = accumulation_dtype(operands.input.dtype)
+    if normalizer is not None:
+        return normalizer.to(dtype)
+    if reduction == "sum":
+        return None
+    if operands.valid is not None:
+        return operands.valid.sum().to(dtype)
+    return torch.full((), operands.input.shape[0], dtype=dtype, device=operands.input.device)
+
+
+def row_factor(
+    operands: Operands,
+    token_weight: Tensor | None,  # (N,)
+    denominator: Tensor | None,  # ()
+) -> Tensor:  # (N,), what each divergence is multiplied with; 0 with gradient 0 where ignored
+    input = operands.input
+    dtype = accumulation_dtype(input.dtype)
+    factor = torch.ones(input.shape[0], dtype=dtype, device=input.device) if token_weight is None else token_weight
+    if operands.valid is not None:
+        factor = torch.where(operands.valid, factor, 0.0)
+    return factor if denominator is None else factor / denominator
+
+
+def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)
+    return factor * torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
+
+
+def weighted_sum(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # ()
+    """sum of factor * divergence, in one pass with its gradients where those are wanted."""
+    input, linear_weight, linear_bias = operands[:3]
+    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+        return row_divergences(operands, options, factor).sum()
+    mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
+    power = None
+    if input.dtype == torch.float16 and linear_weight.numel() > 0:
+        room = FP16_ROOM_FOR_LOG_RATIOS if options.kind == "reverse" else 1.0
+        power = fp16_power_of_two(room * factor, input, linear_weight, options.logit_scale)
+    scaled = factor if power is None else factor * power
+    loss = torch.ops.flce.linear_kl_div_with_grad(*operands, scaled, **vars(options), output_mask=mask)[0]
+    return loss if power is None else loss / power
