@@ -1,0 +1,88 @@
+"""Memory and time of one training step of the head, for each way to run it, before anything is run.
+
+    python -m flce_ops.plan --tokens 16384 --hidden 4096 --vocab 128256 --dtype bfloat16 --gpus 4
+
+Memory follows from the chunk sizes of the kernels (cuts.py), time from a cost model with measured rates (seconds.py,
+devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
+"""
+
+from dataclasses import dataclass
+
+from flce_ops.plan.cuts import (
+    Cut,
+    Head,
+    dense_compiled,
+    dense_eager,
+    one_pass,
+    two_passes,
+    vocabulary_parallel,
+)
+from flce_ops.plan.devices import Device, device_of
+from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
+from flce_ops.workspace import get_workspace, workspace
+
+__all__ = ["Device", "Head", "Option", "device_of", "plan"]
+
+# N tokens, D hidden, V vocabulary, R ranks
+
+SMALL_WORKSPACE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of the plan; bytes and seconds are of one GPU."""
+
+    name: str
+    path: str
+    tokens: int  # of all GPUs together
+    temporaries: int  # bytes beyond weight, hidden states and their gradients
+    peak: int  # bytes with them
+    seconds: float
+    behind_blocks: float  # seconds of communication that can run beside the model's blocks, not in `seconds`
+
+
+def plan(head: Head, gpus: int, device: Device) -> list[Option]:
+    """The options for `head.tokens` tokens: of each data-parallel rank, or of all ranks that share a vocabulary."""
+    options = [
+        on_one_gpu("F.cross_entropy, float32 logits", head, dense_eager(head), device),
+        on_one_gpu("F.cross_entropy, torch.compile", head, dense_compiled(head), device),
+        on_one_gpu(f"flce_ops, workspace {get_workspace() >> 20} MiB", head, one_pass(head), device),
+    ]
+    with workspace(SMALL_WORKSPACE):
+        name = f"flce_ops, workspace {SMALL_WORKSPACE >> 20} MiB"
+        options.append(on_one_gpu(name, head, one_pass(head), device))
+    options.append(on_one_gpu('flce_ops, reduction="none"', head, two_passes(head), device))
+    if gpus > 1:
+        options += [over_the_vocabulary(head, gpus, device), fully_sharded(head, gpus, device)]
+    return options
+
+
+def on_one_gpu(name: str, head: Head, cut: Cut, device: Device) -> Option:
+    held = 2 * (head.weight_bytes + head.input_bytes)
+    return Option(name, cut.path, head.tokens, cut.temporaries, held + cut.temporaries, seconds(head, cut, device), 0.0)
+
+
+def over_the_vocabulary(head: Head, ranks: int, device: Device) -> Option:
+    """A shard of the weight and all tokens on each rank; the gradient of the hidden states is summed over ranks."""
+    shard = head.shard(ranks)
+    local = on_one_gpu(f"flce_ops, vocabulary over {ranks} GPUs", shard, vocabulary_parallel(shard), device)
+    communication = all_reduce_seconds(head.input_bytes, ranks, device) + exchange_seconds(head.tokens, ranks, device)
+    return Option(
+        local.name, local.path, head.tokens, local.temporaries, local.peak, local.seconds + communication, 0.0
+    )
+
+
+def fully_sharded(head: Head, ranks: int, device: Device) -> Option:
+    """Tokens of its own on each rank; the weight is gathered, its gradient scattered, beside the shards at rest."""
+    local = on_one_gpu(f"flce_ops, FSDP over {ranks} GPUs", head, one_pass(head), device)
+    shards = 2 * -(-head.weight_bytes // ranks)
+    gather_and_scatter = all_reduce_seconds(head.weight_bytes, ranks, device)
+    return Option(
+        local.name,
+        local.path,
+        ranks * head.tokens,
+        local.temporaries,
+        local.peak + shards,
+        local.seconds,
+        gather_and_scatter,
+    )

@@ -1,0 +1,197 @@
+"""How each implementation cuts a training step of the head, and the temporary memory this takes.
+
+The chunk sizes come from the functions that the kernels themselves call, so a plan cannot drift from what runs. Not in
+the figures: the workspace that cuBLAS keeps for the life of a process (32 MiB on Hopper), and bias or class weights.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from flce_ops import reference
+from flce_ops.distributed.one_pass import shard_rows
+from flce_ops.workspace import float32_sum_fits
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+VECTOR_BYTES = 24  # per token: losses, factors, the target's logit, lse
+PARTIAL_BYTES = 8  # per row and tile of the vocabulary: a float32 sum and a float32 maximum
+
+
+@dataclass(frozen=True)
+class Head:
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: torch.dtype
+
+    @property
+    def logits(self) -> int:
+        return self.tokens * self.vocab
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.vocab * self.hidden * self.dtype.itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        return self.tokens * self.hidden * self.dtype.itemsize
+
+    def shard(self, ranks: int) -> "Head":
+        """The largest of `ranks` shards of the vocabulary."""
+        return Head(self.tokens, self.hidden, shard_rows(self.vocab, ranks), self.dtype)
+
+    def meta_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = ((self.tokens, self.hidden), (self.vocab, self.hidden))
+        return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Cut:
+    path: str
+    temporaries: int  # bytes beyond operands and gradients
+    passes: int  # over the logits, GEMMs of 2NDV
+    rows: int  # of a chunk that is added to grad_linear_weight
+    addition_bytes: int = 0  # read and written to add chunks to grad_linear_weight
+    sum_bytes: int = 0  # read and written to add slices of the vocabulary to grad_input
+    bytes_per_logit: float = 0.0  # read and written by elementwise passes over the logits
+
+
+def one_pass(head: Head) -> Cut:
+    """A scalar loss: gradients in forward."""
+    return one_pass_triton(head) if head.dtype == torch.bfloat16 else one_pass_aten(head)
+
+
+def two_passes(head: Head) -> Cut:
+    """reduction="none" or a checkpointed region: forward, then a backward that makes the logits again."""
+    return two_passes_aten(head) if head.dtype == torch.float32 else two_passes_triton(head)
+
+
+def vocabulary_parallel(shard: Head) -> Cut:
+    """One rank's step over its shard of the vocabulary."""
+    if shard.dtype == torch.float16:
+        return two_passes_triton(shard)
+    return vocabulary_parallel_triton(shard) if shard.dtype == torch.bfloat16 else one_pass_aten(shard)
+
+
+def one_pass_triton(head: Head) -> Cut:
+    from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices
+    from flce_ops.triton.with_grad import RECOMPUTE_BELOW
+
+    size, elements = head.dtype.itemsize, head.vocab * head.hidden
+    exact = float32_sum_fits(elements)
+    chunks = slices(head.tokens, rows_that_fit(head.tokens, head.vocab, size, 4 * elements * exact))
+    rows = chunks[0].stop
+    if len(chunks) > 1 and rows < RECOMPUTE_BELOW:
+        return two_passes_triton(head)
+    blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in product_blocks(rows, head.hidden))
+    small = max(4 * max(blocks), PARTIAL_BYTES * vocabulary_tiles(head) * rows)
+    several = len(chunks) > 1
+    return Cut(
+        "triton",
+        temporaries=rows * padded(head.vocab, size) * size
+        + small
+        + 4 * elements * (exact and several)
+        + VECTOR_BYTES * head.tokens,
+        passes=3,
+        rows=rows,
+        addition_bytes=several * len(chunks) * elements * (8 if exact else 2 * size),
+    )
+
+
+def two_passes_triton(head: Head) -> Cut:
+    from flce_ops.triton.backward import pieces
+    from flce_ops.triton.chunks import padded
+    from flce_ops.triton.forward import FORWARD_ROWS
+
+    size, elements = head.dtype.itemsize, head.vocab * head.hidden
+    row_slices, column_slices = pieces(head.tokens, head.hidden, head.vocab, size, want_input=True)
+    rows, columns = row_slices[0].stop, column_slices[0].stop
+    several = len(row_slices) > 1
+    exact = several and float32_sum_fits(elements)
+    backward = 4 * rows * head.hidden + rows * padded(columns, size) * size + 4 * elements * exact
+    forward = PARTIAL_BYTES * vocabulary_tiles(head) * min(head.tokens, FORWARD_ROWS)
+    return Cut(
+        "triton, logits twice",
+        temporaries=max(backward, forward) + 2 * VECTOR_BYTES * head.tokens,
+        passes=4,
+        rows=rows,
+        addition_bytes=several * len(row_slices) * elements * (8 if exact else 2 * size),
+        sum_bytes=8 * len(column_slices) * head.tokens * head.hidden,
+    )
+
+
+def vocabulary_parallel_triton(shard: Head) -> Cut:
+    from flce_ops.distributed.one_pass_triton import PRODUCT_ROWS, chunk_rows
+    from flce_ops.triton.chunks import padded
+
+    size, elements = shard.dtype.itemsize, shard.vocab * shard.hidden
+    exact = float32_sum_fits(elements)
+    rows = chunk_rows(shard.tokens, shard.vocab, size, reserved=4 * elements * exact)
+    chunks = -(-shard.tokens // rows)
+    # two blocks of the float32 product: one is still held when the next is allocated
+    product = 4 * shard.hidden * min(2 * PRODUCT_ROWS, rows)
+    return Cut(
+        "triton",
+        temporaries=rows * padded(shard.vocab, size) * size
+        + max(product, PARTIAL_BYTES * vocabulary_tiles(shard) * rows)
+        + 4 * elements * (exact and chunks > 1)
+        + 2 * VECTOR_BYTES * shard.tokens,
+        passes=3,
+        rows=rows,
+        addition_bytes=(chunks > 1) * chunks * elements * (8 if exact else 2 * size),
+    )
+
+
+def one_pass_aten(head: Head) -> Cut:
+    # 4 bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding half: 4 + 2
+    return aten(head, passes=3, bytes_per_logit=36)
+
+
+def two_passes_aten(head: Head) -> Cut:
+    # forward: all of the above but mul_, 28; backward: written, sub_, exp_, mul_, 4 + 8 + 8 + 8
+    return aten(head, passes=4, bytes_per_logit=56)
+
+
+def aten(head: Head, passes: int, bytes_per_logit: int) -> Cut:
+    input, linear_weight = head.meta_tensors()
+    rows = reference.rows_per_chunk(input, linear_weight)
+    size, elements = head.dtype.itemsize, head.vocab * head.hidden
+    several = rows < head.tokens
+    exact = size < 4 and several and float32_sum_fits(elements)
+    rounded = size if size < 4 else 0
+    return Cut(
+        "aten",
+        temporaries=rows * head.vocab * (4 + rounded) + 4 * elements * exact + 2 * VECTOR_BYTES * head.tokens,
+        passes=passes,
+        rows=rows,
+        addition_bytes=several * -(-head.tokens // rows) * elements * (8 if exact else 2 * size),
+        bytes_per_logit=bytes_per_logit + (6 if rounded else 0),
+    )
+
+
+def dense_eager(head: Head) -> Cut:
+    """F.cross_entropy(F.linear(x, w).float(), target): the backward of log_softmax holds three float32 matrices."""
+    size = head.dtype.itemsize
+    gradients = head.weight_bytes + head.input_bytes
+    upcast = 6 if size < 4 else 0
+    return Cut(
+        "aten",
+        temporaries=max(12 * head.logits - gradients, size * head.logits),
+        passes=3,
+        rows=head.tokens,
+        # upcast; log_softmax reads and writes; nll_loss's gradient is written; log_softmax's backward; back to half
+        bytes_per_logit=upcast + 8 + 4 + 12 + upcast,
+    )
+
+
+def dense_compiled(head: Head) -> Cut:
+    """The same under torch.compile: the logits once, in input's dtype, overwritten by their gradient."""
+    size = head.dtype.itemsize
+    return Cut("inductor", temporaries=size * head.logits, passes=3, rows=head.tokens, bytes_per_logit=6 * size)
+
+
+def vocabulary_tiles(head: Head) -> int:
+    from flce_ops.triton.backward import BLOCK_V
+
+    return -(-head.vocab // BLOCK_V)

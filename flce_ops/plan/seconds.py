@@ -1,0 +1,38 @@
+"""The cost model of docs/performance.md and docs/distributed.md: seconds of one training step of the head.
+
+    passes * 2NDV / F                      the GEMMs
+    bytes of elementwise passes / B        dense torch and the ATen path; for the Triton path what its epilogue shows
+    additions to grad_linear_weight / B    hidden by the GEMM in proportion to the rows of a chunk
+    float32 sums of grad_input / B
+
+Two numbers are fitted, to the rows of flce_ops in fwd_bwd.csv and other_modes.csv (benchmarks/results/nvidia-h200) that
+make both gradients: the model is within 7 % of each. Rounds of one row differ by up to 8 %.
+"""
+
+from flce_ops.plan.cuts import Cut, Head
+from flce_ops.plan.devices import Device
+
+# N tokens, D hidden, V vocabulary, R ranks
+
+# What the GEMMs do not hide of the epilogue and of the exponentials' 6 bytes (written once, read twice).
+EPILOGUE_BYTES = 4.3  # per logit, 1 ps on an H200
+# Rows at which an addition to grad_linear_weight takes its full time; of more rows the GEMM hides the rest.
+FULLY_VISIBLE_ROWS = 560
+
+
+def seconds(head: Head, cut: Cut, device: Device) -> float:
+    gemms = cut.passes * 2 * head.tokens * head.hidden * head.vocab / device.flops
+    per_logit = EPILOGUE_BYTES if cut.path.startswith("triton") else cut.bytes_per_logit
+    visible = min(1.0, FULLY_VISIBLE_ROWS / cut.rows)
+    moved = per_logit * head.logits + visible * cut.addition_bytes + cut.sum_bytes
+    return gemms + moved / device.bandwidth
+
+
+def all_reduce_seconds(nbytes: int, ranks: int, device: Device) -> float:
+    """Or a reduce_scatter and an all_gather of the same bytes."""
+    return 2 * nbytes * (ranks - 1) / (ranks * device.bus_bandwidth)
+
+
+def exchange_seconds(tokens: int, ranks: int, device: Device) -> float:
+    """Two float32 a token from every other rank."""
+    return 8 * tokens * (ranks - 1) / device.bus_bandwidth

@@ -1,0 +1,271 @@
+"""The memory planner against what the kernels allocate and what was measured."""
+
+# N tokens, D hidden, V vocabulary
+
+import csv
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import make_inputs
+from test_memory import peak_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flce_ops
+from flce_ops import reference
+from flce_ops.plan import Head, cuts, device_of, plan
+from flce_ops.plan.__main__ import main
+from flce_ops.plan.seconds import seconds
+
+MiB = 1 << 20
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
+SHAPES = [
+    (8192, 4096, 128256),
+    (8192, 2304, 256000),
+    (16384, 896, 151936),
+    (2000, 256, 50257),  # the float32 sum of the weight's gradient fits; V is odd
+    (777, 512, 32003),  # one chunk
+]
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operators return, alive at once. Tensors are on `meta`, so full sizes cost nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if all(returned.alias_info is None for returned in func._schema.returns):
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                self.add(tensor.untyped_storage())
+        return out
+
+    def add(self, storage):
+        if storage._cdata not in self.bytes:
+            self.bytes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.free, storage._cdata)
+
+    def free(self, key):
+        self.now -= self.bytes.pop(key)
+
+
+@pytest.fixture
+def launchers(monkeypatch):
+    """flce_ops.triton with kernels that do nothing, Hopper's tiles, and GEMMs that write where they are told."""
+    triton = pytest.importorskip("triton")
+    from flce_ops.distributed import one_pass_triton
+    from flce_ops.triton import backward, exponentials, forward, logits_gemm, tiles, with_grad
+
+    kernels = type(exponentials.combine_kernel)
+    monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)
+    for module in (with_grad, backward, one_pass_triton):
+        monkeypatch.setattr(module, "accumulate", lambda *args, **options: None)
+    for module in (forward, with_grad, one_pass_triton):
+        monkeypatch.setattr(module, "check_target_range", lambda *args: None)
+    for module in (exponentials, forward, logits_gemm):
+        monkeypatch.setattr(module, "tiles_for", lambda *args: tiles.HOPPER)
+    monkeypatch.setattr(logits_gemm, "fits_tma", lambda tensor: False)
+    assert triton
+    return {"one pass": with_grad, "two passes": backward, "vocabulary": one_pass_triton}
+
+
+def temporaries_of(launch, head: Head, *arguments, **options) -> int:
+    with Live() as live:
+        results = launch(*arguments, **options)
+    assert results is not None
+    return live.peak - head.weight_bytes - head.input_bytes
+
+
+def operands(head: Head):
+    input, linear_weight = head.meta_tensors()
+    return input, linear_weight, torch.empty(head.tokens, dtype=torch.int64, device="meta"), None, None
+
+
+BOTH = {"output_mask": [True, True, False]}
+
+
+@pytest.mark.parametrize("workspace", [512, 128, 64], ids="{}MiB".format)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_temporaries_of_the_one_pass_step_are_what_its_launcher_allocates(launchers, shape, workspace):
+    head = Head(*shape, torch.bfloat16)
+    row_scale = torch.empty(head.tokens, device="meta")
+    with flce_ops.workspace(workspace * MiB):
+        planned = cuts.one_pass(head)
+        launch = launchers["one pass"].launch_with_grad
+        allocated = temporaries_of(launch, head, *operands(head), row_scale, **BOTH)
+    assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=MiB)
+    assert flce_ops.last_path().rows_per_chunk == planned.rows
+
+
+@pytest.mark.parametrize("workspace", [512, 64], ids="{}MiB".format)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_temporaries_of_the_recomputing_backward_are_what_its_launcher_allocates(launchers, shape, workspace):
+    head = Head(*shape, torch.float16)
+    per_token = torch.empty(head.tokens, device="meta")
+    with flce_ops.workspace(workspace * MiB):
+        planned = cuts.two_passes(head)
+        launch = launchers["two passes"].launch_backward
+        allocated = temporaries_of(launch, head, per_token, per_token, None, *operands(head), per_token, **BOTH)
+    assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=MiB)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_temporaries_of_a_vocabulary_shard_are_what_its_launcher_allocates(launchers, shape):
+    head = Head(*shape, torch.bfloat16).shard(4)
+    row_scale = torch.empty(head.tokens, device="meta")
+    planned = cuts.vocabulary_parallel(head)
+    launch = launchers["vocabulary"].launch_vocab_parallel_with_grad
+    group = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": head.vocab}
+    allocated = temporaries_of(launch, head, *operands(head), row_scale, **group, **BOTH)
+    # the kernels of the losses are ATen here, and each makes its vectors
+    assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=2 * MiB)
+    assert flce_ops.last_path().rows_per_chunk == planned.rows
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape):
+    monkeypatch.setattr(reference, "check_target_range", lambda *args: None)
+    head = Head(*shape, torch.float32)
+    row_scale = torch.empty(head.tokens, device="meta")
+    planned = cuts.one_pass(head)
+    allocated = temporaries_of(reference.with_grad, head, *operands(head), row_scale, **BOTH)
+    assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=MiB)
+    assert flce_ops.last_path().rows_per_chunk == planned.rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_peak_of_the_dense_pair_is_what_a_cpu_step_of_it_takes(dtype):
+    shape = (512, 8, 4003)
+    inputs = make_inputs(shape, dtype=dtype)
+
+    def step():
+        input, linear_weight, target, _ = inputs.args
+        F.cross_entropy(F.linear(input, linear_weight).float(), target).backward()
+
+    peak = peak_on_cpu(step)
+    head = Head(*shape, dtype)
+    assert cuts.dense_eager(head).temporaries + head.weight_bytes + head.input_bytes == pytest.approx(peak, rel=0.03)
+
+
+# What each provider of benchmarks/ runs, by its name in the CSVs: the cut, and the workspace in MiB
+PROVIDERS = {
+    "ours": (cuts.one_pass, 512),
+    "ours_compiled": (cuts.one_pass, 512),
+    "ours_128MiB": (cuts.one_pass, 128),
+    "ours_64MiB": (cuts.one_pass, 64),
+    "ours_recompute": (cuts.two_passes, 512),
+    "torch_compile": (cuts.dense_compiled, 512),
+}
+
+
+def measured(file: str, mode: str) -> list[dict]:
+    with (RESULTS / file).open(newline="") as rows:
+        return [row for row in csv.DictReader(rows) if row["ms"] and row["mode"] == mode]
+
+
+def planned_for(row: dict, cut, workspace: int) -> tuple[Head, cuts.Cut]:
+    head = Head(int(row["N"]), int(row["D"]), int(row["V"]), getattr(torch, row["dtype"]))
+    with flce_ops.workspace(workspace * MiB):
+        return head, cut(head)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_time_and_memory_are_those_measured_on_an_h200(provider):
+    """Time within 10 %, the spread of one row and of the card from run to run; memory within 2 % and a MiB."""
+    pytest.importorskip("triton")
+    device = device_of("h200", torch.bfloat16, 1)
+    rows = [row for row in measured("fwd_bwd.csv", "fwd_bwd") if row["provider"] == provider]
+    assert len(rows) >= 7
+    for row in rows:
+        head, cut = planned_for(row, *PROVIDERS[provider])
+        shape = (row["N"], row["D"], row["V"])
+        assert 1e3 * seconds(head, cut, device) == pytest.approx(float(row["ms"]), rel=0.10), shape
+        temporaries = cut.temporaries / MiB
+        assert temporaries == pytest.approx(float(row["beyond_gradients_MiB"]), rel=0.02, abs=1), shape
+
+
+def test_time_of_per_token_losses_is_that_measured_on_an_h200():
+    pytest.importorskip("triton")
+    device = device_of("h200", torch.bfloat16, 1)
+    rows = [row for row in measured("other_modes.csv", "none") if row["provider"] == "ours"]
+    assert len(rows) >= 4
+    for row in rows:
+        head, cut = planned_for(row, cuts.two_passes, 512)
+        assert 1e3 * seconds(head, cut, device) == pytest.approx(float(row["ms"]), rel=0.10), row
+
+
+def test_the_eager_pair_never_ran_faster_than_planned():
+    """Its bytes are counted once each. (No row of it is committed as long as this checks nothing.)"""
+    device = device_of("h200", torch.bfloat16, 1)
+    for row in measured("fwd_bwd.csv", "fwd_bwd"):
+        if row["provider"] == "torch_eager":
+            head, cut = planned_for(row, cuts.dense_eager, 512)
+            assert 1e3 * seconds(head, cut, device) <= 1.05 * float(row["ms"]), row
+
+
+def test_a_sharded_vocabulary_takes_the_time_and_memory_measured_on_two_and_four_h200s():
+    pytest.importorskip("triton")
+    with (RESULTS / "distributed_vocabulary.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["provider"] == "ours" and int(row["ranks"]) > 1]
+    assert len(rows) >= 2
+    for row in rows:
+        ranks = int(row["ranks"])
+        head = Head(int(row["N"]), int(row["D"]), int(row["V"]), torch.bfloat16)
+        option = next(o for o in plan(head, ranks, device_of("h200", torch.bfloat16, ranks)) if "vocabulary" in o.name)
+        assert 1e3 * option.seconds == pytest.approx(float(row["ms"]), rel=0.10), ranks
+        # peak_MiB is beyond weight and input, with the gradients and the 32 MiB that cuBLAS keeps on Hopper
+        shard = head.shard(ranks)
+        beyond = option.peak - shard.weight_bytes - shard.input_bytes + 32 * MiB
+        assert beyond / MiB == pytest.approx(float(row["peak_MiB"]), rel=0.02), ranks
+
+
+def test_the_dense_pair_is_never_the_smaller_one_at_sizes_of_language_models():
+    pytest.importorskip("triton")
+    for shape in SHAPES[:3]:
+        dense, compiled, ours, small, *_ = plan(Head(*shape, torch.bfloat16), 1, device_of("h200", torch.bfloat16, 1))
+        assert dense.peak > compiled.peak > ours.peak > small.peak
+
+
+def test_the_command_prints_a_line_for_each_option(capsys):
+    pytest.importorskip("triton")
+    main("--tokens 16384 --hidden 4096 --vocab 128256 --dtype bfloat16 --gpus 4".split())
+    printed = capsys.readouterr().out
+    for words in (
+        "F.cross_entropy",
+        "torch.compile",
+        "512 MiB",
+        "64 MiB",
+        'reduction="none"',
+        "vocabulary over 4",
+        "FSDP",
+    ):
+        assert sum(words in line for line in printed.splitlines()) >= 1, words
+    assert "22,918" in printed and " 509 " in printed  # MiB of the first and third lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpu a100", "no measured rates for a100 in bfloat16.*--tflops"),
+        ("--dtype float32", "no measured rates for h200 in float32"),
+        ("--gpu a100 --tflops 250", "no measured rates for a100"),  # the bandwidth is missing
+        ("--gpu a100 --tflops 250 --bandwidth 2 --gpus 2", "no measured bus bandwidth for 2 GPUs"),
+        ("--gpus 64", "no measured bus bandwidth for 64 GPUs"),
+    ],
+)
+def test_rates_that_nobody_measured_are_asked_for(arguments, message):
+    pytest.importorskip("triton")
+    with pytest.raises(SystemExit, match=message):
+        main(["--tokens", "512", "--hidden", "64", "--vocab", "1000", *arguments.split()])
+
+
+def test_rates_given_replace_those_measured(capsys):
+    main("--tokens 512 --hidden 64 --vocab 1000 --dtype float32 --tflops 1 --bandwidth 1e6".split())
+    dense = next(line for line in capsys.readouterr().out.splitlines() if "float32 logits" in line)
+    assert float(dense.split()[-3]) == pytest.approx(1e3 * 3 * 2 * 512 * 64 * 1000 / 1e12, abs=0.06)
