@@ -124,7 +124,7 @@ def test_upstream(device, requires_grad):
 
 
 def test_every_registered_operator_is_checked_here():
-    """Those of flce_ops/distributed are checked by tests/test_distributed*.py, linear_kl_div's by tests/test_kl_div*.py."""
+    """Of flce_ops/distributed: tests/test_distributed*.py; of flce_ops/divergence: tests/test_kl_div*.py."""
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
