@@ -1,6 +1,7 @@
 # make demo   trains a small GPT with the operator and with F.cross_entropy, compares them -> demo_output/
 # make test   ruff check, ruff format --check, pytest (the tests marked `gpu` only where CUDA is)
-# Both first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
+# make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
+# All first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
 
 PYTHON ?= python3
 DEMO_ARGS ?=
@@ -15,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
 
-.PHONY: demo test lint format toolchain clean
+.PHONY: demo test docs lint format toolchain clean
 
 demo: $(INSTALLED) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -26,6 +27,9 @@ test: lint toolchain
 	else \
 	    echo "no CUDA: leaving out the tests marked gpu"; $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS); \
 	fi
+
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -54,4 +58,4 @@ toolchain: $(INSTALLED)
 	    || echo "NOTE: no Python.h, so torch.compile cannot build its CPU code: apt-get install python3-dev"
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo_output .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info demo_output .pytest_cache .ruff_cache
