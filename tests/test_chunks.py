@@ -18,6 +18,11 @@ def in_workspace(inputs, bytes, cotangent=None, **options):
     return found, flce_ops.last_path()
 
 
+def recomputing_slack(dtype):
+    """CUDA's recomputing path rounds the target's entry of dW, which the one-pass path keeps exact."""
+    return 0.15 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype, poisoned_memory):
@@ -34,9 +39,10 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
         assert error(cut["loss"], whole["loss"]) < 1e-6, path
         for name in exact:
             # half: the product of a chunk is rounded before its float32 sum
-            assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]) + (
-                1.2e-6 if dtype == torch.float32 else 1e-12
-            ), (name, path)
+            slack = 1.2e-6 if dtype == torch.float32 else 1e-12
+            if device == "cuda" and name != "input":
+                slack += recomputing_slack(dtype)
+            assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]) + slack, (name, path)
     assert max(counts) >= 4, f"not many chunks: {counts}"
 
 
@@ -49,8 +55,7 @@ def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
     cut, path = in_workspace(inputs, 1)
     for name in ("linear_weight", "linear_bias", "input"):
         # the product of a chunk is rounded before its float32 sum; sums in half would give 3 times the error
-        # CUDA's recomputing path rounds the logit gradient where the one-pass path keeps the target's entry exact
-        slack = 0.15 * torch.finfo(dtype).eps if device == "cuda" else 0.0
+        slack = recomputing_slack(dtype) if device == "cuda" and name != "input" else 0.0
         assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]) + slack, (name, path)
     assert error(cut["loss"], whole["loss"]) < 1e-6
     assert path.chunks >= 8, path

@@ -84,6 +84,8 @@ def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
     # float32, "none": backward takes p = exp(z - lse) from a float32 lse, whose unit at 1e4 is 1e-3 (seen: 1e-5)
     slack = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
     for name, tensor in found.items():
+        if exact[name].abs().max() > torch.finfo(tensor.dtype).max:
+            continue  # float16 with z_loss: slopes of 20 times inputs of hundreds, no number for it
         assert tensor.isfinite().all(), name
         # logits near 1e4 carry rounding errors near 1e-3 in float32: whose happen to be larger is chance
         assert error(tensor, exact[name]) <= 2 * error(plain[name], exact[name]) + slack, name

@@ -74,8 +74,11 @@ def test_all_three_row_statistics_are_differentiable(device, scores, dtype, pois
     )
     rows = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=True, **scores)
     found = torch.autograd.grad(weighed(rows), list(inputs.leaves.values()))
-    for name, ours, exact in zip(inputs.leaves, found, expected, strict=True):
-        assert error(ours, exact) < ROUNDED[dtype], name
+    # cotangents of random sign cancel in sums over tokens; plain torch shows what rounding costs then
+    plain_inputs = inputs.clone()
+    plain = torch.autograd.grad(weighed(dense_rows(plain_inputs, True, **scores)), list(plain_inputs.leaves.values()))
+    for name, ours, usual, exact in zip(inputs.leaves, found, plain, expected, strict=True):
+        assert error(ours, exact) <= max(ROUNDED[dtype], error(usual, exact)), name
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

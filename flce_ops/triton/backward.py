@@ -2,7 +2,8 @@
 
     G_ij = (l_i exp(z_ij - lse_i) + s_i w_j + a_i [j = y_i]) dz/du      l, s, a: cotangents of lse, logit_sum, z_y
 
-Only the target's entry, where the terms cancel, is computed apart, in float32 from the target's own logit.
+Only the target's entry, where the terms cancel, is computed apart, in float32 from the target's own logit; what its
+rounding takes goes into grad_input by itself (finish_product.py).
 
              V slice                      for each slice of the rows (one, unless the workspace is small)
            ┌────┬────┬────┐                   for each slice of the vocabulary
@@ -23,6 +24,7 @@ from flce_ops import meta
 from flce_ops.reference import target_columns
 from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.reference_logit import launch_reference_logit
@@ -82,6 +84,8 @@ def launch_backward(
             at_target *= 1.0 - (target_logit2 / (LOG2E * softcap)).square()
         at_target = at_target * logit_scale
         column = torch.where(hit, target - vocab_start, -1)
+        residual = at_target - at_target.to(input.dtype).float()
+        one = torch.ones_like(residual)
 
         row_factor, sum_factor = contiguous(
             row_factor * logit_scale, None if sum_factor is None else sum_factor * logit_scale
@@ -116,7 +120,16 @@ def launch_backward(
                 if want_input:
                     accumulate(input_sum, chunk, linear_weight[cols], first=cols.start == 0)
             if want_input:
-                grad_input[rows] = input_sum
+                launch_finish_product(
+                    input_sum,
+                    grad_input[rows],
+                    linear_weight,
+                    column[rows],
+                    one[rows],
+                    residual[rows],
+                    None,
+                    ignore_index=-1,
+                )
                 del input_sum  # before the next one is allocated
         if weight_sum is not grad_weight:
             grad_weight.copy_(weight_sum)
