@@ -40,7 +40,7 @@ class ReverseModeOnly(autograd.ReverseModeOnly):
 
 
 class Forward(ReverseModeOnly):
-    """(divergence, lse, teacher_lse, student_kl) of linear_kl_div_forward; only the first has a gradient."""
+    """(divergence, shift, teacher_shift, student_kl) of linear_kl_div_forward; only the first has a gradient."""
 
     @staticmethod
     def forward(*args):

@@ -3,7 +3,7 @@
     log of the softmax's denominator    all_gather of one lse a row, two with a teacher's logits
     row sums of the divergence          all_reduce of one number a row, two for "jsd"
 
-On one rank both are the identity. The numbers are the same on every rank afterwards, bit for bit.
+On one rank both are the identity.
 """
 
 import torch
@@ -26,9 +26,9 @@ def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:  # (n, v) -> (n,), (n,)
 
 
 class OneRank:
-    def log_denominators(self, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:  # (k, n) each
-        """log of the softmax's denominator, relative to this rank's row_max and absolute."""
-        return log_sum, row_max + log_sum
+    def log_denominator(self, row_max: Tensor, log_sum: Tensor) -> Tensor:  # (k, n) each
+        """log of the softmax's denominator over all columns, relative to this rank's row_max."""
+        return log_sum
 
     def total(self, sums: Tensor) -> Tensor:  # (k, n)
         return sums
@@ -38,12 +38,11 @@ class SharingRanks:
     def __init__(self, group: str, ranks: int) -> None:
         self.group, self.ranks = group, ranks
 
-    def log_denominators(self, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    def log_denominator(self, row_max: Tensor, log_sum: Tensor) -> Tensor:
         own = row_max + log_sum
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(own, self.ranks, self.group)
         gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *own.shape)
-        lse = gathered.logsumexp(0)
-        return lse - row_max, lse
+        return gathered.logsumexp(0) - row_max
 
     def total(self, sums: Tensor) -> Tensor:
         summed = torch.ops._c10d_functional.all_reduce(sums, "sum", self.group)

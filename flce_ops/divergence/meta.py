@@ -10,12 +10,16 @@ from flce_ops.meta.outputs import accumulation_dtype, gradient_outputs
 
 
 def row_statistics(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """lse (N,), teacher_lse (N,) or (0,) with teacher_probs, student_kl (N,) or (0,) for "forward"."""
+    """shift (2, N), teacher_shift (2, N) or (2, 0) with teacher_probs, student_kl (N,) or (0,) for "forward".
+
+    A shift is what makes logits log-probabilities: the row's maximum over this rank's columns, then the log of the
+    softmax's denominator relative to it. Their sum, the lse, would cost the digits of one float32 at large logits.
+    """
     input, dtype = operands.input, accumulation_dtype(operands.input.dtype)
     rows = input.shape[0]
     return (
-        input.new_empty(rows, dtype=dtype),
-        input.new_empty(rows if operands.teacher_probs is None else 0, dtype=dtype),
+        input.new_empty(2, rows, dtype=dtype),
+        input.new_empty(2, rows if operands.teacher_probs is None else 0, dtype=dtype),
         input.new_empty(0 if options.kind == "forward" else rows, dtype=dtype),
     )
 
@@ -47,15 +51,20 @@ def backward_outputs(
     grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input (N, D), grad_linear_weight (V, D), grad_linear_bias (V,); (0,) where `output_mask` is False."""
-    *tensors, lse, teacher_lse, student_kl = tensors
+    *tensors, shift, teacher_shift, student_kl = tensors
     operands, options = Operands(*tensors), Options(**options)
     check_operands("linear_kl_div_backward", operands, options)
-    per_row = {"grad": grad, "lse": lse}
-    if operands.teacher_probs is None:
-        per_row["teacher_lse"] = teacher_lse
-    if options.kind != "forward":
-        per_row["student_kl"] = student_kl
-    check_per_row("linear_kl_div_backward", operands.input, **per_row)
+    student_kls = {} if options.kind == "forward" else {"student_kl": student_kl}
+    check_per_row("linear_kl_div_backward", operands.input, grad=grad, **student_kls)
+    shifts = (
+        {"shift": shift} if operands.teacher_probs is not None else {"shift": shift, "teacher_shift": teacher_shift}
+    )
+    for name, tensor in shifts.items():
+        if tensor.shape != (2, operands.input.shape[0]):
+            raise ValueError(
+                f"linear_kl_div_backward: expected {name} of shape (2, {operands.input.shape[0]}), "
+                f"got {tuple(tensor.shape)}"
+            )
     return gradient_outputs(operands.input, operands.linear_weight, operands.linear_bias, output_mask)
 
 

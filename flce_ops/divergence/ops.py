@@ -1,7 +1,7 @@
 """Schemas and kernels of the registered operators, in the namespace of flce_ops/ops.py.
 
     flce::linear_kl_div             entry, CompositeImplicitAutograd: flce_ops/divergence/functional.py
-    flce::linear_kl_div_forward     (divergence, lse, teacher_lse, student_kl) per token
+    flce::linear_kl_div_forward     (divergence, shift, teacher_shift, student_kl) per token
     flce::linear_kl_div_backward    gradients from the cotangent of the divergence
     flce::linear_kl_div_with_grad   the scalar loss and its gradients, in one pass over the logits
 
@@ -40,8 +40,8 @@ SCHEMAS = {
     "Tensor? normalizer=None, float logit_scale=1.0, float? softcap=None, float? teacher_logit_scale=None, "
     "float? teacher_softcap=None) -> Tensor",
     "linear_kl_div_forward": f"({_OPERANDS}, *, {_OPTIONS}) "
-    "-> (Tensor divergence, Tensor lse, Tensor teacher_lse, Tensor student_kl)",
-    "linear_kl_div_backward": f"(Tensor grad, {_OPERANDS}, Tensor lse, Tensor teacher_lse, Tensor student_kl, *, "
+    "-> (Tensor divergence, Tensor shift, Tensor teacher_shift, Tensor student_kl)",
+    "linear_kl_div_backward": f"(Tensor grad, {_OPERANDS}, Tensor shift, Tensor teacher_shift, Tensor student_kl, *, "
     f"{_OPTIONS}, bool[3] output_mask) -> ({_GRADIENTS})",
     "linear_kl_div_with_grad": f"({_OPERANDS}, Tensor row_scale, *, {_OPTIONS}, bool[3] output_mask) "
     f"-> (Tensor loss, Tensor divergence, {_GRADIENTS})",

@@ -2,7 +2,7 @@
 
     z = softcap * tanh(logit_scale * (input @ linear_weight.T + linear_bias) / softcap)      (n, V), student
     t = the same of teacher_input, teacher_weight, teacher_bias                              (n, V), teacher
-    log q = z - lse(z)      log p = t - lse(t), or the logarithm of teacher_probs
+    log q = z - max z - log sum exp(z - max z)        log p = the same of t, or the logarithm of teacher_probs
 
     divergence, G = flce_ops/divergence/rows.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
@@ -120,8 +120,8 @@ def stream_rows(
     operands: Operands,
     options: Options,
     divergence: Tensor,  # (N,), and the next three: results
-    lse: Tensor,  # (N,)
-    teacher_lse: Tensor,  # (N,), or (0,) with teacher_probs
+    shift: Tensor,  # (2, N)
+    teacher_shift: Tensor,  # (2, N), or (2, 0) with teacher_probs
     student_kl: Tensor,  # (N,), or (0,) for "forward"
     gradients: GradientAccumulator | None = None,
     row_scale: Tensor | None = None,  # (N,), the constant part of dz/du included
@@ -132,18 +132,18 @@ def stream_rows(
     for rows in row_chunks(op, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q = student_logits(operands, options, rows)
         slope = None if gradients is None else logit_slope(log_q, 1.0, options.softcap)
-        shifts = [shift_rows(log_q)]
+        found = [shift_rows(log_q)]
         if operands.teacher_probs is None:
             log_p = teacher_logits(operands, options, rows)
-            shifts.append(shift_rows(log_p))
+            found.append(shift_rows(log_p))
         else:
             log_p = log_teacher_probs(operands, rows)
-        relative, absolute = columns.log_denominators(*(torch.stack(numbers) for numbers in zip(*shifts)))
-        log_q.sub_(relative[0, :, None])
-        lse[rows] = absolute[0]
-        if operands.teacher_probs is None:
-            log_p.sub_(relative[1, :, None])
-            teacher_lse[rows] = absolute[1]
+        row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
+        log_denominator = columns.log_denominator(row_max, log_sum)
+        for logits, numbers, k in zip((log_q, log_p), (shift, teacher_shift), range(len(found))):
+            logits.sub_(log_denominator[k, :, None])
+            numbers[0, rows], numbers[1, rows] = row_max[k], log_denominator[k]
+        del logits
         chunk_divergence, chunk_student_kl, grad_logits = divergence_and_gradient(
             options.kind,
             options.beta,
@@ -167,18 +167,19 @@ def stream_rows(
 
 
 def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **options) -> tuple[Tensor, ...]:
-    *tensors, lse, teacher_lse, student_kl = tensors
-    grads = meta.backward_outputs(grad, *tensors, lse, teacher_lse, student_kl, output_mask=output_mask, **options)
+    *tensors, shift, teacher_shift, student_kl = tensors
+    grads = meta.backward_outputs(grad, *tensors, shift, teacher_shift, student_kl, output_mask=output_mask, **options)
     operands, options = Operands(*tensors), Options(**options)
-    scale = kept_factors(grad, operands.valid).to(lse.dtype) * options.logit_scale
+    scale = kept_factors(grad, operands.valid).to(shift.dtype) * options.logit_scale
     step = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, output_mask, step)
     for rows in row_chunks("linear_kl_div_backward", operands.input, step):
         input, log_q = student_logits(operands, options, rows)
         slope = logit_slope(log_q, 1.0, options.softcap)
-        log_q.sub_(lse[rows, None])
+        log_q.sub_(shift[0, rows, None]).sub_(shift[1, rows, None])
         if operands.teacher_probs is None:
-            log_p = teacher_logits(operands, options, rows).sub_(teacher_lse[rows, None])
+            log_p = teacher_logits(operands, options, rows)
+            log_p.sub_(teacher_shift[0, rows, None]).sub_(teacher_shift[1, rows, None])
         else:
             log_p = log_teacher_probs(operands, rows)
         _, _, grad_logits = divergence_and_gradient(

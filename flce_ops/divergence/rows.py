@@ -85,19 +85,28 @@ def jensen_shannon(
     student_kl: Tensor | None,
     row_scale: Tensor | None,
 ) -> Result:
-    log_m, spare = log_q + math.log1p(-beta), log_p + math.log(beta)
-    torch.logaddexp(log_m, spare, out=log_m)
-    divergence = teacher_part = None
+    """With a = log p - log q: log q - log m = -log(1 - beta + beta e^a), log p - log m = -log(beta + (1 - beta) e^-a).
+
+    So written both are exact to their own size, which beta bounds; log m itself would bring an error of log q's size.
+    """
+    own, others = (
+        torch.full((), math.log(share), dtype=log_q.dtype, device=log_q.device) for share in (1 - beta, beta)
+    )
+    a = log_p - log_q
+    p, q = log_p.exp_(), log_q.exp_()
+    teacher_part = None
     if total is not None:
-        p = torch.exp(log_p, out=spare)
-        teacher_part = log_p.sub_(log_m).masked_fill_(p == 0.0, 0.0).mul_(p).sum(1)
-    q = torch.exp(log_q, out=spare)
-    log_ratio = log_q.sub_(log_m).masked_fill_(q == 0.0, 0.0)
+        log_ratio = own - a  # becomes log p - log m
+        torch.logaddexp(log_ratio, others, out=log_ratio).neg_()
+        teacher_part = log_ratio.masked_fill_(p == 0.0, 0.0).mul_(p).sum(1)
+        del log_ratio
+    log_ratio = torch.logaddexp(a.add_(others), own, out=a).neg_().masked_fill_(q == 0.0, 0.0)  # log q - log m
+    divergence = None
     if total is not None:
-        student_part = torch.mul(log_ratio, q, out=log_m).sum(1)
+        student_part = torch.mul(log_ratio, q, out=p).sum(1)
         teacher_kl, student_kl = total(torch.stack([teacher_part, student_part]))
         divergence = beta * teacher_kl + (1.0 - beta) * student_kl
     if row_scale is None:
         return divergence, student_kl, None
     scale = (1.0 - beta) * row_scale
-    return divergence, student_kl, log_ratio.sub_(student_kl[:, None]).mul_(q).mul_(scale[:, None])
+    return divergence, student_kl, q.mul_(log_ratio.sub_(student_kl[:, None])).mul_(scale[:, None])

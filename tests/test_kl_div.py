@@ -1,0 +1,378 @@
+"""linear_kl_div and its gradients against float64: no worse than F.kl_div of dense logits in the same dtype."""
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_divergence import (
+    KINDS,
+    RAGGED,
+    clone,
+    dense_divergence,
+    leaves,
+    make_pair,
+    plain_divergence,
+    reference_divergence,
+    run,
+    run_reference,
+    with_kl_div,
+)
+from reference_loss import error
+
+import flce_ops
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+REDUCTIONS = ("none", "mean", "sum")
+
+# name: (what make_pair adds, options of the loss)
+ARGUMENTS = {
+    "plain": ({"target": False}, {}),
+    "ignored tokens": ({}, {}),
+    "close to the teacher": ({"close": True}, {}),  # the end of training: divergences of 1e-2
+    "bias": ({"bias": True}, {}),
+    "temperature": ({}, {"logit_scale": 0.5}),
+    "temperatures that differ": ({}, {"logit_scale": 0.5, "teacher_logit_scale": 1.3}),
+    "softcap": ({}, {"softcap": 4.0}),
+    "softcaps": ({"bias": True}, {"softcap": 4.0, "teacher_softcap": 3.0, "logit_scale": 1.7}),
+    "token_weight": ({"token_weight": True}, {}),
+    "normalizer": ({}, {"normalizer": 37.5}),
+    "teacher_probs": ({"probs": True}, {}),
+    "everything": (
+        {"bias": True, "token_weight": True},
+        {"softcap": 5.0, "teacher_softcap": 6.0, "logit_scale": 0.7, "teacher_logit_scale": 0.9, "beta": 0.1},
+    ),
+}
+
+# What may come on top where plain torch happens to be lucky, in units of the operands' rounding.
+UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SLACK = {torch.float64: 64, torch.float32: 4, torch.bfloat16: 0.5, torch.float16: 0.5}
+SLACK_OF_FEW_NUMBERS = {torch.float64: 64, torch.float32: 12, torch.bfloat16: 1.0, torch.float16: 1.0}
+
+
+def flat_results(function, draws, cotangents, **options):
+    results = [run(function, pair, c, **options) for pair, c in zip(draws, cotangents, strict=True)]
+    return {name: torch.cat([result[name].flatten() for result in results]) for name in results[0]}
+
+
+def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
+    input = draws[0]["input"]
+    dtype, device, tokens = input.dtype, input.device, input.shape[0]
+    per_token = options["reduction"] == "none"
+    cotangents = [torch.randn(tokens, device=device) if per_token else torch.ones((), device=device) for _ in draws]
+    exact = flat_results(reference_divergence, [clone(d, torch.float64) for d in draws], cotangents, **options)
+    plain = flat_results(plain_divergence, draws, cotangents, **options)
+    ours = flat_results(flce_ops.linear_kl_div, draws, cotangents, **options)
+    assert ours["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for name, found in ours.items():
+        if name != "loss":
+            assert found.dtype == draws[0][name].dtype
+        ours_error, plain_error = error(found, exact[name]), error(plain[name], exact[name])
+        assert ours_error <= 1.25 * plain_error + slack[dtype] * UNIT[dtype], (name, ours_error, plain_error)
+
+
+def cases():
+    for name in ARGUMENTS:
+        for reduction in REDUCTIONS:
+            if not (reduction == "none" and name == "normalizer"):
+                yield pytest.param(name, reduction, id=f"{name}-{reduction}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name, reduction", list(cases()))
+def test_divergence_and_gradients_are_no_worse_than_plain_torch(device, name, reduction, kind, dtype, poisoned_memory):
+    made, options = ARGUMENTS[name]
+    pair = make_pair(device=device, dtype=dtype, **made)
+    assert_no_worse_than_plain([pair], reduction=reduction, kind=kind, **options)
+
+
+SHAPES = [
+    (17, 33, 8, 509),  # prime V
+    (64, 32, 32, 128),  # multiples of everything, D = E
+    (1, 5, 3, 7),  # one token
+    (5, 1, 1, 11),  # one feature
+    (3, 4, 2, 1),  # one class: divergence 0
+    (300, 8, 9, 13),  # many more tokens than classes
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_is_no_worse_than_plain_torch(device, shape, kind, dtype, poisoned_memory):
+    draws = [make_pair(shape, device=device, dtype=dtype, bias=True) for _ in range(8)]
+    for reduction in ("none", "mean"):
+        assert_no_worse_than_plain(draws, slack=SLACK_OF_FEW_NUMBERS, reduction=reduction, kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_chunks_change_nothing_but_rounding(device, softcap, reduction, kind, poisoned_memory):
+    pair = make_pair((500, 16, 12, 61), device=device, dtype=torch.float64, bias=True, token_weight=True)
+    options = {"reduction": reduction, "kind": kind, "softcap": softcap}
+    expected = run_reference(pair, **options)
+    with flce_ops.workspace(1):
+        found = run(flce_ops.linear_kl_div, pair, **options)
+        assert flce_ops.last_path().chunks == 4
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-13, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_weight_gradient_over_chunks_is_rounded_once(device, dtype):
+    pair = make_pair((2000, 16, 12, 61), device=device, dtype=dtype)
+    expected = run_reference(pair)["linear_weight"]
+    errors = []
+    for bytes in (1 << 30, 1):  # one chunk, sixteen
+        with flce_ops.workspace(bytes):
+            errors.append(error(run(flce_ops.linear_kl_div, pair)["linear_weight"], expected))
+    assert errors[1] < 1.5 * errors[0], errors  # a CPU rounds each chunk's product; summed in half it would be 3 times
+
+
+@pytest.mark.parametrize("teacher_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_student_and_teacher_may_differ_in_dtype(device, teacher_dtype):
+    pair = make_pair(device=device)
+    for name in ("teacher_input", "teacher_weight"):
+        pair[name] = pair[name].to(teacher_dtype)
+    expected = run_reference(pair)
+    found = run(flce_ops.linear_kl_div, pair)
+    tolerance = 1e-2 if teacher_dtype == torch.bfloat16 and device == "cpu" else 3e-6  # a CPU rounds bf16 products
+    for name in expected:
+        assert error(found[name], expected[name]) < tolerance, name
+
+
+# ---------------------------------------------------------------- conventions of the field
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_beta_zero_is_forward_and_beta_one_is_reverse(device, reduction):
+    pair = make_pair(device=device)
+    for beta, kind in ((0.0, "forward"), (1.0, "reverse"), (0, "forward"), (1, "reverse")):
+        found = run(flce_ops.linear_kl_div, pair, kind="jsd", beta=beta, reduction=reduction)
+        expected = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+        for name in expected:
+            assert torch.equal(found[name], expected[name]), name
+
+
+def test_beta_weighs_the_teacher(device):
+    """0.9 of the teacher in the mixture: nearer to reverse KL over (1 - beta) than to forward KL over beta."""
+    pair = make_pair(device=device, dtype=torch.float64, close=True)
+    values = {
+        kind: flce_ops.linear_kl_div(**pair, kind=kind, beta=0.999).item() for kind in ("forward", "reverse", "jsd")
+    }
+    assert abs(values["jsd"] / 0.001 / values["reverse"] - 1) < 0.02
+    found = dense_divergence(with_kl_div, **pair, kind="jsd", beta=0.999)
+    assert error(found, torch.tensor(values["jsd"], dtype=torch.float64, device=device)) < 1e-10
+
+
+def test_the_half_jsd_is_symmetric_and_bounded(device):
+    pair = make_pair((50, 16, 16, 101), device=device, target=False, requires_grad=False)
+    there = flce_ops.linear_kl_div(**pair, kind="jsd", reduction="none")
+    swapped = {
+        "input": pair["teacher_input"],
+        "linear_weight": pair["teacher_weight"],
+        "teacher_input": pair["input"],
+        "teacher_weight": pair["linear_weight"],
+    }
+    assert error(flce_ops.linear_kl_div(**swapped, kind="jsd", reduction="none"), there) < 1e-6
+    assert 0 < there.min() and there.max() < 0.6932
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_equal_to_its_teacher_has_divergence_zero_and_no_gradient(device, kind):
+    pair = make_pair(device=device, target=False)
+    pair["teacher_input"], pair["teacher_weight"] = pair["input"].detach(), pair["linear_weight"].detach()
+    found = run(flce_ops.linear_kl_div, pair, kind=kind)
+    scale = run_reference(make_pair(device=device, target=False), kind=kind)["input"].norm()
+    assert found["loss"].abs() < 1e-6
+    assert found["input"].norm() < 1e-5 * scale
+
+
+def test_the_temperature_squared_is_the_users(device):
+    pair = make_pair(device=device, dtype=torch.float64, target=False)
+    T = 2.0
+    student, teacher = (
+        F.linear(pair[i], pair[w]) for i, w in (("input", "linear_weight"), ("teacher_input", "teacher_weight"))
+    )
+    expected = T * T * F.kl_div(F.log_softmax(student / T, -1), F.softmax(teacher / T, -1), reduction="batchmean")
+    assert error(T * T * flce_ops.linear_kl_div(**pair, logit_scale=1 / T), expected) < 1e-13
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_temperature_over_capped_logits(device, kind):
+    """The docstring's recipe: logit_scale / T together with softcap / T."""
+    pair = make_pair(device=device, dtype=torch.float64, requires_grad=False, target=False)
+    T, cap = 2.0, 3.0
+    logits = [
+        cap * torch.tanh(F.linear(pair[i], pair[w]) / cap) / T
+        for i, w in (("input", "linear_weight"), ("teacher_input", "teacher_weight"))
+    ]
+    expected = with_kl_div(kind, 0.5, *(F.log_softmax(z, -1) for z in logits)).mean()
+    options = {"logit_scale": 1 / T, "softcap": cap / T, "teacher_softcap": cap / T}
+    assert error(flce_ops.linear_kl_div(**pair, kind=kind, **options), expected) < 1e-13
+
+
+# ---------------------------------------------------------------- given probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+def test_exact_zeros_in_teacher_probs(device, kind, reduction, dtype):
+    """0 log 0 = 0: F.kl_div's convention. One-hot rows among them: cross-entropy."""
+    pair = make_pair(device=device, dtype=dtype, probs=True)
+    probs = pair["teacher_probs"]
+    probs[:, ::3] = 0.0
+    probs[::4] = F.one_hot(torch.arange(probs.shape[0])[::4] % probs.shape[1], probs.shape[1]).to(dtype)
+    expected = run_reference(pair, kind=kind, reduction=reduction)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for name in expected:
+        assert found[name].isfinite().all()
+        assert error(found[name], expected[name]) < tolerance, name
+
+
+def test_one_hot_probabilities_are_cross_entropy(device):
+    pair = make_pair(device=device, dtype=torch.float64, probs=True)
+    V = pair["linear_weight"].shape[0]
+    pair["teacher_probs"] = F.one_hot(pair["target"].clamp_min(0), V).double()
+    found = run(flce_ops.linear_kl_div, pair)
+    again = clone(pair)
+    loss = flce_ops.linear_cross_entropy(again["input"], again["linear_weight"], again["target"])
+    loss.backward()
+    assert error(found["loss"], loss) < 1e-14
+    for name in ("input", "linear_weight"):
+        assert error(found[name], again[name].grad) < 1e-14
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_probabilities_that_do_not_add_up_to_one(device, kind, reduction):
+    """A truncated top-k, or probabilities rounded to bfloat16: still the sums of the definition and their gradient."""
+    pair = make_pair(device=device, dtype=torch.float64, probs=True)
+    pair["teacher_probs"] = pair["teacher_probs"] * torch.rand(RAGGED[0], 1, device=device)
+    expected = run_reference(pair, kind=kind, reduction=reduction)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-13, name
+
+
+def test_reverse_is_infinite_where_given_probabilities_forbid_what_the_student_does(device):
+    pair = make_pair(device=device, probs=True, target=False, requires_grad=False)
+    pair["teacher_probs"][3, 5] = 0.0
+    found = flce_ops.linear_kl_div(**pair, kind="reverse", reduction="none")
+    assert found[3] == torch.inf
+    assert found[torch.arange(len(found)) != 3].isfinite().all()
+
+
+# ---------------------------------------------------------------- ignored tokens, extremes, no tokens
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize("probs", [False, True], ids=["pair", "probs"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ignored_rows_hold_does_not_matter(device, kind, reduction, probs, poison):
+    pair = make_pair(device=device, bias=True, token_weight=True, probs=probs)
+    rows = pair["target"] == -100
+    poisoned = clone(pair)
+    with torch.no_grad():
+        for name in ("input", "teacher_probs", "teacher_input", "token_weight"):
+            if name in poisoned:
+                poisoned[name][rows] = poison
+    found = run(flce_ops.linear_kl_div, poisoned, kind=kind, reduction=reduction)
+    expected = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+    assert not found["input"][rows].any() and not found["token_weight"][rows].any()
+    assert rows.any() and found["input"][~rows].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_all_tokens_ignored(device, reduction, checkpointed, kind):
+    pair = make_pair(device=device, bias=True, token_weight=True)
+    pair["target"].fill_(-100)
+
+    def loss(**arguments):
+        if not checkpointed:
+            return flce_ops.linear_kl_div(**arguments)
+        return torch.utils.checkpoint.checkpoint(flce_ops.linear_kl_div, use_reentrant=False, **arguments)
+
+    found = run(loss, pair, kind=kind, reduction=reduction)
+    value = found.pop("loss")
+    assert value.isnan() if reduction == "mean" else not value.any()
+    for name, grad in found.items():
+        assert not grad.any(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", [False, True])
+def test_no_tokens(device, target, kind):
+    pair = make_pair((0, 5, 3, 7), device=device, bias=True, target=target, token_weight=True)
+    for reduction in REDUCTIONS:
+        found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+        value = found.pop("loss")
+        assert value.shape == ((0,) if reduction == "none" else ())
+        assert value.isnan() if reduction == "mean" else not value.any()
+        for name, grad in found.items():
+            assert not grad.any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_hundreds(device, kind, reduction, dtype):
+    """Confident models that disagree: probabilities underflow, divergences of hundreds of nats."""
+    pair = make_pair(device=device, dtype=dtype)
+    with torch.no_grad():
+        pair["input"] *= 50
+        pair["teacher_input"] *= 50
+    exact = run_reference(pair, kind=kind, reduction=reduction)
+    assert exact["loss"].max() > (0.3 if kind == "jsd" else 50)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    plain = run(plain_divergence, pair, kind=kind, reduction=reduction)
+    for name in exact:
+        assert found[name].isfinite().all()
+        assert error(found[name], exact[name]) <= 2 * error(plain[name], exact[name]) + 64 * UNIT[dtype], name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_taken_out_by_an_infinite_bias(device, kind):
+    """Padding of the vocabulary in both models: -inf logits on both sides are 0 log 0."""
+    pair = make_pair(device=device, dtype=torch.float64, bias=True)
+    V = RAGGED[3]
+    without = {name: t[: V - 11] if name.endswith(("weight", "bias")) else t for name, t in clone(pair).items()}
+    without = {name: t.detach().requires_grad_(pair[name].requires_grad) for name, t in without.items()}
+    with torch.no_grad():
+        pair["linear_bias"][V - 11 :] = -torch.inf
+        pair["teacher_bias"][V - 11 :] = -torch.inf
+    found, expected = (run(flce_ops.linear_kl_div, p, kind=kind) for p in (pair, without))
+    assert error(found["loss"], expected["loss"]) < 1e-14
+    assert error(found["input"], expected["input"]) < 1e-13
+    assert error(found["linear_weight"][: V - 11], expected["linear_weight"]) < 1e-13
+    assert not found["linear_weight"][V - 11 :].any() and not found["linear_bias"][V - 11 :].any()
+
+
+def test_float16_gradients_made_in_forward_survive_until_the_loss_scale_comes(device):
+    """A mean over 4096 tokens: entries of G / N under 2^-24 are zero in float16 unless they are scaled in advance."""
+    pair = make_pair((4096, 16, 12, 509), device=device, dtype=torch.float16)
+    scale = torch.tensor(4096.0, device=device)
+    for kind in KINDS:
+        expected = run_reference(pair, scale, kind=kind)
+        found = run(flce_ops.linear_kl_div, pair, scale, kind=kind)
+        for name in ("input", "linear_weight"):
+            assert error(found[name], expected[name]) < 2e-3, (kind, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_two_runs_agree_bit_for_bit(device, reduction, dtype):
+    pair = make_pair((600, 32, 24, 509), device=device, dtype=dtype, bias=True, token_weight=True)
+    with flce_ops.workspace(1):
+        first, second = (run(flce_ops.linear_kl_div, pair, kind="jsd", reduction=reduction) for _ in range(2))
+    for name in leaves(pair):
+        assert torch.equal(first[name], second[name]), name
