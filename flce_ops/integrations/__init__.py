@@ -1,0 +1,1 @@
+"""Other libraries' models; nothing here is loaded by `import flce_ops`."""

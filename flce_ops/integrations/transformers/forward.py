@@ -1,0 +1,111 @@
+"""The model's own forward, with the loss in place of the logits.
+
+The forward runs unchanged on a stand-in for the model. What it asks of the stand-in is the model's, but for two things:
+
+    logits = self.lm_head(hidden)                keeps `hidden`, returns (B, T, 0): nothing to scale or cap
+    loss = self.loss_function(logits, labels)    the model's lm_head on `hidden` and the targets
+
+Arguments, mixture-of-experts losses and outputs stay the model's.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from flce_ops.integrations.transformers.head import prepare_head
+from flce_ops.integrations.transformers.read_head import Head
+
+# B batch, T tokens, D hidden, V vocabulary
+
+ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is in force
+
+
+class WithoutLogits:
+    """Stands in for `model` during one forward."""
+
+    def __init__(self, model: nn.Module, head: Head) -> None:
+        self.flce_model = model
+        self.flce_head = head
+        self.flce_hidden = None
+        setattr(self, head.name, self.flce_keep_hidden)
+
+    def __getattr__(self, name: str):
+        return getattr(self.flce_model, name)
+
+    def flce_keep_hidden(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0)
+        self.flce_hidden = hidden
+        return hidden.new_empty(*hidden.shape[:-1], 0)
+
+    def loss_function(
+        self,
+        logits: Tensor,  # (B, T, 0)
+        labels: Tensor,  # (B, T)
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,  # (B, T)
+        **kwargs,
+    ) -> Tensor:  # ()
+        """Same as Transformers' ForCausalLMLoss on the logits."""
+        model, hidden = self.flce_model, self.flce_hidden
+        check_loss_function(model)
+        target = shift_labels
+        if target is None:
+            target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # position t predicts token t + 1
+        if target.numel() != hidden.shape[:-1].numel():
+            raise ValueError(
+                f"{type(model).__name__}: expected a label for each of the {hidden.shape[:-1].numel()} positions that "
+                f"logits_to_keep leaves, got {target.numel()}"
+            )
+        target = target.reshape(hidden.shape[:-1]).to(hidden.device)
+        head = getattr(model, self.flce_head.name)
+        prepare_head(head, type(model).__name__)
+        options = {
+            "vocab_size": vocab_size,
+            "ignore_index": ignore_index,
+            "softcap": self.flce_head.softcap_of(model),
+            "logit_scale": self.flce_head.logit_scale(model),
+        }
+        if num_items_in_batch is None:
+            return head(hidden, target, **options)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(hidden.device)
+            if num_items_in_batch.is_floating_point() or num_items_in_batch.dim() > 0:
+                # FSDP's mixed precision rounds the floating arguments of the head's forward; the operator takes 0-d
+                return head(hidden, target, reduction="sum", **options) / num_items_in_batch
+        return head(hidden, target, normalizer=num_items_in_batch, **options)
+
+
+def check_loss_function(model: nn.Module) -> None:
+    if model.loss_function is not ForCausalLMLoss:
+        raise NotImplementedError(
+            f"{type(model).__name__}: expected model.loss_function to be Transformers' ForCausalLMLoss, got "
+            f"{model.loss_function!r}; another loss needs the logits, so leave the model unpatched"
+        )
+
+
+def forward_without_logits(original: Callable, head: Head, *, of_instance: bool) -> Callable:
+    """The forward that takes the place of `original`, for one instance or for a class."""
+    parameters = list(inspect.signature(original).parameters)
+    labels_at = parameters.index("labels") - 1  # after self
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+        if labels is None or (of_instance and not getattr(self, ACTIVE, False)):
+            return original(self, *args, **kwargs)
+        return_dict = kwargs.get("return_dict")
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        if not return_dict:
+            kwargs["return_dict"] = True  # the logits can only be told from the rest by name
+        output = original(WithoutLogits(self, head), *args, **kwargs)
+        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        return output if return_dict else output.to_tuple()
+
+    forward.flce_original = original
+    return forward

@@ -1,0 +1,46 @@
+"""The forward of one module instance, replaced and put back."""
+
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+from torch import nn
+
+# accelerate's hooks take the place of an instance's forward and call what was there as _old_forward
+HOOKED, PLAIN = "_old_forward", "forward"
+
+
+@torch.compiler.disable(
+    reason="the head of a patched class is prepared on its first loss, which must run in eager mode"
+)
+def replace_forward(module: nn.Module, forward: Callable) -> None:
+    """forward(self, ...), with what it replaces as `forward.flce_original`."""
+    place = HOOKED if HOOKED in module.__dict__ else PLAIN
+    if has_another_forward(module, forward.flce_original):
+        raise NotImplementedError(
+            f"this {type(module).__name__} has a forward of its own, {module.__dict__[place]!r}, which patch would put "
+            "out of action; patch first, then set it"
+        )
+    setattr(module, place, MethodType(forward, module))
+
+
+def has_another_forward(module: nn.Module, original: Callable) -> bool:
+    """One that is not its class's, set on the instance by somebody else."""
+    held = module.__dict__.get(HOOKED, module.__dict__.get(PLAIN))
+    known = (None, type(module).forward, original)
+    return function_of(held) not in known and not hasattr(function_of(held), "flce_original")
+
+
+def is_replaced(module: nn.Module) -> bool:
+    return any(hasattr(function_of(module.__dict__.get(place)), "flce_original") for place in (HOOKED, PLAIN))
+
+
+def restore_forward(module: nn.Module) -> None:
+    if hasattr(function_of(module.__dict__.get(HOOKED)), "flce_original"):
+        module._old_forward = MethodType(type(module).forward, module)
+    elif hasattr(function_of(module.__dict__.get(PLAIN)), "flce_original"):
+        del module.forward
+
+
+def function_of(method: Callable | None) -> Callable | None:
+    return getattr(method, "__func__", method)

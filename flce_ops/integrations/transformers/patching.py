@@ -1,0 +1,113 @@
+"""Puts the forward without logits in place, on a model or on a class, and takes it away."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from flce_ops.integrations.transformers.forward import ACTIVE, check_loss_function, forward_without_logits
+from flce_ops.integrations.transformers.head import prepare_head, restore_head
+from flce_ops.integrations.transformers.instance_forward import (
+    has_another_forward,
+    is_replaced,
+    replace_forward,
+    restore_forward,
+)
+from flce_ops.integrations.transformers.read_head import Head, NotUnderstood, read_head
+
+
+def patch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type[PreTrainedModel]:
+    """Make a causal language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
+
+    With labels, the output has the loss and no logits; without labels it is what it was. Everything else that the
+    model's forward takes and returns stays: num_items_in_batch, shift_labels, ignore_index, logits_to_keep, router
+    losses, hidden states, return_dict.
+
+    Args:
+        model_or_class: a Transformers model, one wrapped by PEFT, or a model class, for all of its instances.
+
+    Returns:
+        model_or_class.
+
+    Raises:
+        NotImplementedError: the model does something with its logits, or has a head, that the operator cannot
+            stand for.
+        TypeError: not a Transformers model.
+    """
+    if isinstance(model_or_class, type):
+        patch_class(model_or_class)
+    else:
+        patch_instance(base_model_of(model_or_class))
+    return model_or_class
+
+
+def unpatch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type[PreTrainedModel]:
+    """Undo `patch` of the same model or class. ValueError if it is not patched."""
+    if isinstance(model_or_class, type):
+        original = getattr(model_or_class.__dict__.get("forward"), "flce_original", None)
+        if original is None:
+            raise ValueError(f"{model_or_class.__name__} is not patched")
+        del model_or_class.forward
+        if model_or_class.forward is not original:  # unless it was inherited
+            model_or_class.forward = original
+        return model_or_class
+    model = base_model_of(model_or_class)
+    if not getattr(model, ACTIVE, False):
+        raise ValueError(f"this {type(model).__name__} is not patched (its class may be)")
+    setattr(model, ACTIVE, False)  # all that matters where a wrapper (accelerate's autocast) now holds the forward
+    restore_forward(model)
+    restore_head(getattr(model, head_of(type(model)).name))
+    return model_or_class
+
+
+@contextlib.contextmanager
+def patched(model_or_class: nn.Module | type[PreTrainedModel]) -> Iterator[nn.Module | type[PreTrainedModel]]:
+    """`patch` for the duration of a with block."""
+    patch(model_or_class)
+    try:
+        yield model_or_class
+    finally:
+        unpatch(model_or_class)
+
+
+def patch_class(cls: type) -> None:
+    if not issubclass(cls, PreTrainedModel):
+        raise TypeError(f"expected a class of Transformers models, got {cls!r}")
+    if not hasattr(cls.forward, "flce_original"):
+        head = head_of(cls)
+        cls.forward = forward_without_logits(cls.forward, head, of_instance=False)
+
+
+def patch_instance(model: PreTrainedModel) -> None:
+    cls = type(model)
+    head = head_of(cls)
+    check_loss_function(model)
+    prepare_head(getattr(model, head.name), cls.__name__)
+    original = original_of(cls)
+    held_by_a_wrapper = hasattr(model, ACTIVE) and has_another_forward(model, original)
+    if not is_replaced(model) and not held_by_a_wrapper:
+        replace_forward(model, forward_without_logits(original, head, of_instance=True))
+    setattr(model, ACTIVE, True)
+
+
+def head_of(cls: type) -> Head:
+    try:
+        return read_head(original_of(cls))
+    except NotUnderstood as error:
+        raise NotImplementedError(
+            f"{cls.__name__}: {error}. Its loss without logits would differ from its own, so it is left as it is; call "
+            "flce_ops.linear_cross_entropy on its last hidden state and lm_head.weight instead"
+        ) from error
+
+
+def original_of(cls: type) -> Callable:
+    return getattr(cls.forward, "flce_original", cls.forward)
+
+
+def base_model_of(model: nn.Module) -> PreTrainedModel:
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"expected a Transformers model, or one wrapped by PEFT, got {type(model).__qualname__}")
+    return model

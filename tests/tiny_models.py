@@ -1,0 +1,97 @@
+"""Causal language models of Transformers, small, from their configs, with random weights."""
+
+# B batch, T tokens of one sequence, D hidden, V vocabulary
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import PreTrainedModel
+
+VOCAB = 101  # prime
+TOKENS = 11
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # logits of several units, or a softcap and a scale would change little
+    "initializer_range": 0.4,
+}
+HEAD_DIM = {"head_dim": 8}
+
+# (class, what its config has beyond SIZES)
+MODELS = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "Llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "Qwen2": ("Qwen2ForCausalLM", {}),
+    "Qwen3": ("Qwen3ForCausalLM", HEAD_DIM),
+    "Mistral": ("MistralForCausalLM", HEAD_DIM),
+    "Gemma2": ("Gemma2ForCausalLM", {**HEAD_DIM, "final_logit_softcapping": 3.0}),
+    "Gemma3": ("Gemma3ForCausalLM", {**HEAD_DIM, "final_logit_softcapping": 2.5}),
+    "Gemma3 without softcap": ("Gemma3ForCausalLM", HEAD_DIM),
+    "Phi3": ("Phi3ForCausalLM", {}),
+    "Granite": ("GraniteForCausalLM", {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
+    "Cohere": ("CohereForCausalLM", {"logit_scale": 0.25}),
+    # the generic path
+    "Gemma": ("GemmaForCausalLM", HEAD_DIM),
+    "Phi, head with bias": ("PhiForCausalLM", {"hidden_size": 32}),
+    "GPT-2, tied": (
+        "GPT2LMHeadModel",
+        {"n_embd": 24, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "OLMo2": ("Olmo2ForCausalLM", {}),
+    "HyperCLOVA, scaled in the line of the head": ("HyperCLOVAXForCausalLM", {"logits_scaling": 0.5}),
+    "Mixtral, router loss": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3},
+    ),
+}
+
+
+def make_model(name: str = "Llama", **changes) -> PreTrainedModel:
+    class_name, extra = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    named_otherwise = ("hidden_size", "num_", "max_") if "n_embd" in extra else ()
+    sizes = {name: size for name, size in SIZES.items() if not name.startswith(named_otherwise)}
+    return model_class(model_class.config_class(**{**sizes, **extra, **changes})).train()
+
+
+def make_batch(sequences: int = 3) -> dict[str, Tensor]:
+    """Zipf-like tokens (B, T), padded on the right; labels ignore the padding and a prompt."""
+    rank = torch.arange(VOCAB - 3).float()
+    tokens = 3 + torch.multinomial(1 / (1 + rank), sequences * TOKENS, replacement=True).view(sequences, TOKENS)
+    attention_mask, labels = torch.ones_like(tokens), tokens.clone()
+    for i in range(sequences):
+        labels[i, : 1 + 2 * i] = -100
+        if i > 0:
+            attention_mask[i, -i:], labels[i, -i:], tokens[i, -i:] = 0, -100, 0
+    return {"input_ids": tokens, "attention_mask": attention_mask, "labels": labels}
+
+
+def loss_and_gradients(model: nn.Module, **inputs) -> tuple[Tensor, dict[str, Tensor | None]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def check_same(ours, theirs, tolerance: float = 2e-5) -> None:
+    """Losses and gradients, each gradient relative to its own largest entry."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, expected in theirs[1].items():
+        if expected is None:
+            assert ours[1][name] is None, name
+        else:
+            atol = tolerance * expected.abs().max().item()
+            torch.testing.assert_close(ours[1][name], expected, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
