@@ -1,0 +1,120 @@
+"""`python -m benchmarks.numerics_table`: error of loss, dX and dW against float64, per dtype, ours and plain torch's.
+
+    python -m benchmarks.numerics_table                      # -> benchmarks/results/<device>/numerics.csv
+    python -m benchmarks.numerics_table --device cuda        # float16 and bfloat16 by the Triton kernels
+
+Every implementation gets the same rounded inputs (benchmarks/data.py: Zipf prior, targets from the softmax, 2 % are
+ignored); the truth is a float64 computation on them. Error: ||out - truth|| / ||truth||. float16 gradients are those
+of the loss times LOSS_SCALE, divided by it afterwards, as torch.amp.GradScaler does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce_ops
+
+from .data import Problem, make_problem
+from .errors import errors_of, make_reference
+from .modes import MODES, prepare
+from .report import REPOSITORY, Report, environment, say
+from .shapes import Shape, parse_shapes
+
+SHAPES = {"cpu": Shape(256, 288, 32003), "cuda": Shape(8192, 2048, 128256)}  # under a minute each
+LOSS_SCALE = {torch.float16: 4096.0}
+SMALL_WORKSPACE = 32 << 20  # too small for a float32 sum of dW: rounded once a chunk
+
+
+@dataclass
+class NumericsRow:
+    device: str
+    torch: str
+    triton: str
+    commit: str
+    N: int
+    D: int
+    V: int
+    dtype: str
+    provider: str
+    err_loss: float
+    err_dx: float
+    err_dw: float
+    seed: int
+
+
+def small_workspace(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return flce_ops.linear_cross_entropy(x, weight, target)
+
+
+PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "F.cross_entropy": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
+    "F.cross_entropy, float32 logits": lambda x, weight, target: F.cross_entropy(F.linear(x, weight).float(), target),
+    "flce_ops": flce_ops.linear_cross_entropy,
+    "flce_ops, workspace 32 MiB": small_workspace,
+}
+
+
+def measure(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, commit: str | None) -> list[NumericsRow]:
+    problem = make_problem(shape, dtype=dtype, device=device, seed=seed)
+    mode = MODES["fwd_bwd"]
+    exact = dataclasses.replace(problem, input=problem.input.float(), linear_weight=problem.linear_weight.float())
+    truth = make_reference(exact, mode)  # float64, as these are float32
+    prepare(problem, mode)
+    here = environment(device, commit)
+    rows = []
+    for name, function in PROVIDERS.items():
+        with flce_ops.workspace(SMALL_WORKSPACE) if function is small_workspace else contextlib.nullcontext():
+            loss, gradients = step(function, problem, LOSS_SCALE.get(dtype, 1.0))
+        errors = errors_of(loss, gradients, truth)
+        place = (here.gpu, here.torch, here.triton, here.commit, *shape, str(dtype).removeprefix("torch."))
+        rows.append(NumericsRow(*place, name, *errors, seed))
+    return rows
+
+
+def step(function: Callable, problem: Problem, scale: float) -> tuple[Tensor, SimpleNamespace]:
+    """The loss, and the gradients made from `scale` times the loss, where errors_of looks for them."""
+    problem.clear_gradients()
+    loss = function(problem.input, problem.linear_weight, problem.target)
+    (loss * scale).backward()
+    # divided in float32: a half gradient divided by the scale would be rounded, or vanish, here
+    leaves = {"input": problem.input, "linear_weight": problem.linear_weight}
+    made = {name: SimpleNamespace(grad=leaf.grad.float() / scale) for name, leaf in leaves.items()}
+    return loss.detach(), SimpleNamespace(**made)
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    parser = argparse.ArgumentParser("python -m benchmarks.numerics_table", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=None, help="folder of numerics.csv")
+    defaults = ", ".join(f"{shape} on {kind}" for kind, shape in SHAPES.items())
+    parser.add_argument("--shape", default=None, help=f"NxDxV, default {defaults}")
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one, noted in the rows")
+    parser.add_argument("--commit", default=None)
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    (shape,) = parse_shapes(arguments.shape) if arguments.shape else (SHAPES[device.type],)
+    seed = int(torch.seed() % 2**31) if arguments.seed is None else arguments.seed
+    folder = arguments.out or REPOSITORY / "benchmarks" / "results" / environment(device).slug
+    report = Report(folder / "numerics.csv")
+    say(f"{'dtype':10}{'':34}{'loss':>10}{'dX':>10}{'dW':>10}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = measure(shape, dtype, device, seed, arguments.commit)
+        report.add(rows)
+        for row in rows:
+            say(f"{row.dtype:10}{row.provider:34}{row.err_loss:10.1e}{row.err_dx:10.1e}{row.err_dw:10.1e}")
+    say(f"-> {report.path}")
+    return report.path
+
+
+if __name__ == "__main__":
+    main()
