@@ -3,6 +3,8 @@
 linear_kl_div -> torch.ops.flce.linear_kl_div -> composite -> forward | with_grad -> reduction in ATen
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -195,7 +197,7 @@ def autocast_pairs(operands: Operands) -> Operands:
 
 def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int) -> Operands:
     """(..., D) as (N, D), and which tokens count."""
-    tokens = operands.input.shape[:-1].numel()
+    tokens = math.prod(operands.input.shape[:-1])  # Size.numel() would make a symbolic length a constant
 
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.reshape(tokens, tensor.shape[-1])
@@ -214,9 +216,10 @@ def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None
         return normalizer.to(dtype)
     if reduction == "sum":
         return None
-    if operands.valid is not None:
-        return operands.valid.sum().to(dtype)
-    return torch.full((), operands.input.shape[0], dtype=dtype, device=operands.input.device)
+    valid = operands.valid
+    if valid is None:
+        valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
+    return valid.sum().to(dtype)
 
 
 def row_factor(
