@@ -1,0 +1,96 @@
+"""What mkdocs does to the pages of docs/ beyond Markdown.
+
+    <!-- include FILE -->       the text of a file of the repository (DESIGN.md, CHANGELOG.md), without its title
+    <!-- error tables -->       one table for each benchmarks/results/*/numerics.csv
+    <!-- remaining names -->    the public names that api.md does not list by hand
+
+Links to files of the repository that are no pages (tests, sources) become plain text: the site has no copy of them.
+"""
+
+import ast
+import csv
+import posixpath
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIRECTIVE = re.compile(r"^<!-- (include \S+|error tables|remaining names) -->$", re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+# Pages of optional parts: left out of the navigation where they are not there.
+OPTIONAL = {"transformers.md", "distillation.md"}
+
+
+def on_config(config):
+    config["nav"] = without_missing(config["nav"])
+    return config
+
+
+def without_missing(nav: list) -> list:
+    kept = []
+    for entry in nav:
+        ((title, target),) = entry.items()
+        if isinstance(target, list):
+            kept.append({title: without_missing(target)})
+        elif target not in OPTIONAL or (ROOT / "docs" / target).exists():
+            kept.append(entry)
+    return kept
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    folder = "docs"
+
+    def directive(match: re.Match) -> str:
+        nonlocal folder
+        word, _, rest = match[1].partition(" ")
+        if word == "include":
+            folder = posixpath.dirname(rest)
+            return re.sub(r"\A# .*\n", "", (ROOT / rest).read_text())
+        return error_tables() if word == "error" else remaining_names(markdown)
+
+    text = DIRECTIVE.sub(directive, markdown)
+    return LINK.sub(lambda match: link(match, folder), text)
+
+
+def link(match: re.Match, folder: str) -> str:
+    """The link as it is where it leads to a page, else its text."""
+    text, target, anchor = match[1], match[2], match[3] or ""
+    if "://" in target:
+        return match[0]
+    path = posixpath.normpath(posixpath.join(folder, target))
+    pages = {"DESIGN.md": "design.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md", "docs": "index.md"}
+    page = pages.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+    if page is not None and (ROOT / "docs" / page).is_file():
+        return f"[{text}]({page}{anchor})"
+    return text if "`" in text else f"`{text}`"
+
+
+def error_tables() -> str:
+    """The devices side by side under each other, ours after torch's, as in the CSVs."""
+    parts = []
+    for path in sorted(ROOT.glob("benchmarks/results/*/numerics.csv")):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        first = rows[0]
+        parts.append(
+            f"**{first['device']}**, torch {first['torch']}, commit {first['commit']}, {first['N']} tokens x "
+            f"{first['D']} hidden x {first['V']} vocabulary (`{path.relative_to(ROOT)}`)\n\n"
+            "| dtype | | loss | dX | dW |\n|---|---|---|---|---|\n"
+            + "\n".join(
+                f"| {row['dtype']} | {row['provider']} | "
+                + " | ".join(f"{float(row[error]):.1e}" for error in ("err_loss", "err_dx", "err_dw"))
+                + " |"
+                for row in rows
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def remaining_names(markdown: str) -> str:
+    tree = ast.parse((ROOT / "flce_ops" / "__init__.py").read_text())
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    listed = {name.rsplit(".", 1)[1] for name in re.findall(r"^::: (\S+)$", markdown, re.MULTILINE)}
+    return "\n\n".join(f"::: flce_ops.{name}" for name in names if name not in listed and not name.startswith("_"))
