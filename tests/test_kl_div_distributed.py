@@ -1,0 +1,368 @@
+"""linear_kl_div on DTensors, in processes over gloo (CI) and NCCL (marker multigpu), against one float64 process.
+
+Mesh dimensions are called by what they shard: "dp" tokens, "tp" the vocabulary.
+"""
+
+# B batch, T tokens of one sequence, N = B T, D and E hidden sizes, V vocabulary, R ranks
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import LOCAL, NAMESPACES
+from process_pool import run_in_world, worlds
+from reference_divergence import KINDS, leaves, make_pair, run_reference
+from reference_loss import error
+from test_distributed import full, mesh_of
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+from flce_ops.divergence import reference
+
+B, T, D, E, V = 3, 14, 16, 10, 61  # V prime: uneven over every number of ranks
+TOLERANCE = 2e-5  # float32 against float64
+ROWS = ("input", "teacher_input", "target", "token_weight")
+R = Replicate()
+CPU_PAIR = worlds(2)
+SQUARE = worlds(4, 8)
+
+OPTIONS = [
+    {},
+    {"reduction": "sum", "kind": "reverse"},
+    {"reduction": "none", "kind": "jsd", "beta": 0.2},
+    {"kind": "jsd"},
+    {"softcap": 5.0, "teacher_softcap": 4.0, "logit_scale": 0.7, "kind": "reverse"},
+    {"reduction": "none"},
+    {"reduction": "none", "kind": "reverse"},
+]
+
+
+def batch(device, *, vocab=V, tokens=T, **made):
+    """make_pair with tokens as (B, T), the same in every process; the first sequence has most of the ignored ones."""
+    pair = make_pair((B * tokens, D, E, vocab), **made)
+    pair["target"][: tokens // 2] = -100
+    shaped = {}
+    for name, tensor in pair.items():
+        value = tensor.detach().view(B, tokens, *tensor.shape[1:]) if name in ROWS else tensor.detach()
+        shaped[name] = value.to(device).requires_grad_(tensor.requires_grad)
+    return shaped
+
+
+def place(pair, mesh, tokens, rows, plain=()):
+    placed = {}
+    for name, tensor in pair.items():
+        if name in plain:
+            placed[name] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            continue
+        placements = tokens if name in ROWS else rows
+        placed[name] = distribute_tensor(tensor.detach(), mesh, placements).requires_grad_(tensor.requires_grad)
+    return placed
+
+
+def check_same_as_one_process(placed, pair, **options):
+    shape = pair["target"].shape if options.get("reduction") == "none" else ()
+    cotangent = torch.linspace(0.5, 1.5, max(1, shape.numel() if shape else 1), device=pair["target"].device).view(
+        shape
+    )
+    expected = run_reference(pair, cotangent, **options)
+    loss = flce_ops.linear_kl_div(**placed, **options)
+    assert isinstance(loss, DTensor)
+    assert loss.shape == expected["loss"].shape
+    loss.backward(distribute_tensor(cotangent.to(loss.dtype), loss.device_mesh, loss.placements))
+    assert error(full(loss), expected.pop("loss")) < TOLERANCE
+    for name, exact in expected.items():
+        assert error(full(placed[name].grad), exact) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+@pytest.mark.parametrize("vocab", [V, 3, 1], ids=["prime", "last rank short", "a rank without classes"])
+def test_sharded_vocabulary_gives_the_divergence_and_gradients_of_one_process(world, vocab):
+    run_in_world(world, sharded_vocabulary, vocab)
+
+
+def sharded_vocabulary(device, vocab):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in OPTIONS:
+        for made in ({}, {"bias": True, "token_weight": True}):
+            pair = batch(device, vocab=vocab, **made)
+            placed = place(pair, mesh, [R], [Shard(0)])
+            check_same_as_one_process(placed, pair, **options)
+            assert placed["linear_weight"].grad.placements == (Shard(0),)
+            assert placed["input"].grad.placements == (R,)
+    pair = batch(device, vocab=vocab)
+    check_same_as_one_process(place(pair, mesh, [R], [Shard(0)]), pair, normalizer=17.5)
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_sharded_tokens_with_a_global_mean(world):
+    run_in_world(world, sharded_tokens)
+
+
+def sharded_tokens(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for dim in (0, 1):
+        for options in OPTIONS:
+            pair = batch(device, bias=True, token_weight=True)
+            placed = place(pair, mesh, [Shard(dim)], [R])
+            check_same_as_one_process(placed, pair, **options)
+            assert placed["linear_weight"].grad.placements == (Partial(),)
+            assert placed["input"].grad.placements == (Shard(dim),)
+    pair = batch(device, target=True)
+    del pair["target"]
+    expected = run_reference(pair)
+    loss = flce_ops.linear_kl_div(**place(pair, mesh, [Shard(0)], [R]))
+    assert error(full(loss), expected["loss"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_tokens_in_any_layout_beside_a_sharded_vocabulary_and_plain_rows(world):
+    run_in_world(world, token_layouts)
+
+
+def token_layouts(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for kind, placement in (("forward", Shard(0)), ("jsd", Shard(1))):
+        pair = batch(device, token_weight=True)
+        placed = place(pair, mesh, [placement], [Shard(0)], plain=("target", "token_weight"))
+        check_same_as_one_process(placed, pair, kind=kind)
+        assert placed["input"].grad.placements == (placement,)
+
+
+@pytest.mark.parametrize("world", SQUARE)
+def test_tokens_and_vocabulary_sharded_over_two_mesh_dimensions(world):
+    run_in_world(world, two_dimensions)
+
+
+def two_dimensions(device):
+    mesh = mesh_of(device, 2, dist.get_world_size() // 2)
+    for options in OPTIONS:
+        pair = batch(device, bias=True, token_weight=True)
+        placed = place(pair, mesh, [Shard(0), R], [R, Shard(0)])
+        check_same_as_one_process(placed, pair, **options)
+        assert placed["linear_weight"].grad.placements == (Partial(), Shard(0))
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_several_chunks_extremes_and_ignored_rows(world):
+    run_in_world(world, chunks_and_extremes)
+
+
+def chunks_and_extremes(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for kind in KINDS:
+        for reduction in ("none", "mean"):
+            pair = batch(device, tokens=100, bias=True)
+            with flce_ops.workspace(1):
+                check_same_as_one_process(place(pair, mesh, [R], [Shard(0)]), pair, kind=kind, reduction=reduction)
+                assert flce_ops.last_path().chunks == 3
+        poisoned = batch(device)
+        with torch.no_grad():
+            for name in ("input", "teacher_input"):
+                poisoned[name] *= 10  # shards whose share of a softmax underflows
+                poisoned[name][poisoned["target"] == -100] = torch.nan
+        placed = place(poisoned, mesh, [R], [Shard(0)])
+        flce_ops.linear_kl_div(**placed, kind=kind).backward()
+        with torch.no_grad():
+            for name in ("input", "teacher_input"):
+                poisoned[name].nan_to_num_(0.0)
+        expected = run_reference(poisoned, kind=kind)
+        for name in leaves(poisoned):
+            assert error(full(placed[name].grad), expected[name]) < 10 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_padded_classes_behind_an_infinite_bias(world):
+    run_in_world(world, padded_classes)
+
+
+def padded_classes(device):
+    """So many that the last rank holds nothing else: its own maximum is -inf."""
+    mesh = mesh_of(device, dist.get_world_size())
+    for kind in KINDS:
+        pair = batch(device, bias=True)
+        expected = run_reference(pair, kind=kind)
+        padded = dict(pair)
+        for name in ("linear_weight", "teacher_weight", "linear_bias", "teacher_bias"):
+            filling = torch.full_like(pair[name], -torch.inf if name.endswith("bias") else 1.0)
+            padded[name] = torch.cat([pair[name], filling]).detach().requires_grad_(pair[name].requires_grad)
+        placed = place(padded, mesh, [R], [Shard(0)])
+        loss = flce_ops.linear_kl_div(**placed, kind=kind)
+        loss.backward()
+        assert error(full(loss), expected["loss"]) < TOLERANCE
+        assert error(full(placed["input"].grad), expected["input"]) < TOLERANCE
+        found = full(placed["linear_weight"].grad)
+        assert error(found[:V], expected["linear_weight"]) < TOLERANCE and not found[V:].any()
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_half_dtypes_on_a_sharded_vocabulary(world):
+    run_in_world(world, half_dtypes)
+
+
+def half_dtypes(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+        for reduction in ("none", "mean"):
+            pair = batch(device, dtype=dtype, bias=True)
+            expected = run_reference(pair, reduction=reduction)
+            placed = place(pair, mesh, [R], [Shard(0)])
+            loss = flce_ops.linear_kl_div(**placed, reduction=reduction)
+            loss.sum().backward()
+            if reduction == "none":
+                expected |= {k: v for k, v in run_reference(pair, reduction="sum").items() if k != "loss"}
+            assert error(full(loss), expected["loss"]) < tolerance
+            for name in leaves(pair):
+                assert error(full(placed[name].grad), expected[name]) < tolerance, name
+
+
+class RecordCollectives(TorchDispatchMode):
+    """Every collective and how many numbers this rank hands to it, those inside the kernels included."""
+
+    KERNELS = {
+        "linear_kl_div_forward": reference.forward,
+        "linear_kl_div_with_grad": reference.with_grad,
+        "linear_kl_div_backward": reference.backward,
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if func.namespace in NAMESPACES and name not in LOCAL:
+            name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
+            sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
+            self.calls.append((name, sent.numel()))
+        if name in self.KERNELS:  # what a kernel calls is out of a mode's sight: run it here
+            with self:
+                return self.KERNELS[name](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(world):
+    run_in_world(world, traffic)
+
+
+def traffic(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    tokens = B * T
+    for kind, sums in (("forward", 1), ("reverse", 1), ("jsd", 2)):
+        exchange = [("all_gather", 2 * tokens), ("all_reduce", sums * tokens)]
+        for reduction in ("none", "mean"):
+            placed = place(batch(device), mesh, [R], [Shard(0)], plain=("target",))
+            with RecordCollectives() as recorded:
+                loss = flce_ops.linear_kl_div(**placed, kind=kind, reduction=reduction)
+            assert recorded.calls == exchange, recorded.calls
+            with RecordCollectives() as recorded:
+                loss.sum().backward()
+            assert recorded.calls == [("all_reduce", tokens * D)], recorded.calls
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_a_step_on_a_sharded_vocabulary_is_four_gemm_passes_over_the_shard(world):
+    run_in_world(world, count_flops)
+
+
+def count_flops(device):
+    pair = batch(device, vocab=64)
+    placed = place(pair, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    with FlopCounterMode(display=False) as counter:
+        flce_ops.linear_kl_div(**placed).backward()
+    assert counter.get_total_flops() == 2 * B * T * (3 * D + E) * 64 // dist.get_world_size()
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_upstream_factor_and_second_backward(world):
+    run_in_world(world, second_backward)
+
+
+def second_backward(device):
+    pair = batch(device)
+    placed = place(pair, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    loss = 3 * flce_ops.linear_kl_div(**placed)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    exact = run_reference(pair, torch.tensor(6.0))
+    for name in leaves(pair):
+        assert error(full(placed[name].grad), exact[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_compiled_on_a_sharded_vocabulary_is_one_graph(world):
+    run_in_world(world, compiled)
+
+
+def compiled(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in ({"kind": "jsd"}, {"reduction": "none"}):
+        function = torch.compile(flce_ops.linear_kl_div, fullgraph=True, backend="aot_eager")
+        pair = batch(device, bias=True)
+        expected = run_reference(pair, **{**options, "reduction": "sum"})
+        placed = place(pair, mesh, [R], [Shard(0)])
+        loss = function(**placed, **options)
+        loss.sum().backward()
+        count = 1 if options.get("reduction") == "none" else (pair["target"] != -100).sum()
+        for name in leaves(pair):
+            assert error(count * full(placed[name].grad), expected[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_operators_of_a_shard_pass_opcheck(world):
+    run_in_world(world, opcheck_shard)
+
+
+def opcheck_shard(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    pair = make_pair((37, D, E, 60), bias=True)
+    own = slice(30 * mesh.get_local_rank(), 30 * mesh.get_local_rank() + 30)
+    names = ("input", "linear_weight", "linear_bias", "teacher_input", "teacher_weight", "teacher_bias")
+    args = [pair[name].detach().to(device) for name in names]
+    args = [tensor[own] if name.endswith(("weight", "bias")) else tensor for name, tensor in zip(names, args)]
+    args = [*args, None, (pair["target"] != -100).to(device)]
+    sharing = {"group": mesh.get_group().group_name, "ranks": 2, "vocab_size": 60, "kind": "jsd"}
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    opcheck(torch.ops.flce.linear_kl_div_forward.default, tuple(args), sharing, test_utils=checks)
+    scaled = (*args, torch.rand(37, device=device))
+    mask = {"output_mask": [True] * 3}
+    opcheck(torch.ops.flce.linear_kl_div_with_grad.default, scaled, {**sharing, **mask}, test_utils=checks)
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
+def test_layouts_that_are_not_supported_are_refused_by_name(world):
+    run_in_world(world, refusals)
+
+
+def refusals(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    pair = batch(device)
+
+    def refused(kind, message, placed):
+        with pytest.raises(kind, match=message):
+            flce_ops.linear_kl_div(**placed)
+
+    placed = place(pair, mesh, [R], [Shard(0)])
+    probs = {name: t for name, t in placed.items() if not name.startswith("teacher")}
+    probs["teacher_probs"] = torch.rand(B, T, V, device=device)
+    refused(NotImplementedError, "linear_kl_div: teacher_probs with DTensors", probs)
+    refused(ValueError, "teacher_weight is a plain tensor", place(pair, mesh, [R], [Shard(0)], ("teacher_weight",)))
+    refused(ValueError, "teacher_input is a plain tensor", place(pair, mesh, [R], [Shard(0)], ("teacher_input",)))
+    refused(ValueError, "linear_kl_div: linear_weight is a DTensor", place(pair, mesh, [R], [Shard(0)], ("input",)))
+    other = {**placed, "teacher_weight": distribute_tensor(pair["teacher_weight"], mesh, [R])}
+    refused(ValueError, "must be laid out alike", other)
+    refused(
+        ValueError, "linear_kl_div: linear_weight is sharded along its features", place(pair, mesh, [R], [Shard(1)])
+    )
+    own = {**placed, "target": pair["target"][:, : T // 2]}
+    refused(ValueError, "linear_kl_div: expected a plain target to hold all tokens", own)
+    square = mesh_of(device, 1, dist.get_world_size())
+    twice = place(pair, square, [R, R], [Shard(0), Shard(0)])
+    refused(NotImplementedError, "more than one mesh dimension", twice)
+    asking = {**placed, "teacher_weight": placed["teacher_weight"].requires_grad_()}
+    refused(NotImplementedError, "teacher_weight requires a gradient", asking)
