@@ -252,6 +252,19 @@ def test_hooks_on_the_head_run():
     assert seen == ["before", torch.Size([])]
 
 
+@pytest.mark.parametrize("count", NUM_ITEMS)
+def test_the_head_gets_no_floating_argument_but_the_hidden_states(count):
+    # FSDP's mixed precision would round it to bfloat16, a number of items by up to 0.4 %
+    model, floating = patch(make_model()), []
+
+    def look(module, args, kwargs):
+        floating.extend(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point())
+
+    model.lm_head.register_forward_pre_hook(look, with_kwargs=True)
+    model(**make_batch(), num_items_in_batch=NUM_ITEMS[count])
+    assert [tuple(tensor.shape) for tensor in floating] == [(3, TOKENS, 24)]
+
+
 @pytest.mark.parametrize("first", ["hooks", "patch"])
 def test_hooks_of_accelerate_run_before_and_after_patch(first):
     hooks = pytest.importorskip("accelerate.hooks")
@@ -300,7 +313,7 @@ def test_autocast_to_bfloat16():
 def test_gradient_checkpointing_of_the_blocks():
     model, batch = make_model(), make_batch()
     expected = loss_and_gradients(model, **batch)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     check_same(loss_and_gradients(patch(model), **batch), expected)
 
 
@@ -315,15 +328,13 @@ def test_compiles_as_one_graph(name):
     check_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
 
 
-def test_a_patched_class_compiles_with_a_break_on_the_first_loss_and_then_as_one_graph():
+def test_a_patched_class_compiles_as_one_graph_after_a_first_loss_in_eager_mode():
     model, batch = make_model("Mistral"), make_batch() | {"use_cache": False}
     expected = model(**batch).loss
     with patched(MistralForCausalLM):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="must run in eager mode"):
             torch.compile(model, fullgraph=True, backend="eager")(**batch)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
+        model(**batch)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
 

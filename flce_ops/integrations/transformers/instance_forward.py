@@ -10,9 +10,7 @@ from torch import nn
 HOOKED, PLAIN = "_old_forward", "forward"
 
 
-@torch.compiler.disable(
-    reason="the head of a patched class is prepared on its first loss, which must run in eager mode"
-)
+@torch.compiler.disable(reason="a patched class prepares a head at its first loss, which must run in eager mode")
 def replace_forward(module: nn.Module, forward: Callable) -> None:
     """forward(self, ...), with what it replaces as `forward.flce_original`."""
     place = HOOKED if HOOKED in module.__dict__ else PLAIN

@@ -1,0 +1,179 @@
+"""Training of patched models: the curve of the unpatched one, under a plain loop, under Trainer, sharded by FSDP2."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import torch.distributed as dist
+from process_pool import run_in_world, worlds
+from tiny_models import TOKENS, check_same, loss_and_gradients, make_batch, make_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Trainer, TrainingArguments
+
+from flce_ops.integrations.transformers import patch, patched, unpatch
+
+# B batch, T tokens of one sequence, V vocabulary
+
+STEPS = 30
+
+
+def train(model, batches) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # Adam would hide a wrong factor
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["Llama tied", "Gemma2"])
+def test_thirty_steps_follow_the_unpatched_curve(name):
+    model = make_model(name, initializer_range=0.1)
+    tokens = 3 + (torch.randint(90, (STEPS, 4, 1)) + 7 * torch.arange(TOKENS)) % 90  # each token tells the next
+    batches = [{"input_ids": step, "labels": step} for step in tokens]
+    theirs = train(copy.deepcopy(model), batches)
+    ours = train(patch(model), batches)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
+    assert theirs[-1] < 0.8 * theirs[0]
+
+
+# ---------------------------------------------------------------- Trainer
+
+
+def make_rows(count: int = 24) -> list[dict]:
+    """Sequences with 1 to T labels each: micro-batches hold different numbers of them."""
+    rows = []
+    for i in range(count):
+        tokens = 3 + (torch.randint(90, (1,)) + 7 * torch.arange(TOKENS)) % 90
+        labels = tokens.clone()
+        labels[: i % (TOKENS - 2)] = -100
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
+
+
+def run_trainer(model, rows, out, **options) -> tuple[list[float], Trainer]:
+    arguments = TrainingArguments(
+        output_dir=out,
+        max_steps=5,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        seed=3,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+def check_same_parameters(ours, theirs) -> None:
+    for (name, mine), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_trainer_with_gradient_accumulation_equals_the_unpatched_trainer(tmp_path):
+    model, rows = make_model(initializer_range=0.1), make_rows()
+    other = copy.deepcopy(model)
+    theirs, _ = run_trainer(other, rows, tmp_path, gradient_accumulation_steps=3)
+    ours, trainer = run_trainer(patch(model), rows, tmp_path, gradient_accumulation_steps=3)
+    assert trainer.model_accepts_loss_kwargs  # num_items_in_batch has reached forward
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=0)
+    check_same_parameters(model, other)
+    averages, _ = run_trainer(patch(copy.deepcopy(other)), rows, tmp_path)
+    assert len(averages) == len(ours) == 5
+
+
+def test_trainer_evaluates_with_the_loss_alone(tmp_path):
+    model, rows = make_model(initializer_range=0.1), make_rows(8)
+    _, trainer = run_trainer(model, rows, tmp_path)
+    theirs = trainer.evaluate(rows)["eval_loss"]
+    with patched(model):
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(theirs, rel=1e-5)
+
+
+def test_trainers_label_smoothing_uses_real_logits(tmp_path):
+    # Trainer then keeps the labels to itself and asks the model for logits
+    model, rows = make_model(initializer_range=0.1), make_rows(8)
+    other = copy.deepcopy(model)
+    theirs, _ = run_trainer(other, rows, tmp_path, label_smoothing_factor=0.2)
+    ours, _ = run_trainer(patch(model), rows, tmp_path, label_smoothing_factor=0.2)
+    assert ours == theirs
+
+
+def test_unpatching_after_trainer_with_bf16(tmp_path):
+    model, rows = patch(make_model(initializer_range=0.1)), make_rows(8)
+    run_trainer(model, rows, tmp_path, bf16=True)  # accelerate has put its autocast around forward
+    assert model(**make_batch()).logits is None
+    unpatch(model)
+    assert model(**make_batch()).logits is not None
+
+
+# ---------------------------------------------------------------- FSDP2
+
+FSDP2_CASES = {
+    "head alone": {"wrapped": ["lm_head"]},
+    "root owns the head": {"wrapped": []},
+    "tied": {"wrapped": [], "name": "Llama tied"},
+    "patched after sharding": {"wrapped": ["lm_head"], "patch_first": False},
+    "norm and head together": {"wrapped": [("model.norm", "lm_head")], "name": "Granite"},
+    "mixed precision": {
+        "wrapped": ["lm_head"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_fsdp2_gives_the_gradients_of_one_process(world):
+    run_in_world(world, fsdp2_cases)
+
+
+def fsdp2_cases(device):
+    for case, options in FSDP2_CASES.items():
+        try:
+            fsdp2_case(device, **options)
+        except Exception as error:
+            raise AssertionError(case) from error
+
+
+def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, batch = make_model(name).to(device), {k: v.to(device) for k, v in make_batch(2 * ranks).items()}
+    batch["num_items_in_batch"] = torch.tensor(37, device=device)
+    reference = copy.deepcopy(model)
+    if patch_first:
+        patch(model)
+    options["mesh"] = init_device_mesh(device.type, (ranks,))
+    for block in model.model.layers:
+        fully_shard(block, **options)
+    for names in wrapped:
+        modules = [model.get_submodule(n) for n in ((names,) if isinstance(names, str) else names)]
+        fully_shard(modules, **options)
+    fully_shard(model, **options)
+    if not patch_first:
+        patch(model)
+    mine = {k: v.chunk(ranks)[rank] if v.dim() else v for k, v in batch.items()}
+    loss, gradients = loss_and_gradients(model, **mine)
+    dist.all_reduce(loss)
+    gradients = {n: ranks * g.full_tensor() for n, g in gradients.items()}  # FSDP averages over ranks
+    expected, exact = loss_and_gradients(reference, **batch)
+    if "mp_policy" not in options:
+        check_same((loss, gradients), (expected, exact))
+    else:
+        torch.testing.assert_close(loss, expected, rtol=0.05, atol=0)
+        for name, gradient in gradients.items():
+            assert (gradient - exact[name]).norm() < 0.2 * exact[name].norm(), name
+    assert model(**mine).logits is None
