@@ -1,6 +1,6 @@
 """The wheel and the sdist: what they hold, that they install and import by themselves."""
 
-import importlib.util
+import importlib.metadata
 import os
 import re
 import shutil
@@ -18,8 +18,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"]
 FOLDERS = ["flce_ops", "tests", "examples", "benchmarks", "docs"]
 
-setuptools = pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml asks
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+
+def version_of(distribution: str) -> int:
+    try:
+        return int(importlib.metadata.version(distribution).split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+
+
+# the setuptools that pyproject.toml asks for; imported in the build's own process alone
+pytestmark = pytest.mark.skipif(
+    version_of("setuptools") < 77 or not version_of("pip"), reason="needs setuptools >= 77 and pip"
+)
 
 
 def build(hook: str, tree: Path, out: Path) -> Path:
