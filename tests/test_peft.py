@@ -1,0 +1,129 @@
+"""PEFT around patched models: adapters on the blocks and on the head, before and after patch."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+import torch
+from tiny_models import TOKENS, VOCAB, check_same, loss_and_gradients, make_batch, make_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from flce_ops.integrations.transformers import patch, unpatch
+
+# N tokens, D hidden, V vocabulary
+
+
+def make_adapted(name: str = "Llama", *, patch_first: bool, **options):
+    """(patched, unpatched), the same weights and adapters."""
+    model = make_model(name)
+    config = {
+        "r": 3,
+        "lora_alpha": 12,
+        "init_lora_weights": False,
+        "target_modules": ["q_proj", "down_proj"],
+        **options,
+    }
+    seed = torch.random.get_rng_state()
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    torch.random.set_rng_state(seed)
+    ours = patch(model) if patch_first else model
+    ours = peft.get_peft_model(ours, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    return (ours if patch_first else patch(ours)), theirs
+
+
+patch_order = pytest.mark.parametrize("patch_first", [True, False], ids=["patched before", "patched after"])
+
+
+@patch_order
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_lora_on_the_blocks(name, patch_first):
+    ours, theirs = make_adapted(name, patch_first=patch_first)
+    batch = make_batch()
+    assert ours(**batch).logits is None
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    adapters = [n for n, p in ours.named_parameters() if p.grad is not None]
+    assert adapters and all("lora_" in n for n in adapters)
+
+
+@patch_order
+@pytest.mark.parametrize("wanted", ["adapters", "everything"])
+def test_a_frozen_head_gets_no_weight_gradient(patch_first, wanted):
+    model = make_adapted(patch_first=patch_first)[0] if wanted == "adapters" else patch(make_model())
+    with FlopCounterMode(display=False) as counter:
+        model(**make_batch()).loss.backward()
+    flops = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "flce" in str(op))
+    one_pass = 2 * (3 * TOKENS) * 24 * VOCAB
+    assert flops == (2 if wanted == "adapters" else 3) * one_pass
+
+
+def test_all_linear_leaves_the_head_alone():
+    ours, theirs = make_adapted(patch_first=True, target_modules="all-linear")
+    batch = make_batch()
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+@patch_order
+def test_lora_on_a_tied_embedding(patch_first):
+    ours, theirs = make_adapted("Llama tied", patch_first=patch_first, target_modules=["embed_tokens", "v_proj"])
+    batch = make_batch()
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+@patch_order
+def test_a_head_in_modules_to_save_is_trained(patch_first):
+    ours, theirs = make_adapted(patch_first=patch_first, modules_to_save=["lm_head"])
+    batch = make_batch()
+    result = loss_and_gradients(ours, **batch)
+    check_same(result, loss_and_gradients(theirs, **batch))
+    assert ours(**batch).logits is None
+    trained = [name for name, gradient in result[1].items() if gradient is not None and "lm_head" in name]
+    assert trained == ["base_model.model.lm_head.modules_to_save.default.weight"]
+    with torch.no_grad():
+        for model in (ours, theirs):
+            model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    with ours.disable_adapter(), theirs.disable_adapter():  # the untouched head
+        torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    unpatch(ours)
+    assert ours(**batch).logits is not None
+
+
+@patch_order
+@pytest.mark.parametrize("targets", [{"target_modules": ["q_proj", "lm_head"]}, {"trainable_token_indices": [5, 7]}])
+def test_an_adapter_on_the_head_is_refused_not_ignored(patch_first, targets):
+    # trainable tokens of a tied embedding are trainable rows of the head
+    with pytest.raises(NotImplementedError, match="to be a plain nn.Linear, got peft"):
+        ours, _ = make_adapted("Llama tied", patch_first=patch_first, **targets)
+        ours(**make_batch())
+
+
+def test_logits_of_an_adapted_head_are_still_given():
+    ours, theirs = make_adapted(patch_first=True, target_modules=["q_proj", "lm_head"])
+    tokens = make_batch()["input_ids"]
+    assert torch.equal(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
+
+
+def test_merged_adapters():
+    ours, theirs = (adapted.merge_and_unload().requires_grad_() for adapted in make_adapted(patch_first=True))
+    batch = make_batch()
+    assert ours(**batch).logits is None
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+def test_prompt_tuning_ignores_its_virtual_tokens():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    theirs = peft.get_peft_model(make_model(), config)
+    ours, batch = patch(copy.deepcopy(theirs)), make_batch()
+    assert ours(**batch).logits is None
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+def test_lora_compiles_as_one_graph():
+    ours, theirs = make_adapted(patch_first=False, modules_to_save=["lm_head"])
+    batch = make_batch() | {"use_cache": False}
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    check_same(loss_and_gradients(compiled, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))
