@@ -387,7 +387,6 @@ def triton_one_pass(device):
         inputs = make_inputs((140, 35, 131), bias=True, weight=True, requires_grad=False)
         own = slice(start, start + size)
         row_scale = torch.linspace(-0.2, 1.0, 140)
-        operands = (inputs.input * scale, inputs.linear_weight[own], inputs.target, inputs.linear_bias[own])
         sharing = {"group": mesh.get_group().group_name, "ranks": mesh.size(), "vocab_start": start}
         arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **options}
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
@@ -395,6 +394,9 @@ def triton_one_pass(device):
                 if dtype == torch.float16:
                     continue
                 tolerance = 5e-5  # a float32 logit of hundreds is right to 3e-5
+            # float16 stands in for bfloat16, whose exponent has room for the losses above 11 nats that 0.3 keeps away
+            input = inputs.input * (0.3 if dtype == torch.float16 else scale)
+            operands = (input, inputs.linear_weight[own], inputs.target, inputs.linear_bias[own])
             halved = [x.to(dtype) if x.is_floating_point() else x for x in operands]
             with flce_ops.workspace(1):  # two chunks
                 found = launch_vocab_parallel_with_grad(*halved, inputs.weight, row_scale, **arguments)

@@ -4,8 +4,9 @@ E is taken against this rank's own reference r (base 2), so that with the lse of
 
     G = c E'      c = scale d_lse logit_scale 2^-(lse2 - r)      E'_iy = (E_iy - f / d_lse 2^(lse2 - r)) slope_y
 
-where this rank holds the target, E' = E elsewhere. c goes to the (n, D) operands of the two gradient GEMMs, as in
-flce_ops/triton/with_grad.py. Chunks are as large as the workspace allows, so there are few exchanges.
+where this rank holds the target, E' = E elsewhere; what rounding takes from E'_iy goes into grad_input by itself.
+c goes to the (n, D) operands of the two gradient GEMMs, as in flce_ops/triton/with_grad.py. Chunks are as large as the
+workspace allows, so there are few exchanges.
 """
 
 import math
@@ -20,6 +21,7 @@ from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import padded
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.workspace import float32_sum_fits, matrix_bytes
@@ -71,6 +73,7 @@ def launch_vocab_parallel_with_grad(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
         valid, hit, column = target_columns(target, ignore_index, vocab_start, own)
+        own_target_column = torch.where(hit, column.squeeze(1), -1)
         scale = torch.where(valid, row_scale, 0.0).float()
         exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
         exponentials = torch.empty(step, padded(own, input.dtype.itemsize), dtype=input.dtype, device=input.device)
@@ -106,25 +109,36 @@ def launch_vocab_parallel_with_grad(
                 entry = entry * (1.0 - (own_logit[rows] * LN2 / softcap).square())
             rounded = entry.to(input.dtype)
             factor = scale[rows] * slope * logit_scale * torch.exp2(-exponent)
-            # the target's entry is the row's largest: let the factor take up its rounding
-            corrected = hit[rows] & (rounded != 0)
-            factor = factor * torch.where(corrected, entry / torch.where(corrected, rounded.float(), 1.0), 1.0)
             factor = torch.where(valid[rows], factor, 0.0)
+            # what rounding takes from the target's entry: flce_ops/triton/finish_rows.py
+            residual = factor * (entry - rounded.float())
+            corrected = hit[rows] & (rounded != 0)
+            correction = torch.where(corrected, entry / torch.where(corrected, rounded.float(), 1.0), 1.0)
+            weight_factor = factor * correction
             kept = chunk.gather(1, column[rows]).squeeze(1)  # column 0 of rows without a target here
             chunk.scatter_(1, column[rows], torch.where(hit[rows] & valid[rows], rounded, kept)[:, None])
 
             if want_bias:
-                bias_sum += weighted_column_sum(chunk, factor)
+                bias_sum += weighted_column_sum(chunk, weight_factor)
             if want_weight:
                 scaled = scaled_input[rows if want_input else slice(count)]
-                torch.mul(input[rows], factor[:, None], out=scaled)
+                torch.mul(input[rows], weight_factor[:, None], out=scaled)
                 accumulate(weight_sum, chunk.T, scaled, first=start == 0)
             if want_input:
                 for first in range(0, count, PRODUCT_ROWS):
                     block = slice(first, min(first + PRODUCT_ROWS, count))
                     product = torch.empty(block.stop - first, input.shape[1], dtype=torch.float32, device=input.device)
                     accumulate(product, chunk[block], linear_weight, first=True)
-                    torch.mul(product, factor[block, None], out=grad_input[rows][block])
+                    launch_finish_product(
+                        product,
+                        grad_input[rows][block],
+                        linear_weight,
+                        own_target_column[rows][block],
+                        factor[block],
+                        residual[block],
+                        None,
+                        ignore_index=-1,
+                    )
         if several:
             grad_weight.copy_(weight_sum)
         if want_bias:
