@@ -115,6 +115,13 @@ def test_a_head_of_another_size_than_the_vocabulary_is_refused():
         model(**make_batch())
 
 
+def test_targets_dropped_by_a_wrapper_of_the_head_are_an_error():
+    model = patch(make_model())
+    model.lm_head.register_forward_pre_hook(lambda module, args, kwargs: (args, {}), with_kwargs=True)
+    with pytest.raises(RuntimeError, match=r"expected lm_head to return a loss of shape \(\), got \(3, 11, 101\)"):
+        model(**make_batch())
+
+
 def test_a_scale_that_is_no_number_is_refused():
     model = patch(make_model("Cohere"))
     model.logit_scale = nn.Parameter(torch.ones(()))

@@ -13,6 +13,8 @@ from process_pool import run_in_world, worlds
 from tiny_models import TOKENS, check_same, loss_and_gradients, make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import Trainer, TrainingArguments
 
 from flce_ops.integrations.transformers import patch, patched, unpatch
@@ -177,3 +179,23 @@ def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
         for name, gradient in gradients.items():
             assert (gradient - exact[name]).norm() < 0.2 * exact[name].norm(), name
     assert model(**mine).logits is None
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_a_head_sharded_by_transformers_plan_gives_the_loss_of_one_process(world):
+    run_in_world(world, tensor_parallel_case)
+
+
+def tensor_parallel_case(device):
+    model, batch = make_model("Granite").to(device), {k: v.to(device) for k, v in make_batch().items()}
+    expected, exact = loss_and_gradients(copy.deepcopy(model), **batch)
+    assert model._tp_plan["lm_head"] == "colwise_gather_output"
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    loss, gradients = loss_and_gradients(patch(model), **batch)
+    full = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    check_same((loss, full), (expected, exact))
+    assert model(**batch).logits is None

@@ -70,14 +70,23 @@ class WithoutLogits:
             "softcap": self.flce_head.softcap_of(model),
             "logit_scale": self.flce_head.logit_scale(model),
         }
-        if num_items_in_batch is None:
-            return head(hidden, target, **options)
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(hidden.device)
-            if num_items_in_batch.is_floating_point() or num_items_in_batch.dim() > 0:
-                # FSDP's mixed precision rounds the floating arguments of the head's forward; the operator takes 0-d
-                return head(hidden, target, reduction="sum", **options) / num_items_in_batch
-        return head(hidden, target, normalizer=num_items_in_batch, **options)
+        count = num_items_in_batch
+        if isinstance(count, Tensor):
+            count = count.to(hidden.device)
+        # FSDP's mixed precision rounds the floating arguments of the head's forward, and the operator takes 0-d counts
+        divide_afterwards = isinstance(count, Tensor) and (count.is_floating_point() or count.dim() > 0)
+        if divide_afterwards:
+            options["reduction"] = "sum"
+        else:
+            options["normalizer"] = count
+        # by name: the hooks of tensor parallelism drop all positional arguments but the first
+        loss = head(hidden, target=target, **options)
+        if loss.dim() != 0:
+            raise RuntimeError(
+                f"{type(model).__name__}: expected {self.flce_head.name} to return a loss of shape (), got "
+                f"{tuple(loss.shape)}: something around its forward drops the targets; leave the model unpatched"
+            )
+        return loss / count if divide_afterwards else loss
 
 
 def check_loss_function(model: nn.Module) -> None:
