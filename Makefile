@@ -29,6 +29,7 @@ test: lint toolchain
 	fi
 
 docs: $(INSTALLED)
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { echo "the pages need Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }
 	$(BIN)/python -m mkdocs build --strict
 
 lint: $(INSTALLED)

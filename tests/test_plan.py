@@ -177,17 +177,19 @@ def planned_for(row: dict, cut, workspace: int) -> tuple[Head, cuts.Cut]:
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_time_and_memory_are_those_measured_on_an_h200(provider):
-    """Time within 10 %, the spread of one row and of the card from run to run; memory within 2 % and a MiB."""
+    """Time within 10 %, the spread of one row and of the card from run to run, 3.5 % over all; memory within 2 %."""
     pytest.importorskip("triton")
     device = device_of("h200", torch.bfloat16, 1)
     rows = [row for row in measured("fwd_bwd.csv", "fwd_bwd") if row["provider"] == provider]
     assert len(rows) >= 7
+    ratios = []
     for row in rows:
         head, cut = planned_for(row, *PROVIDERS[provider])
         shape = (row["N"], row["D"], row["V"])
-        assert 1e3 * seconds(head, cut, device) == pytest.approx(float(row["ms"]), rel=0.10), shape
-        temporaries = cut.temporaries / MiB
-        assert temporaries == pytest.approx(float(row["beyond_gradients_MiB"]), rel=0.02, abs=1), shape
+        ratios.append(1e3 * seconds(head, cut, device) / float(row["ms"]))
+        assert ratios[-1] == pytest.approx(1, abs=0.10), shape
+        assert cut.temporaries / MiB == pytest.approx(float(row["beyond_gradients_MiB"]), rel=0.02, abs=1), shape
+    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.035)
 
 
 def test_time_of_per_token_losses_is_that_measured_on_an_h200():
