@@ -2,6 +2,7 @@
 
 from flce_ops import flops as flops
 from flce_ops import ops as ops  # registers the operators, then their FLOP formulas
+from flce_ops.decompositions import export_decompositions
 from flce_ops.divergence import linear_kl_div
 from flce_ops.functional import linear_cross_entropy
 from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
@@ -29,6 +30,7 @@ __all__ = [
     "Path",
     "VocabParallel",
     "__version__",
+    "export_decompositions",
     "get_workspace",
     "last_path",
     "linear_cross_entropy",

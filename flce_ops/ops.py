@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import autograd, double_backward, functional, meta, reference
+from flce_ops.compile_cache import keyed
 from flce_ops.torch_private import below_autograd
 
 # N tokens, D hidden, V vocabulary
@@ -118,7 +119,7 @@ for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
 for _name, (_aten, _cuda, _fake) in _KERNELS.items():
     library.impl(_name, _aten, "CompositeExplicitAutograd")
     library.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
+    torch.library.register_fake(f"flce::{_name}", keyed(_fake), lib=library)
     _formula = autograd.kernel(getattr(torch.ops.flce, _name).default, autograd.FORMULAS[_name])
     library.impl(_name, _formula, "Autograd")
     library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")

@@ -4,6 +4,8 @@ PyTorch has no public equivalent of these. `tests/test_torch_private.py` holds o
 torch release which drops a name fails there first, with the name in the message.
 """
 
+import sys
+
 import torch
 
 
@@ -41,3 +43,14 @@ def graph_is_kept_after_this_backward() -> bool:
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail with `message` when the 0-d bool tensor is False: on CUDA a device-side assert, without a host sync."""
     torch._assert_async(condition, message)
+
+
+def key_compiled_graphs(function: str, key: str) -> None:
+    """Make `key` part of the cache keys of graphs that are compiled from now on, if a compiler is loaded at all.
+
+    Under a name of its own in a dictionary that is part of every key, so that other entries and the user's own
+    `torch.compiler.config.cache_key_tag` stay. Dynamo loads the module before it traces anything.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None and config.unsafe_marked_cacheable_functions.get(function) != key:
+        config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}

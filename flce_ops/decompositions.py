@@ -1,0 +1,233 @@
+"""The operators as plain ATen, for a runtime that has neither Python nor this package.
+
+    exported.run_decompositions(flce_ops.export_decompositions())
+
+The kernels cut the tokens into chunks when they run, by the workspace. A graph cannot: the number of tokens is a symbol
+there. The number of classes is not, so these cut the vocabulary into blocks and unroll the loop over them. A while_loop
+over tokens would bound N as well, but few runtimes have one.
+
+               D                V
+           ┌───────┐   ┌────┬────┬────┬──┐   for each block of CLASSES_PER_BLOCK columns:
+       N   │ input │ @ │ ▓▓ │    │    │  │       z = logits of the block                    (N, block)
+           └───────┘   └────┴────┴────┴──┘       target_logit += z_y where y is in the block  (N,)
+                                                 lse_b = logsumexp z                          (N,)
+       lse = logsumexp_b lse_b
+
+Nothing here writes in place or looks at data on the host, and every operator is one that runtimes for exported programs
+have: products of matrices, comparisons, reductions, gather. Gradients take a second pass over the blocks.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from flce_ops import functional, meta, ops
+from flce_ops.loss import class_weight_of, loss_terms
+from flce_ops.torch_private import assert_on_device
+
+# N tokens, D hidden, V vocabulary, v classes of a block
+
+# AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192, 131 MiB and
+# 0.91 s with 16384; compiled in 10.5 and 9.2 s.
+CLASSES_PER_BLOCK = 8192
+
+
+def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
+    """Decompositions of this package's operators into ATen, for ``ExportedProgram.run_decompositions``.
+
+    The program that comes out holds no operator of this package: ``torch.export.load``, AOTInductor packages and
+    runtimes without Python run it where flce_ops is not installed. The operators of the rest of the model stay as they
+    are; for ATen's core set, add this table to torch's own::
+
+        table = torch.export.default_decompositions()
+        table.update(flce_ops.export_decompositions())
+        program = torch.export.export(model, args).run_decompositions(table)
+
+    Returns:
+        {operator: function} for the entry and for the operators that inference and training programs hold. Not in it:
+        second derivatives, and a vocabulary sharded over several devices.
+
+    Memory and time:
+        N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
+        1 GEMM pass over the logits for the loss; 4 with the gradients of a training program, which eager makes in 3.
+
+    Errors:
+        A target outside [0, V) fails an assertion when the program runs.
+    """
+    return {
+        ops.linear_cross_entropy: functional.composite,
+        ops.linear_cross_entropy_forward: forward,
+        ops.linear_cross_entropy_backward: backward,
+        ops.linear_cross_entropy_with_grad: with_grad,
+        torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
+    }
+
+
+def class_blocks(linear_weight: Tensor) -> Iterator[tuple[int, int]]:
+    """(first class, one past the last) of each block."""
+    num_classes = linear_weight.shape[0]
+    for start in range(0, num_classes, CLASSES_PER_BLOCK):
+        yield start, min(start + CLASSES_PER_BLOCK, num_classes)
+
+
+def block_logits(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (v, D)
+    linear_bias: Tensor | None,  # (v,)
+    logit_scale: float,
+    softcap: float | None,
+) -> Tensor:  # (N, v) in the accumulation dtype
+    logits = product(input, linear_weight.T)
+    if linear_bias is not None:
+        logits = logits + linear_bias.to(logits.dtype)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in the accumulation dtype: cuBLAS hands it over, a CPU rounds half operands' product first."""
+    accumulate = meta.accumulation_dtype(left.dtype)
+    if left.dtype != accumulate and left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=accumulate)
+    return torch.mm(left, right).to(accumulate)
+
+
+def block_of(per_class: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if per_class is None else per_class[start:stop]
+
+
+def forward(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    logit_sum: bool = False,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if vocab_size is None:
+        vocab_size = linear_weight.shape[0]
+    valid = target != ignore_index
+    assert_on_device(
+        (~valid | ((target >= 0) & (target < vocab_size))).all(),
+        f"linear_cross_entropy: expected target in [0, {vocab_size}) or ignore_index {ignore_index}",
+    )
+    column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
+    lse_of_blocks = []
+    target_logit = torch.zeros_like(target, dtype=meta.accumulation_dtype(input.dtype))
+    sums = torch.zeros_like(target_logit)
+    for start, stop in class_blocks(linear_weight):
+        bias = block_of(linear_bias, start, stop)
+        logits = block_logits(input, linear_weight[start:stop], bias, logit_scale, softcap)
+        # a sum over classes, not a gather: inductor puts a gather off until it has every block's logits (512 MiB above)
+        classes = torch.arange(start, stop, device=target.device)
+        target_logit = target_logit + torch.where(column == classes, logits, 0.0).sum(1)
+        if logit_sum:
+            class_weight = block_of(weight, start, stop)
+            sums = sums + (logits if class_weight is None else logits * class_weight.to(logits.dtype)).sum(1)
+        lse_of_blocks.append(torch.logsumexp(logits, 1))
+    lse = torch.logsumexp(torch.stack(lse_of_blocks, 1), 1)
+    return target_logit, lse, sums if logit_sum else lse.new_zeros(0)
+
+
+def backward(
+    grad_target_logit: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_logit_sum: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    lse: Tensor,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_start: int = 0,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    want_input, want_weight, want_bias = output_mask
+    valid = target != ignore_index
+    grad_target_logit, grad_lse, grad_logit_sum = (
+        None if grad is None else torch.where(valid, grad, 0.0).to(lse.dtype).unsqueeze(1)
+        for grad in (grad_target_logit, grad_lse, grad_logit_sum)
+    )
+    column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
+    grad_input = torch.zeros_like(input, dtype=lse.dtype) if want_input else None
+    grad_weight, grad_bias = [], []
+    for start, stop in class_blocks(linear_weight):
+        bias, block = block_of(linear_bias, start, stop), linear_weight[start:stop]
+        logits = block_logits(input, block, bias, logit_scale, softcap)
+        grad_logits = torch.zeros_like(logits)
+        if grad_lse is not None:
+            grad_logits = torch.exp(logits - lse.unsqueeze(1)) * grad_lse
+        if grad_logit_sum is not None:
+            class_weight = block_of(weight, start, stop)
+            grad_logits = grad_logits + (grad_logit_sum if class_weight is None else grad_logit_sum * class_weight)
+        if grad_target_logit is not None:
+            classes = torch.arange(start, stop, device=target.device)
+            grad_logits = grad_logits + torch.where(column == classes, grad_target_logit, 0.0)
+        slope = logit_scale if softcap is None else logit_scale * (1.0 - (logits / softcap).square())
+        grad_logits = grad_logits * slope
+        rounded = grad_logits.to(input.dtype)
+        if want_input:
+            grad_input = grad_input + product(rounded, block)
+        if want_weight:
+            grad_weight.append(product(rounded.T, input).to(linear_weight.dtype))
+        if want_bias:
+            grad_bias.append(grad_logits.sum(0).to(linear_weight.dtype))
+    return (
+        grad_input.to(input.dtype) if want_input else input.new_zeros(0),
+        torch.cat(grad_weight) if want_weight else linear_weight.new_zeros(0),
+        torch.cat(grad_bias) if want_bias else linear_weight.new_zeros(0),
+    )
+
+
+def with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    row_scale: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operands = (input, linear_weight, target, linear_bias, weight)
+    logit_options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    target_logit, lse, logit_sum = forward(*operands, logit_sum=label_smoothing != 0.0, **logit_options)
+    valid = target != ignore_index
+    target_weight = weight_sum = None
+    if weight is not None:
+        target_weight = class_weight_of(target, weight, lse.dtype)
+        weight_sum = weight.to(lse.dtype).sum()
+    terms = loss_terms(target_weight, weight_sum, linear_weight.shape[0], label_smoothing, z_loss)
+    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0)
+    scale = torch.where(valid, row_scale, 0.0).to(lse.dtype)
+    grads = backward(
+        -terms.target_factor * scale,
+        scale * terms.d_lse(lse),
+        -terms.smoothing * scale if label_smoothing else None,
+        *operands,
+        lse,
+        **logit_options,
+        output_mask=output_mask,
+    )
+    return (row_scale * losses).sum(), losses, *grads
+
+
+def upstream(factor: Tensor, leaf: Tensor) -> Tensor:
+    return factor.clone()
