@@ -5,6 +5,7 @@
     <!-- remaining names -->    the public names that api.md does not list by hand
 
 Links to files of the repository that are no pages (tests, sources) become plain text: the site has no copy of them.
+A page that the navigation of mkdocs.yml does not name stands among the guides.
 """
 
 import ast
@@ -15,14 +16,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTIVE = re.compile(r"^<!-- (include \S+|error tables|remaining names) -->$", re.MULTILINE)
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+CODE = r"```.*?```|(?<!`)`[^`\n]+`"
+LINK = re.compile(CODE + r"|(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)", re.DOTALL)
 # Pages of optional parts: left out of the navigation where they are not there.
 OPTIONAL = {"transformers.md", "distillation.md"}
 
 
 def on_config(config):
-    config["nav"] = without_missing(config["nav"])
+    nav = without_missing(config["nav"])
+    guides = next(entry["Guides"] for entry in nav if "Guides" in entry)
+    listed = set(pages_of(nav))
+    guides += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in listed]
+    config["nav"] = nav
     return config
+
+
+def pages_of(nav: list) -> list[str]:
+    return [
+        page
+        for entry in nav
+        for target in entry.values()
+        for page in (pages_of(target) if isinstance(target, list) else [target])
+    ]
 
 
 def without_missing(nav: list) -> list:
@@ -54,7 +69,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 def link(match: re.Match, folder: str) -> str:
     """The link as it is where it leads to a page, else its text."""
     text, target, anchor = match[1], match[2], match[3] or ""
-    if "://" in target:
+    if target is None or "://" in target:  # code, another site
         return match[0]
     path = posixpath.normpath(posixpath.join(folder, target))
     pages = {"DESIGN.md": "design.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md", "docs": "index.md"}

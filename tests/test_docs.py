@@ -3,6 +3,7 @@
 import ast
 import csv
 import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -69,6 +70,16 @@ def test_no_directive_and_no_link_to_a_file_of_the_repository_is_left(site):
         text = html.read_text()
         assert not re.search(r"<!-- (include|error tables|remaining names)", text), html
         assert not re.findall(r'href="[^"]*\.(?:py|csv)(?:#[^"]*)?"', text), html
+
+
+def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
+    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    text = "[a](../tests/test_docs.py) [`b`](../DESIGN.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
+    code = "\n\n```python\nlayers[0](x.py)\n```\n"
+    expected = "`a` [`b`](design.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
+    assert pages.on_page_markdown(text + code, page=None) == expected + code
 
 
 @pytest.mark.parametrize("name", ["quickstart", "paths"])

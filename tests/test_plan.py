@@ -3,6 +3,7 @@
 # N tokens, D hidden, V vocabulary
 
 import csv
+import sys
 import weakref
 from pathlib import Path
 
@@ -271,3 +272,12 @@ def test_rates_given_replace_those_measured(capsys):
     main("--tokens 512 --hidden 64 --vocab 1000 --dtype float32 --tflops 1 --bandwidth 1e6".split())
     dense = next(line for line in capsys.readouterr().out.splitlines() if "float32 logits" in line)
     assert float(dense.split()[-3]) == pytest.approx(1e3 * 3 * 2 * 512 * 64 * 1000 / 1e12, abs=0.06)
+
+
+def test_without_triton_half_dtypes_are_refused_and_float32_is_planned(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    sizes = "--tokens 512 --hidden 64 --vocab 1000 --gpus 2 --tflops 50 --bandwidth 2 --bus-bandwidth 100".split()
+    with pytest.raises(SystemExit, match="triton is not installed"):
+        main(sizes)
+    main([*sizes, "--dtype", "float32"])
+    assert "vocabulary over 2" in capsys.readouterr().out
