@@ -5,10 +5,10 @@
     AOTAutograd traces            what the operator's body and its autograd formulas do
     inductor compiles             stored under the key
 
-The third step runs Python of this package, and nothing of it is in the key: with a warm cache an upgraded package would
-run what the former one traced. torch has a table for this case, of functions that may be cached, each with a string that
-stands for its code. The fake kernels enter this package there, in time for the key; graphs of processes that never trace
-one of these operators keep theirs.
+The third step runs Python of this package, and nothing of it is in the key: with a warm cache an upgraded package
+would run what the former one traced. torch has a table for this case, of functions that may be cached, each with a
+string that stands for its code. The fake kernels enter this package there, in time for the key; graphs of processes
+that never trace one of these operators keep theirs.
 """
 
 import functools

@@ -14,7 +14,7 @@ over tokens would bound N as well, but few runtimes have one.
        lse = logsumexp_b lse_b
 
 Nothing here writes in place or looks at data on the host, and every operator is one that runtimes for exported programs
-have: products of matrices, comparisons, reductions, gather. Gradients take a second pass over the blocks.
+have: products of matrices, comparisons, reductions. Gradients take a second pass over the blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ from flce_ops.torch_private import assert_on_device
 
 # N tokens, D hidden, V vocabulary, v classes of a block
 
-# AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192, 131 MiB and
-# 0.91 s with 16384; compiled in 10.5 and 9.2 s.
+# AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192, 131 MiB
+# and 0.91 s with 16384; compiled in 10.5 and 9.2 s.
 CLASSES_PER_BLOCK = 8192
 
 

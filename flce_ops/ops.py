@@ -9,7 +9,7 @@
 
 The inner four share one layout of dispatch keys:
 
-    AutocastCPU, AutocastCUDA          cast the operands     (forward, with_grad)
+    AutocastCPU, AutocastCUDA          cast the operands     (forward, with_grad, the entry)
     FuncTorchDynamicLayerFrontMode     torch.func            flce_ops/autograd.py
     Autograd                           formulas              flce_ops/autograd.py
     CUDA                               half dtypes: flce_ops/triton, imported inside the kernel; others: ATen
@@ -138,7 +138,8 @@ library.impl("linear_cross_entropy_upstream", _upstream, "CompositeExplicitAutog
 library.impl("linear_cross_entropy_upstream", _upstream_below_autograd, "Autograd")
 torch.library.register_fake("flce::linear_cross_entropy_upstream", _upstream, lib=library)
 
-for _name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
+# The entry too: where a program is decomposed its body runs behind autocast's keys and would not see autocast.
+for _name in ("linear_cross_entropy", "linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
     for _device_type in ("cpu", "cuda"):
         library.impl(
             _name,

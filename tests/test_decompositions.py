@@ -1,0 +1,290 @@
+"""Exported programs as plain ATen: the operators' numbers, none of their names, no logits, no flce_ops to run them."""
+
+# N tokens, D hidden, V vocabulary
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, plain_loss, run, run_reference
+from torch import Tensor
+from torch.export import Dim, export
+from torch.export.experimental import _export_forward_backward
+
+import flce_ops
+from flce_ops import decompositions, ops
+
+N, D, V = 12, 11, 31
+LENGTHS = (2, 40, 333)
+EVERYTHING = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
+TENSORS = {"bias": True, "weight": True, "token_weight": True}
+
+# what programs do not hold: flce_ops/decompositions.py says why
+NOT_DECOMPOSED = {"linear_cross_entropy_double_backward"}
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_eight_classes(monkeypatch):
+    """Four blocks of a vocabulary of 31, the last one ragged."""
+    monkeypatch.setattr(decompositions, "CLASSES_PER_BLOCK", 8)
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, input, linear_weight, target, linear_bias, tensors: dict[str, Tensor]):
+        return flce_ops.linear_cross_entropy(input, linear_weight, target, linear_bias, **{**self.options, **tensors})
+
+
+def exported(inputs, **options):
+    n = Dim("n", min=2)
+    shapes = {"input": {0: n}, "linear_weight": None, "target": {0: n}, "linear_bias": None}
+    shapes["tensors"] = {name: {0: n} if name == "token_weight" else None for name in inputs.options}
+    return export(Loss(**options), (*inputs.args, inputs.options), dynamic_shapes=shapes)
+
+
+def core_table():
+    table = torch.export.default_decompositions()
+    table.update(flce_ops.export_decompositions())
+    return table
+
+
+TABLES = {"own": flce_ops.export_decompositions, "core": core_table}
+
+
+def operators_of(program) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+def test_decomposed_program_gives_the_loss_for_any_number_of_tokens(everything, reduction, table):
+    tensors = {**TENSORS, "normalizer": reduction != "none"} if everything else {}
+    options = {**(EVERYTHING if everything else {}), "reduction": reduction}
+    program = exported(make_inputs((N, D, V), requires_grad=False, **tensors), **options)
+    program = program.run_decompositions(TABLES[table]())
+    assert not [name for name in operators_of(program) if not name.startswith(("aten.", "<built-in"))]
+    module = program.module()
+    for length in LENGTHS:
+        inputs = make_inputs((length, D, V), requires_grad=False, **tensors)
+        exact = plain_loss(*inputs.clone(torch.float64).args, **inputs.clone(torch.float64).options, **options)
+        assert error(module(*inputs.args, inputs.options), exact) < 1e-6, length
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_decomposed_program_is_as_exact_as_the_operator(dtype):
+    inputs = make_inputs((N, D, V), dtype=dtype, requires_grad=False, **TENSORS)
+    module = exported(inputs, **EVERYTHING).run_decompositions(flce_ops.export_decompositions()).module()
+    found = module(*inputs.args, inputs.options)
+    expected = flce_ops.linear_cross_entropy(*inputs.args, **inputs.options, **EVERYTHING)
+    assert found.dtype == expected.dtype
+    assert error(found, expected) < (1e-14 if dtype == torch.float64 else 1e-6)
+
+
+def test_ignore_index_and_int32_targets(device):
+    inputs = make_inputs((N, D, V), device=device, target_dtype=torch.int32, ignore_index=7, requires_grad=False)
+    inputs.ignore_index, ignored = -100, {"ignore_index": 7}  # an option of the program, not one of its inputs
+    program = exported(inputs, **ignored).run_decompositions(flce_ops.export_decompositions())
+    expected = flce_ops.linear_cross_entropy(*inputs.args, **ignored)
+    assert error(program.module()(*inputs.args, {}), expected) < 1e-6
+
+
+def test_all_tokens_ignored():
+    inputs = make_inputs((N, D, V), requires_grad=False)
+    inputs.target.fill_(-100)
+    for reduction in ("mean", "sum"):
+        program = exported(inputs, reduction=reduction).run_decompositions(flce_ops.export_decompositions())
+        found = program.module()(*inputs.args, {})
+        assert torch.equal(found.isnan(), torch.tensor(reduction == "mean")) and found.nan_to_num(0.0) == 0.0
+
+
+def test_target_out_of_range_fails_by_name():
+    inputs = make_inputs((N, D, V), requires_grad=False)
+    module = exported(inputs).run_decompositions(flce_ops.export_decompositions()).module()
+    for outside in (V, -1):
+        inputs.target[3] = outside
+        with pytest.raises(RuntimeError, match=r"target in \[0, 31\)"):
+            module(*inputs.args, {})
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_no_node_is_wider_than_a_block(table):
+    inputs = make_inputs((N, D, V), requires_grad=False, **TENSORS)
+    program = exported(inputs, **EVERYTHING).run_decompositions(TABLES[table]())
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    shapes = [value.shape for value in values if isinstance(value, Tensor) and value.dim() == 2]
+    assert [shape for shape in shapes if shape[1] == 8]
+    assert not [shape for shape in shapes if shape[1] == V and isinstance(shape[0], torch.SymInt)]
+
+
+@pytest.mark.parametrize("owner", ["loss", "head"])
+def test_modules_decompose(owner):
+    kind = {"loss": flce_ops.LinearCrossEntropyLoss, "head": flce_ops.LinearCrossEntropyHead}[owner]
+    module = kind(D, V, bias=True)
+    inputs = make_inputs((N, D, V), requires_grad=False)
+    n = Dim("n", min=2)
+    program = export(module, (inputs.input, inputs.target), dynamic_shapes=({0: n}, {0: n}))
+    program = program.run_decompositions(flce_ops.export_decompositions())
+    other = make_inputs((77, D, V), requires_grad=False)
+    assert not [name for name in operators_of(program) if name.startswith("flce")]
+    assert error(program.module()(other.input, other.target), module(other.input, other.target).detach()) < 1e-6
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_under_autocast(table):
+    class UnderAutocast(Loss):
+        def forward(self, *args):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(*args, {})
+
+    inputs = make_inputs((N, D, V), requires_grad=False)
+    program = export(UnderAutocast(), inputs.args).run_decompositions(TABLES[table]())
+    found = program.module()(*inputs.args)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = flce_ops.linear_cross_entropy(*inputs.args)
+    assert found.dtype == expected.dtype == torch.float32
+    assert error(found, expected) < 1e-6
+    assert error(found, flce_ops.linear_cross_entropy(*inputs.args)) > 1e-6, "nothing was cast"
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+def test_training_program_gives_the_gradients(everything):
+    """The joint graph of forward and backward, for training on a device."""
+    options = EVERYTHING if everything else {}
+    inputs = make_inputs((N, D, V), requires_grad=False, weight=everything)
+    trunk, head = torch.nn.Linear(D, D), flce_ops.LinearCrossEntropyHead(D, V, bias=True, **options)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.head = trunk, head
+
+        def forward(self, input, target):
+            return self.head(torch.tanh(self.trunk(input)), target, weight=inputs.weight)
+
+    model = Model()
+    n = Dim("n", min=2)
+    program = export(model, (inputs.input, inputs.target), dynamic_shapes=({0: n}, {0: n}))
+    program = _export_forward_backward(program)
+    assert [name for name in operators_of(program) if name.startswith("flce")]
+    program = program.run_decompositions(flce_ops.export_decompositions())
+    assert not [name for name in operators_of(program) if name.startswith("flce")]
+
+    other = make_inputs((77, D, V), requires_grad=False)
+    constants = [*dict(model.named_parameters()).values(), *program.constants.values()]
+    loss, *results = program.graph_module(*constants, other.input, other.target)
+    names = program.graph_signature.backward_signature.gradients_to_parameters
+    outputs = [spec.arg.name for spec in program.graph_signature.output_specs][1:]
+    expected = model(other.input, other.target)
+    expected.backward()
+    assert error(loss, expected) < 1e-6
+    grads = {names[output]: grad for output, grad in zip(outputs, results) if output in names}
+    assert set(grads) == {"trunk.weight", "trunk.bias", "head.weight", "head.bias"}
+    for name, grad in grads.items():
+        assert error(grad, model.get_parameter(name).grad) < 1e-6, name
+
+
+SHARD = {"vocab_start": 100, "vocab_size": 150}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shard", [{}, SHARD], ids=["whole", "shard"])
+def test_forward_is_the_operators(shard, dtype):
+    inputs = make_inputs((50, D, V), dtype=dtype, bias=True, weight=True, requires_grad=False)
+    inputs.target[inputs.target >= 0] += 5 * len(shard) * 11  # some beyond the shard
+    inputs.target[inputs.target >= 150] = 0  # some before it
+    args = (*inputs.args, inputs.weight)
+    options = {"logit_sum": True, "softcap": 5.0, "logit_scale": 0.7, **shard}
+    expected = ops.linear_cross_entropy_forward(*args, **options)
+    for found, exact in zip(decompositions.forward(*args, **options), expected):
+        assert found.dtype == exact.dtype
+        assert error(found, exact) < (1e-14 if dtype == torch.float64 else 1e-6)
+    hit = (inputs.target >= shard.get("vocab_start", 0)) & (inputs.target < shard.get("vocab_start", 0) + V)
+    assert hit.any() and (not shard or not hit.all())
+
+
+# cotangents, output_mask
+MASKS = [
+    ((True, True, True), (True, True, True)),
+    ((True, True, False), (True, False, False)),
+    ((False, True, False), (False, True, True)),
+    ((True, False, True), (True, True, True)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("given, mask", MASKS)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_backward_is_the_operators(given, mask, dtype, softcap):
+    inputs = make_inputs((50, D, V), dtype=dtype, bias=True, weight=True, requires_grad=False)
+    args = (*inputs.args, inputs.weight)
+    options = {"softcap": softcap, "logit_scale": 0.7}
+    lse = ops.linear_cross_entropy_forward(*args, **options)[1]
+    cotangents = [torch.randn_like(lse).masked_fill(inputs.target < 0, float("nan")) if g else None for g in given]
+    found = decompositions.backward(*cotangents, *args, lse, **options, output_mask=list(mask))
+    expected = ops.linear_cross_entropy_backward(*cotangents, *args, lse, **options, output_mask=list(mask))
+    for one, other in zip(found, expected):
+        assert one.dtype == other.dtype and one.isfinite().all()
+        # bfloat16: the operator's one addition in that dtype against a sum over blocks in float32
+        assert error(one, other) < (1e-13 if dtype == torch.float64 else 8e-3)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+def test_with_grad_is_the_operators(everything):
+    inputs = make_inputs((50, D, V), dtype=torch.float64, bias=True, weight=everything, requires_grad=False)
+    args = (*inputs.args, inputs.weight, torch.rand(50, dtype=torch.float64))
+    options = EVERYTHING if everything else {}
+    found = decompositions.with_grad(*args, **options, output_mask=[True, True, True])
+    expected = ops.linear_cross_entropy_with_grad(*args, **options, output_mask=[True, True, True])
+    for one, other in zip(found, expected):
+        assert error(one, other) < 1e-13
+
+
+def test_bfloat16_gradients_are_no_worse_than_the_operators():
+    inputs = make_inputs((50, D, V), dtype=torch.bfloat16, bias=True)
+    exact = run_reference(inputs, reduction="sum")
+    ones = torch.ones(50)
+    *_, grad_input, grad_weight, grad_bias = decompositions.with_grad(
+        *inputs.clone().args, None, ones, output_mask=[True, True, True]
+    )
+    ours = run(flce_ops.linear_cross_entropy, inputs, reduction="sum")
+    found = {"input": grad_input, "linear_weight": grad_weight, "linear_bias": grad_bias}
+    for name, grad in found.items():
+        assert error(grad, exact[name]) <= 1.5 * error(ours[name], exact[name]) + 1e-3, name
+
+
+@pytest.mark.parametrize("name", sorted(set(ops.SCHEMAS) - NOT_DECOMPOSED))
+def test_every_operator_of_a_program_has_a_decomposition_of_its_signature(name):
+    op = getattr(torch.ops.flce, name).default
+    function = flce_ops.export_decompositions()[op]
+    arguments = {argument.name: argument.kwarg_only for argument in op._schema.arguments}
+    parameters = inspect.signature(function).parameters
+    assert {p.name: p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values()} == arguments
+    for argument in op._schema.arguments:
+        if argument.has_default_value():
+            assert parameters[argument.name].default in (argument.default_value, inspect.Parameter.empty)
+
+
+def test_saved_program_runs_where_flce_ops_is_not_installed(tmp_path):
+    inputs = make_inputs((N, D, V), requires_grad=False, **TENSORS)
+    program = exported(inputs, **EVERYTHING).run_decompositions(flce_ops.export_decompositions())
+    torch.export.save(program, tmp_path / "loss.pt2")
+    other = make_inputs((77, D, V), requires_grad=False, **TENSORS)
+    expected = flce_ops.linear_cross_entropy(*other.args, **other.options, **EVERYTHING)
+    torch.save(((*other.args, other.options), expected), tmp_path / "expected.pt")
+    script = (
+        "import sys; sys.modules['flce_ops'] = None\n"
+        "import torch\n"
+        "args, expected = torch.load(sys.argv[2])\n"
+        "found = torch.export.load(sys.argv[1]).module()(*args)\n"
+        "assert torch.allclose(found, expected, rtol=1e-6), (found, expected)\n"
+        "assert not hasattr(torch.ops.flce, 'linear_cross_entropy')\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt")]
+    subprocess.run(command, check=True, timeout=120)
