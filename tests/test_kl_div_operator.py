@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
+from flce_ops.divergence import reference
+from flce_ops.reference import rows_per_chunk as rows_of_cross_entropy
 
 flce = torch.ops.flce
 SHAPE = (12, 11, 7, 31)
@@ -339,14 +341,25 @@ def test_gemm_passes(device, options, gradient, student, teacher):
     assert counter.get_total_flops() == 2 * 40 * 61 * (16 * student + 8 * teacher)
 
 
+@pytest.mark.parametrize("way, student, teacher", [("reentrant", 4, 2), ("non_reentrant", 5, 3), ("selective", 4, 2)])
+def test_gemm_passes_under_checkpointing(device, way, student, teacher):
+    pair = make_pair((40, 16, 8, 61), device=device)
+
+    def block(input):
+        return flce_ops.linear_kl_div(**{**pair, "input": input})
+
+    with FlopCounterMode(display=False) as counter:
+        checkpoint(block, pair["input"], **WAYS[way]).backward()
+    assert counter.get_total_flops() == 2 * 40 * 61 * (16 * student + 8 * teacher)
+
+
 N, D, E, V = 4096, 16, 24, 2003  # float32 logits: 31 MiB
 WORKSPACE = 8 * MiB  # for more than the 128 rows that are always held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("kind, softcap", [*((kind, None) for kind in KINDS), ("jsd", 5.0)])
 def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, reduction, dtype):
     pair = make_pair((N, D, E, V), device=device, dtype=dtype, bias=True)
 
@@ -360,6 +373,25 @@ def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, redu
     results = sum(leaf.numel() * leaf.element_size() for leaf in leaves(pair).values())
     assert peak - results <= WORKSPACE + SMALL_CHANGE, f"{(peak - results) / MiB:.1f} MiB"
     assert peak - results > WORKSPACE / 4, "chunks far smaller than the workspace allows"
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_need_one_chunk(monkeypatch, reduction):
+    """More matrices than linear_cross_entropy's, so more chunks: its own rule for when to sum in float32 is too lax."""
+    dtypes = []
+
+    class Watched(reference.GradientAccumulator):
+        def finish(self):
+            dtypes.append(self.weight_sum.dtype)
+            super().finish()
+
+    monkeypatch.setattr(reference, "GradientAccumulator", Watched)
+    pair = make_pair((1000, 16, 8, 509), dtype=torch.bfloat16)
+    with flce_ops.workspace(1000 * (509 * 12 + 200)):
+        assert rows_of_cross_entropy(pair["input"], pair["linear_weight"]) == 1000
+        flce_ops.linear_kl_div(**pair, kind="jsd", reduction=reduction).sum().backward()
+        assert flce_ops.last_path().chunks > 1
+    assert dtypes == [torch.float32]
 
 
 def test_teacher_states_are_not_held_until_backward(device):
@@ -487,8 +519,12 @@ def test_second_derivatives_are_refused_by_name(reduction):
         gradient.sum().backward()
 
 
-def test_compiled_second_derivatives_are_refused():
+@pytest.mark.parametrize("frozen", [None, "linear_weight"])
+def test_compiled_second_derivatives_are_refused(frozen):
+    """AOTAutograd refuses where the backward graph reads a tensor that requires a gradient: an unfrozen one."""
     pair = make_pair(SHAPE)
+    if frozen is not None:
+        pair[frozen].requires_grad_(False)
     loss = torch.compile(flce_ops.linear_kl_div, backend="aot_eager")(**pair)
     with pytest.raises(RuntimeError, match="double backward"):
         (gradient,) = torch.autograd.grad(loss, pair["input"], create_graph=True)
