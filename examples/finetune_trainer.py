@@ -1,6 +1,6 @@
 """Fine-tune a Transformers model under Trainer, its loss without logits: one line more than without.
 
-    pip install "flce-ops[transformers]"
+    pip install -e ".[transformers]"
     python -m examples.finetune_trainer [--steps 20] [--lora]      (--lora: pip install peft)
 
 A Llama with random weights stands for the checkpoint, Python's own language reference for the data.
