@@ -57,8 +57,8 @@ def with_gradients(pair, wanted):
 # ---------------------------------------------------------------- opcheck
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_entry_passes_opcheck(device, reduction, dtype):
     args, options = entry_call(make_pair(SHAPE, device=device, dtype=dtype, bias=True))
     opcheck(flce.linear_kl_div.default, args, {**options, "reduction": reduction, "kind": "jsd"})
@@ -88,8 +88,9 @@ def test_forward_and_backward_pass_opcheck(device, kind, probs):
     opcheck(flce.linear_kl_div_backward.default, args, {**options, "output_mask": [True] * 3}, test_utils=tests)
 
 
-@pytest.mark.parametrize("wanted", WANTED, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, wanted", [*(("jsd", wanted) for wanted in WANTED), ("forward", WANTED[0]), ("reverse", WANTED[0])], ids=str
+)
 def test_with_grad_passes_opcheck(device, kind, wanted):
     pair = with_gradients(make_pair(SHAPE, device=device, bias=True), wanted)
     row_scale = torch.rand(SHAPE[0], device=device)
@@ -120,8 +121,7 @@ def test_every_operator_of_this_name_is_checked_here():
 
 
 @pytest.mark.parametrize("probs", [False, True], ids=["pair", "probs"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, reduction", [("forward", "none"), ("reverse", "mean"), ("jsd", "sum")])
 def test_compiled_is_eager(device, kind, reduction, probs):
     pair = make_pair(SHAPE, device=device, bias=True, token_weight=True, probs=probs)
     cotangent = torch.randn(SHAPE[0], device=device) if reduction == "none" else torch.tensor(-3.0, device=device)
@@ -353,8 +353,8 @@ def test_gemm_passes_under_checkpointing(device, way, student, teacher):
     assert counter.get_total_flops() == 2 * 40 * 61 * (16 * student + 8 * teacher)
 
 
-N, D, E, V = 4096, 16, 24, 2003  # float32 logits: 31 MiB
-WORKSPACE = 8 * MiB  # for more than the 128 rows that are always held
+N, D, E, V = 2048, 16, 24, 2003  # float32 logits: 16 MiB
+WORKSPACE = 6 * MiB  # for more than the 128 rows that are always held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
