@@ -97,7 +97,7 @@ def dtensor_composite(
         if local_normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
 
-    if layout.shards_vocabulary:
+    if layout.splits_vocabulary:
         factor = row_factor(valid, local_token_weight, reduction, denominator, accumulate)
         if reduction != "none" and one_pass.applies(layout, operands, num_classes):
             local_loss = one_pass.VocabParallelWithGrad.apply(

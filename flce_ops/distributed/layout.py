@@ -53,6 +53,11 @@ class Layout:
         return any(self.vocabulary)
 
     @property
+    def splits_vocabulary(self) -> bool:
+        """Whether a rank holds only some of the classes; a mesh dimension of one rank leaves it all of them."""
+        return any(self.mesh.size(dim) > 1 for dim, shards_it in enumerate(self.vocabulary) if shards_it)
+
+    @property
     def input_gradient(self) -> tuple[Placement, ...]:
         return tuple(
             Partial() if shards_vocabulary else token for token, shards_vocabulary in zip(self.tokens, self.vocabulary)

@@ -18,21 +18,19 @@ from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
 from flce_ops.path import Path, record_path
 from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded
+from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.reference_logit import launch_reference_logit
-from flce_ops.workspace import float32_sum_fits, matrix_bytes
+from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 LN2 = math.log(2.0)
 # lse2 - r beyond this: this rank's classes have probabilities below 2^-30, and 2^-90 leaves c * input normal numbers.
 LARGEST_EXPONENT = 90.0
-ROWS_MULTIPLE = 128  # of a GEMM tile
-PRODUCT_ROWS = 1024  # of the float32 block E @ linear_weight: 16 MiB at D = 4096
 
 
 def launch_vocab_parallel_with_grad(
@@ -61,13 +59,15 @@ def launch_vocab_parallel_with_grad(
     target, row_scale = target.contiguous(), row_scale.contiguous()
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     want_input, want_weight, want_bias = output_mask
-    tokens, own = input.shape[0], linear_weight.shape[0]
+    tokens, hidden = input.shape
+    own = linear_weight.shape[0]
     logits = {"softcap": softcap, "logit_scale": logit_scale}
     shard = shard_rows(vocab_size, ranks)
-    summed = shard * input.shape[1]
+    summed = shard * hidden
     exact = want_weight and input.dtype.itemsize < 4 and float32_sum_fits(summed)
-    step = chunk_rows(tokens, shard, input.dtype.itemsize, reserved=4 * summed * exact)
-    record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, -(-tokens // step)))
+    chunks = slices(tokens, rows_that_fit(tokens, shard, input.dtype.itemsize, 4 * summed * exact))
+    step = chunks[0].stop
+    record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
     with torch.cuda.device_of(input):
         own_logit, _ = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
@@ -83,8 +83,7 @@ def launch_vocab_parallel_with_grad(
         several = exact and step < tokens
         weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if several else grad_weight
         bias_sum = torch.zeros(own, dtype=torch.float32, device=input.device) if want_bias else None
-        for start in range(0, tokens, step):
-            rows = slice(start, min(start + step, tokens))
+        for rows in chunks:
             count = rows.stop - rows.start
             chunk = exponentials[:count, :own]
             reference = own_logit[rows].clone()
@@ -123,34 +122,27 @@ def launch_vocab_parallel_with_grad(
             if want_weight:
                 scaled = scaled_input[rows if want_input else slice(count)]
                 torch.mul(input[rows], weight_factor[:, None], out=scaled)
-                accumulate(weight_sum, chunk.T, scaled, first=start == 0)
+                accumulate(weight_sum, chunk.T, scaled, first=rows.start == 0)
             if want_input:
-                for first in range(0, count, PRODUCT_ROWS):
-                    block = slice(first, min(first + PRODUCT_ROWS, count))
-                    product = torch.empty(block.stop - first, input.shape[1], dtype=torch.float32, device=input.device)
-                    accumulate(product, chunk[block], linear_weight, first=True)
+                for block, cols in product_blocks(count, hidden):
+                    product = torch.empty(
+                        block.stop - block.start, cols.stop - cols.start, dtype=torch.float32, device=input.device
+                    )
+                    accumulate(product, chunk[block], linear_weight[:, cols], first=True)
                     launch_finish_product(
                         product,
-                        grad_input[rows][block],
-                        linear_weight,
+                        grad_input[rows][block, cols],
+                        linear_weight[:, cols],
                         own_target_column[rows][block],
                         factor[block],
                         residual[block],
                         None,
                         ignore_index=-1,
                     )
+                    del product  # before the next one is allocated
         if several:
             grad_weight.copy_(weight_sum)
         if want_bias:
             grad_bias.copy_(bias_sum)
         torch.sum(row_scale * losses, dim=0, out=loss)
     return loss, losses, grad_input, grad_weight, grad_bias
-
-
-def chunk_rows(tokens: int, shard: int, itemsize: int, *, reserved: int) -> int:
-    """The same on every rank: the fewest chunks whose E of the largest shard fits, all of about one size."""
-    left = matrix_bytes(tokens) * 15 // 16 - reserved  # the rest: sums per tile, a block of the float32 product
-    fits = left // (padded(shard, itemsize) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE
-    chunks = -(-tokens // max(fits, ROWS_MULTIPLE))
-    rows = -(-tokens // chunks)
-    return min(tokens, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)

@@ -75,15 +75,23 @@ def vocabulary_parallel(shard: Head) -> Cut:
 
 
 def one_pass_triton(head: Head) -> Cut:
-    from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices
     from flce_ops.triton.with_grad import RECOMPUTE_BELOW
+
+    cut = one_pass_chunks(head, VECTOR_BYTES)
+    return two_passes_triton(head) if RECOMPUTE_BELOW > cut.rows < head.tokens else cut
+
+
+def vocabulary_parallel_triton(shard: Head) -> Cut:
+    return one_pass_chunks(shard, 2 * VECTOR_BYTES)
+
+
+def one_pass_chunks(head: Head, vector_bytes: int) -> Cut:
+    from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices
 
     size, elements = head.dtype.itemsize, head.vocab * head.hidden
     exact = float32_sum_fits(elements)
     chunks = slices(head.tokens, rows_that_fit(head.tokens, head.vocab, size, 4 * elements * exact))
     rows = chunks[0].stop
-    if len(chunks) > 1 and rows < RECOMPUTE_BELOW:
-        return two_passes_triton(head)
     blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in product_blocks(rows, head.hidden))
     small = max(4 * max(blocks), PARTIAL_BYTES * vocabulary_tiles(head) * rows)
     several = len(chunks) > 1
@@ -92,7 +100,7 @@ def one_pass_triton(head: Head) -> Cut:
         temporaries=rows * padded(head.vocab, size) * size
         + small
         + 4 * elements * (exact and several)
-        + VECTOR_BYTES * head.tokens,
+        + vector_bytes * head.tokens,
         passes=3,
         rows=rows,
         addition_bytes=several * len(chunks) * elements * (8 if exact else 2 * size),
@@ -118,28 +126,6 @@ def two_passes_triton(head: Head) -> Cut:
         rows=rows,
         addition_bytes=several * len(row_slices) * elements * (8 if exact else 2 * size),
         sum_bytes=8 * len(column_slices) * head.tokens * head.hidden,
-    )
-
-
-def vocabulary_parallel_triton(shard: Head) -> Cut:
-    from flce_ops.distributed.one_pass_triton import PRODUCT_ROWS, chunk_rows
-    from flce_ops.triton.chunks import padded
-
-    size, elements = shard.dtype.itemsize, shard.vocab * shard.hidden
-    exact = float32_sum_fits(elements)
-    rows = chunk_rows(shard.tokens, shard.vocab, size, reserved=4 * elements * exact)
-    chunks = -(-shard.tokens // rows)
-    # two blocks of the float32 product: one is still held when the next is allocated
-    product = 4 * shard.hidden * min(2 * PRODUCT_ROWS, rows)
-    return Cut(
-        "triton",
-        temporaries=rows * padded(shard.vocab, size) * size
-        + max(product, PARTIAL_BYTES * vocabulary_tiles(shard) * rows)
-        + 4 * elements * (exact and chunks > 1)
-        + 2 * VECTOR_BYTES * shard.tokens,
-        passes=3,
-        rows=rows,
-        addition_bytes=(chunks > 1) * chunks * elements * (8 if exact else 2 * size),
     )
 
 
