@@ -310,6 +310,15 @@ def test_autocast_to_bfloat16():
     assert abs(ours - exact) <= 1.5 * abs(theirs - exact) + 1e-2
 
 
+def test_a_model_in_bfloat16():
+    model, batch = make_model(), make_batch()
+    exact = model(**batch).loss
+    model.bfloat16()
+    theirs, ours = model(**batch).loss, patch(model)(**batch).loss
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert abs(ours - exact) <= 1.5 * abs(theirs - exact) + 1e-2
+
+
 def test_gradient_checkpointing_of_the_blocks():
     model, batch = make_model(), make_batch()
     expected = loss_and_gradients(model, **batch)

