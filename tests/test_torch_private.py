@@ -1,7 +1,10 @@
 """One test per private torch name in flce_ops/torch_private.py: each fails first, by name, when torch drops it."""
 
+import uuid
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flce_ops import torch_private
@@ -103,3 +106,26 @@ def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):
         torch_private.assert_on_device(torch.tensor(False), "what went wrong")
+
+
+def test_key_compiled_graphs_separates_what_torch_compile_has_cached():
+    def compile_again(x):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(torch.mm)(x, x)
+        return counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]
+
+    config = torch._inductor.config
+    caches = {"force_disable_caches": False, "cache_key_tag": str(uuid.uuid4())}
+    with (
+        torch.compiler.config.patch(caches),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+        config.patch(unsafe_marked_cacheable_functions={}),
+    ):
+        torch_private.key_compiled_graphs("flce_test", "1")
+        assert compile_again(torch.ones(2, 2)) == (0, 1)
+        assert compile_again(torch.ones(2, 2)) == (1, 0)
+        torch_private.key_compiled_graphs("flce_test", "2")
+        assert compile_again(torch.ones(2, 2)) == (0, 1)
+        torch_private.key_compiled_graphs("flce_test", "1")
+        assert compile_again(torch.ones(2, 2)) == (1, 0)

@@ -1,0 +1,104 @@
+"""AOTInductor packages: decomposed programs stand alone, undecomposed ones call the registered operator."""
+
+# N tokens, D hidden, V vocabulary
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch.export import Dim, export
+
+import flce_ops
+from flce_ops import decompositions
+
+N, D, V = 12, 11, 31
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
+QUICK_TO_COMPILE = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+
+RUN = """
+import sys
+sys.modules["flce_ops"] = None
+import torch
+args, expected = torch.load(sys.argv[2])
+found = torch._inductor.aoti_load_package(sys.argv[1])(*args)
+assert torch.allclose(found, expected, rtol=1e-5), (found, expected)
+"""
+
+
+@pytest.fixture(autouse=True)
+def probes_of_the_compiler_are_remembered():
+    """What g++ can do, compiled headers: 10 s a package otherwise. Graphs themselves are still not cached."""
+    with torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=False):
+        yield
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, input, linear_weight, target, linear_bias):
+        return flce_ops.linear_cross_entropy(input, linear_weight, target, linear_bias, **self.options)
+
+
+def exported(inputs, **options):
+    n = Dim("n", min=2)
+    shapes = {"input": {0: n}, "linear_weight": None, "target": {0: n}, "linear_bias": None}
+    return export(Loss(**options), inputs.args, dynamic_shapes=shapes)
+
+
+def run_without_flce_ops(package, args, expected) -> subprocess.CompletedProcess:
+    file = package.with_suffix(".pt")
+    torch.save((args, expected), file)
+    command = [sys.executable, "-c", RUN, str(package), str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(decompositions, "CLASSES_PER_BLOCK", 16)
+    program = exported(make_inputs((N, D, V), device=device, bias=True, requires_grad=False), **OPTIONS)
+    program = program.run_decompositions(flce_ops.export_decompositions())
+    package = tmp_path / "loss.pt2"
+    aoti_compile_and_package(program, package_path=str(package), inductor_configs=QUICK_TO_COMPILE)
+    loss = aoti_load_package(str(package))
+    for length in (2, 40, 333):
+        inputs = make_inputs((length, D, V), device=device, bias=True, requires_grad=False)
+        expected = flce_ops.linear_cross_entropy(*inputs.args, **OPTIONS)
+        assert error(loss(*inputs.args), expected) < 1e-6, length
+    done = run_without_flce_ops(package, inputs.args, expected)
+    assert done.returncode == 0, done.stderr
+    if device == "cpu":  # on CUDA a device-side assert, which ends the process
+        inputs.target[3] = V
+        with pytest.raises(RuntimeError):
+            loss(*inputs.args)
+
+
+def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path):
+    inputs = make_inputs((N, D, V), device=device, bias=True, requires_grad=False)
+    package = tmp_path / "loss.pt2"
+    aoti_compile_and_package(
+        exported(inputs, reduction="none"), package_path=str(package), inductor_configs=QUICK_TO_COMPILE
+    )
+    inputs = make_inputs((77, D, V), device=device, bias=True, requires_grad=False)
+    expected = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
+    with flce_ops.workspace(2**10):  # the kernel obeys what is set when it runs
+        assert error(aoti_load_package(str(package))(*inputs.args), expected) < 1e-6
+    assert flce_ops.last_path().op == "linear_cross_entropy_forward"
+    done = run_without_flce_ops(package, inputs.args, expected)
+    assert done.returncode != 0
+    assert "Could not find schema for flce::linear_cross_entropy_forward" in done.stderr
+
+
+@pytest.mark.gpu
+def test_half_operands_keep_float32_logits_on_cuda(tmp_path):
+    """cuBLAS hands its float32 accumulator to the decomposed program too: mm with an out_dtype."""
+    inputs = make_inputs((252, 507, 123), device="cuda", dtype=torch.bfloat16, bias=True, requires_grad=False)
+    program = exported(inputs, reduction="none").run_decompositions(flce_ops.export_decompositions())
+    package = str(tmp_path / "loss.pt2")
+    aoti_compile_and_package(program, package_path=package)
+    exact = flce_ops.linear_cross_entropy(*inputs.clone(torch.float64).args, reduction="none")
+    assert error(aoti_load_package(package)(*inputs.args), exact) < 1e-5

@@ -1,0 +1,122 @@
+"""An upgraded package never runs a graph that the former one compiled, and an unchanged one compiles nothing twice."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+import flce_ops
+from flce_ops import compile_cache
+
+PACKAGE = Path(flce_ops.__file__).parent
+
+# For each key (None: its own) the loss and what the cache said. The directory of the caches is the user's, for what g++
+# can do is remembered there too; a tag of this run's own keeps its entries apart.
+STEPS = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+import flce_ops
+from flce_ops import compile_cache
+
+root, keys = json.loads(sys.argv[1])
+assert flce_ops.__file__.startswith(root), flce_ops.__file__
+own = compile_cache.code_key()
+found = {"key": own, "tag": torch.compiler.config.cache_key_tag, "steps": []}
+for key in keys:
+    compile_cache.code_key = lambda: key or own
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    input, weight = torch.randn(12, 8, requires_grad=True), torch.randn(31, 8)
+    loss = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True)(input, weight, torch.randint(31, (12,)))
+    loss.backward()
+    hits, misses = (counters["aot_autograd"]["autograd_cache_" + which] for which in ("hit", "miss"))
+    found["steps"].append([loss.item(), input.grad.norm().item(), hits, misses])
+print(json.dumps(found))
+"""
+
+
+def run_steps(root: Path, tag: str, *keys: str | None) -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(root), "TORCH_COMPILE_CACHE_KEY_TAG": tag}
+    command = [sys.executable, "-W", "ignore", "-c", STEPS, json.dumps([str(root), keys])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def copy_of_the_package(root: Path) -> Path:
+    shutil.copytree(PACKAGE, root / "flce_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_an_upgraded_package_runs_its_own_code(tmp_path):
+    """Two copies of the package, alike but for one line of what AOTAutograd traces, and one directory of caches."""
+    tag = f"flce_ops-test-{uuid.uuid4()}"
+    root = copy_of_the_package(tmp_path)
+    old = run_steps(root, tag, None)
+    loss, slope, hits, misses = old["steps"][0]
+    assert (hits, misses, old["tag"]) == (0, 1, tag)
+
+    source = root / "flce_ops" / "functional.py"
+    line = "return valid.sum().to(dtype)"
+    assert source.read_text().count(line) == 1
+    source.write_text(source.read_text().replace(line, "return 2 * valid.sum().to(dtype)"))
+
+    new = run_steps(root, tag, old["key"], None)
+    stale, own = new["steps"]
+    assert stale == [loss, slope, 1, 0], "torch keys operators by their code: flce_ops/compile_cache.py is not needed"
+    assert new["key"] != old["key"]
+    assert own[2:] == [0, 1]
+    assert own[:2] == pytest.approx([loss / 2, slope / 2])
+
+
+def test_key_is_the_version_and_the_sources(tmp_path, monkeypatch):
+    compile_cache.code_key.cache_clear()
+    key = compile_cache.code_key()
+    assert key.startswith(flce_ops.__version__ + "+")
+
+    def key_of(root):
+        compile_cache.code_key.cache_clear()
+        monkeypatch.setattr(compile_cache, "__file__", str(root / "flce_ops" / "compile_cache.py"))
+        return compile_cache.code_key()
+
+    root = copy_of_the_package(tmp_path)
+    try:
+        assert key_of(root) == key, "the key depends on where the package lies"
+        with open(root / "flce_ops" / "loss.py", "a") as file:
+            file.write("# a change\n")
+        assert key_of(root) != key
+    finally:
+        compile_cache.code_key.cache_clear()
+
+
+def plain_loss():
+    flce_ops.linear_cross_entropy(torch.randn(4, 3), torch.randn(5, 3), torch.zeros(4, dtype=torch.int64))
+
+
+def inner_operator():
+    flce_ops.ops.linear_cross_entropy_forward(torch.randn(4, 3), torch.randn(5, 3), torch.zeros(4, dtype=torch.int64))
+
+
+def distillation():
+    flce_ops.linear_kl_div(torch.randn(4, 3), torch.randn(5, 3), torch.randn(4, 2), torch.randn(5, 2))
+
+
+UNKEYED = pytest.mark.xfail(strict=True, reason="register_fake(..., keyed(fake), ...) in flce_ops/divergence/ops.py")
+
+
+@pytest.mark.parametrize("function", [plain_loss, inner_operator, pytest.param(distillation, marks=UNKEYED)])
+def test_tracing_an_operator_adds_the_package_to_what_the_user_has_set(function):
+    config = torch._inductor.config
+    mine = {"mine": "1"}
+    with config.patch(unsafe_marked_cacheable_functions=mine), torch.compiler.config.patch(cache_key_tag="mine"):
+        torch.compile(function, backend="eager")()
+        assert config.unsafe_marked_cacheable_functions == {"mine": "1", "torch.ops.flce": compile_cache.code_key()}
+        assert mine == {"mine": "1"}
+        assert torch.compiler.config.cache_key_tag == "mine"
