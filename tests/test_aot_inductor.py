@@ -78,11 +78,9 @@ def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, mon
 
 
 def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path):
-    inputs = make_inputs((N, D, V), device=device, bias=True, requires_grad=False)
+    program = exported(make_inputs((N, D, V), device=device, bias=True, requires_grad=False), reduction="none")
     package = tmp_path / "loss.pt2"
-    aoti_compile_and_package(
-        exported(inputs, reduction="none"), package_path=str(package), inductor_configs=QUICK_TO_COMPILE
-    )
+    aoti_compile_and_package(program, package_path=str(package), inductor_configs=QUICK_TO_COMPILE)
     inputs = make_inputs((77, D, V), device=device, bias=True, requires_grad=False)
     expected = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
     with flce_ops.workspace(2**10):  # the kernel obeys what is set when it runs

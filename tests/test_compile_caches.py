@@ -33,11 +33,10 @@ for key in keys:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    input, weight = torch.randn(12, 8, requires_grad=True), torch.randn(31, 8)
-    loss = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True)(input, weight, torch.randint(31, (12,)))
-    loss.backward()
+    inputs = torch.randn(12, 8), torch.randn(31, 8), torch.randint(31, (12,))
+    loss = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True)(*inputs)
     hits, misses = (counters["aot_autograd"]["autograd_cache_" + which] for which in ("hit", "miss"))
-    found["steps"].append([loss.item(), input.grad.norm().item(), hits, misses])
+    found["steps"].append([loss.item(), hits, misses])
 print(json.dumps(found))
 """
 
@@ -60,7 +59,7 @@ def test_an_upgraded_package_runs_its_own_code(tmp_path):
     tag = f"flce_ops-test-{uuid.uuid4()}"
     root = copy_of_the_package(tmp_path)
     old = run_steps(root, tag, None)
-    loss, slope, hits, misses = old["steps"][0]
+    loss, hits, misses = old["steps"][0]
     assert (hits, misses, old["tag"]) == (0, 1, tag)
 
     source = root / "flce_ops" / "functional.py"
@@ -70,10 +69,9 @@ def test_an_upgraded_package_runs_its_own_code(tmp_path):
 
     new = run_steps(root, tag, old["key"], None)
     stale, own = new["steps"]
-    assert stale == [loss, slope, 1, 0], "torch keys operators by their code: flce_ops/compile_cache.py is not needed"
+    assert stale == [loss, 1, 0], "torch keys operators by their code: flce_ops/compile_cache.py is not needed"
     assert new["key"] != old["key"]
-    assert own[2:] == [0, 1]
-    assert own[:2] == pytest.approx([loss / 2, slope / 2])
+    assert own == [pytest.approx(loss / 2), 0, 1]
 
 
 def test_key_is_the_version_and_the_sources(tmp_path, monkeypatch):
