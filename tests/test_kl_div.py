@@ -83,8 +83,9 @@ def cases():
 @pytest.mark.parametrize("name, reduction", list(cases()))
 def test_divergence_and_gradients_are_no_worse_than_plain_torch(device, name, reduction, kind, dtype, poisoned_memory):
     made, options = ARGUMENTS[name]
-    pair = make_pair(device=device, dtype=dtype, **made)
-    assert_no_worse_than_plain([pair], reduction=reduction, kind=kind, **options)
+    # a few large entries decide the error of a half dtype: several draws
+    draws = [make_pair(device=device, dtype=dtype, **made) for _ in range(3 if dtype.itemsize == 2 else 1)]
+    assert_no_worse_than_plain(draws, reduction=reduction, kind=kind, **options)
 
 
 SHAPES = [
