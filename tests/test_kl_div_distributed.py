@@ -161,7 +161,8 @@ def chunks_and_extremes(device):
         poisoned = batch(device)
         with torch.no_grad():
             for name in ("input", "teacher_input"):
-                poisoned[name] *= 10  # shards whose share of a softmax underflows
+                # shards whose share of a softmax underflows; jsd's gradient would vanish and leave rounding only
+                poisoned[name] *= 2 if kind == "jsd" else 10
                 poisoned[name][poisoned["target"] == -100] = torch.nan
         placed = place(poisoned, mesh, [R], [Shard(0)])
         flce_ops.linear_kl_div(**placed, kind=kind).backward()
@@ -170,7 +171,7 @@ def chunks_and_extremes(device):
                 poisoned[name].nan_to_num_(0.0)
         expected = run_reference(poisoned, kind=kind)
         for name in leaves(poisoned):
-            assert error(full(placed[name].grad), expected[name]) < 10 * TOLERANCE, name
+            assert error(full(placed[name].grad), expected[name]) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("world", CPU_PAIR)
@@ -254,7 +255,7 @@ def traffic(device):
     mesh = mesh_of(device, dist.get_world_size())
     tokens = B * T
     for kind, sums in (("forward", 1), ("reverse", 1), ("jsd", 2)):
-        exchange = [("all_gather", 2 * tokens), ("all_reduce", sums * tokens)]
+        exchange = [("all_gather", 4 * tokens), ("all_reduce", sums * tokens)]
         for reduction in ("none", "mean"):
             placed = place(batch(device), mesh, [R], [Shard(0)], plain=("target",))
             with RecordCollectives() as recorded:

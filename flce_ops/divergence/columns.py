@@ -1,6 +1,6 @@
 """What the ranks that share the vocabulary tell each other about a chunk: O(rows) numbers, never a logit.
 
-    log of the softmax's denominator    all_gather of one lse a row, two with a teacher's logits
+    log of the softmax's denominator    all_gather of two numbers a row and model: maximum and log-sum relative to it
     row sums of the divergence          all_reduce of one number a row, two for "jsd"
 
 On one rank both are the identity.
@@ -39,10 +39,13 @@ class SharingRanks:
         self.group, self.ranks = group, ranks
 
     def log_denominator(self, row_max: Tensor, log_sum: Tensor) -> Tensor:
-        own = row_max + log_sum
+        # Not one lse a row: in float32 that costs the digits of a small log-sum beside a large maximum, and a reverse
+        # divergence of logits of tens had 3 to 5 times the error.
+        own = torch.stack([row_max, log_sum])
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(own, self.ranks, self.group)
-        gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *own.shape)
-        return gathered.logsumexp(0) - row_max
+        row_maxes, log_sums = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *own.shape).unbind(1)
+        largest = row_maxes.amax(0)
+        return (largest - row_max) + (row_maxes - largest + log_sums).logsumexp(0)
 
     def total(self, sums: Tensor) -> Tensor:
         summed = torch.ops._c10d_functional.all_reduce(sums, "sum", self.group)
