@@ -4,7 +4,8 @@ from flce_ops import flops as flops
 from flce_ops import ops as ops  # registers the operators, then their FLOP formulas
 from flce_ops.decompositions import export_decompositions
 from flce_ops.divergence import linear_kl_div
-from flce_ops.functional import linear_cross_entropy
+from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
+from flce_ops.log_probs import LinearLogProbs, linear_log_probs
 from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from flce_ops.path import Path, last_path
 from flce_ops.version import __version__
@@ -27,6 +28,8 @@ __all__ = [
     "SAC_SAVE_OPS",
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",
+    "LinearCrossEntropyMetrics",
+    "LinearLogProbs",
     "Path",
     "VocabParallel",
     "__version__",
@@ -35,6 +38,7 @@ __all__ = [
     "last_path",
     "linear_cross_entropy",
     "linear_kl_div",
+    "linear_log_probs",
     "set_workspace",
     "workspace",
 ]

@@ -27,40 +27,45 @@ def check_arguments(
     token_weight: Tensor | None,  # (...)
     normalizer: Tensor | None,  # ()
 ) -> None:
-    if input.dim() < 1:
-        raise ValueError(f"{OP}: expected input of shape (..., D), got a 0-d tensor")
-    check_linear_weight(OP, linear_weight, input.shape[-1])
-    check_target_dtype(OP, target)
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"{OP}: expected target of shape {tuple(input.shape[:-1])}, one class index per token of input "
-            f"{tuple(input.shape)}, got {tuple(target.shape)}"
-        )
-    check_dtypes(OP, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
-    check_per_class(OP, "linear_bias", linear_bias, linear_weight.shape[0])
+    check_head(OP, input, linear_weight, target, linear_bias, softcap)
     check_per_class(OP, "weight", weight, linear_weight.shape[0])
-    check_device(
-        OP,
-        input,
-        linear_weight=linear_weight,
-        target=target,
-        linear_bias=linear_bias,
-        weight=weight,
-        token_weight=token_weight,
-    )
+    check_device(OP, input, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")
     if reduction not in REDUCTIONS:
         raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{OP}: expected label_smoothing in [0, 1], got {label_smoothing}")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{OP}: expected softcap to be positive or None, got {softcap}")
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(
             f"{OP}: expected token_weight of target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
         )
     check_normalizer(normalizer, reduction, input)
+
+
+def check_head(
+    op: str,
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    linear_bias: Tensor | None,  # (V,)
+    softcap: float | None,
+) -> None:
+    """The arguments that make logits, and the targets among them."""
+    if input.dim() < 1:
+        raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
+    check_linear_weight(op, linear_weight, input.shape[-1])
+    check_target_dtype(op, target)
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"{op}: expected target of shape {tuple(input.shape[:-1])}, one class index per token of input "
+            f"{tuple(input.shape)}, got {tuple(target.shape)}"
+        )
+    check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
+    check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
+    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"{op}: expected softcap to be positive or None, got {softcap}")
 
 
 def check_normalizer(normalizer: Tensor | None, reduction: str, input: Tensor) -> None:

@@ -39,7 +39,7 @@ class ReverseModeOnly(Function):
 
 
 class Forward(ReverseModeOnly):
-    """(target_logit, lse, logit_sum) of linear_cross_entropy_forward."""
+    """target_logit, lse, logit_sum and expected_logit of linear_cross_entropy_forward; the others have no gradient."""
 
     @staticmethod
     def forward(
@@ -54,6 +54,8 @@ class Forward(ReverseModeOnly):
         logit_scale,
         vocab_start,
         vocab_size,
+        expected_logit,
+        argmax,
     ):
         return torch.ops.flce.linear_cross_entropy_forward(
             input,
@@ -67,11 +69,14 @@ class Forward(ReverseModeOnly):
             logit_scale=logit_scale,
             vocab_start=vocab_start,
             vocab_size=vocab_size,
+            expected_logit=expected_logit,
+            argmax=argmax,
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *operands, ignore_index, logit_sum, softcap, logit_scale, vocab_start, _ = inputs
+        *operands, ignore_index, logit_sum, softcap, logit_scale, vocab_start, _, expected_logit, _ = inputs
+        _, lse, *others = output
         ctx.options = {
             "ignore_index": ignore_index,
             "softcap": softcap,
@@ -79,23 +84,29 @@ class Forward(ReverseModeOnly):
             "vocab_start": vocab_start,
         }
         ctx.set_materialize_grads(False)
-        if not logit_sum:
-            ctx.mark_non_differentiable(output[2])
-        ctx.has_logit_sum = logit_sum
-        ctx.save_for_backward(*operands, output[1])
+        ctx.asked_for = (logit_sum, expected_logit)
+        has_gradient = (logit_sum, expected_logit, False, False)
+        ctx.mark_non_differentiable(*(result for result, has in zip(others, has_gradient) if not has))
+        ctx.save_for_backward(*operands, lse, others[1])
 
     @staticmethod
-    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum):
-        if not ctx.has_logit_sum:
-            grad_logit_sum = None
-        if grad_target_logit is None and grad_lse is None and grad_logit_sum is None:
-            return (None,) * 11
+    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit, *_):
+        logit_sum, expected = ctx.asked_for
+        grad_logit_sum = grad_logit_sum if logit_sum else None
+        grad_expected_logit = grad_expected_logit if expected else None
+        cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
+        if grad_expected_logit is None and all(cotangent is None for cotangent in cotangents):
+            return (None,) * 13
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+        *operands, expected_logit = ctx.saved_tensors
+        expectations = {}
+        if grad_expected_logit is not None:
+            expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
         grads = torch.ops.flce.linear_cross_entropy_backward(
-            grad_target_logit, grad_lse, grad_logit_sum, *ctx.saved_tensors, **ctx.options, output_mask=mask
+            *cotangents, *operands, **ctx.options, output_mask=mask, **expectations
         )
         grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, mask))
-        return grad_input, grad_weight, None, grad_bias, *(None,) * 7
+        return grad_input, grad_weight, None, grad_bias, *(None,) * 9
 
 
 class Backward(ReverseModeOnly):
@@ -117,6 +128,8 @@ class Backward(ReverseModeOnly):
         logit_scale,
         vocab_start,
         output_mask,
+        grad_expected_logit,
+        expected_logit,
     ):
         return torch.ops.flce.linear_cross_entropy_backward(
             grad_target_logit,
@@ -133,11 +146,13 @@ class Backward(ReverseModeOnly):
             logit_scale=logit_scale,
             vocab_start=vocab_start,
             output_mask=output_mask,
+            grad_expected_logit=grad_expected_logit,
+            expected_logit=expected_logit,
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *operands, ignore_index, softcap, logit_scale, vocab_start, output_mask = inputs
+        *operands, ignore_index, softcap, logit_scale, vocab_start, output_mask, grad_expected_logit, _ = inputs
         ctx.options = {
             "ignore_index": ignore_index,
             "softcap": softcap,
@@ -145,6 +160,7 @@ class Backward(ReverseModeOnly):
             "vocab_start": vocab_start,
         }
         ctx.output_mask = output_mask
+        ctx.has_expectation = grad_expected_logit is not None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(result for result, wanted in zip(output, output_mask) if not wanted))
         ctx.save_for_backward(*operands)
@@ -153,13 +169,18 @@ class Backward(ReverseModeOnly):
     def backward(ctx, *grad_grads):
         grad_grads = tuple(grad if wanted else None for grad, wanted in zip(grad_grads, ctx.output_mask))
         if all(grad is None for grad in grad_grads):
-            return (None,) * 14
+            return (None,) * 16
+        if ctx.has_expectation:
+            raise NotImplementedError(
+                "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "
+                "compute it from F.linear's logits"
+            )
         *per_row, lse, grad_input, grad_weight, grad_bias = torch.ops.flce.linear_cross_entropy_double_backward(
             *grad_grads, *ctx.saved_tensors, **ctx.options
         )
         grads = (*per_row, grad_input, grad_weight, None, grad_bias, None, lse)
         wanted = ctx.needs_input_grad
-        return *(grad if wanted[i] else None for i, grad in enumerate(grads)), *(None,) * 5
+        return *(grad if wanted[i] else None for i, grad in enumerate(grads)), *(None,) * 7
 
 
 class WithGrad(ReverseModeOnly):
@@ -183,6 +204,7 @@ class WithGrad(ReverseModeOnly):
         softcap,
         logit_scale,
         output_mask,
+        argmax,
     ):
         return torch.ops.flce.linear_cross_entropy_with_grad(
             input,
@@ -197,20 +219,21 @@ class WithGrad(ReverseModeOnly):
             softcap=softcap,
             logit_scale=logit_scale,
             output_mask=output_mask,
+            argmax=argmax,
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *operands, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.softcap, ctx.logit_scale, mask = inputs
+        *operands, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.softcap, ctx.logit_scale, mask, _ = inputs
         ctx.output_mask = mask
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*operands, *output[1:])
+        ctx.save_for_backward(*operands, *output[1:5])
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         if grad_loss is None:
-            return (None,) * 12
+            return (None,) * 13
         *operands, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_row_scale = None
@@ -226,7 +249,7 @@ class WithGrad(ReverseModeOnly):
         grad_input, grad_weight, grad_bias = (
             grad if need else None for grad, need in zip(grads, (needs[0], needs[1], needs[3]))
         )
-        return grad_input, grad_weight, None, grad_bias, None, grad_row_scale, *(None,) * 6
+        return grad_input, grad_weight, None, grad_bias, None, grad_row_scale, *(None,) * 7
 
     @staticmethod
     def differentiable_gradients(ctx, operands, grad_loss):
@@ -239,7 +262,7 @@ class WithGrad(ReverseModeOnly):
             for tensor in (input, linear_weight, linear_bias, row_scale)
             if tensor is not None and tensor.requires_grad
         ]
-        losses = losses_from_forward(
+        losses, _ = losses_from_forward(
             input,
             linear_weight,
             target,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flce_ops import functional, meta, ops
+from flce_ops import functional, log_probs, meta, ops
 from flce_ops.loss import class_weight_of, loss_terms
 from flce_ops.torch_private import assert_on_device
 
@@ -45,8 +45,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         program = torch.export.export(model, args).run_decompositions(table)
 
     Returns:
-        {operator: function} for the entry and for the operators that inference and training programs hold. Not in it:
-        second derivatives, and a vocabulary sharded over several devices.
+        {operator: function} for the entries and for the operators that inference and training programs hold. Not in it:
+        second derivatives, ``linear_kl_div``, and a vocabulary sharded over several devices.
 
     Memory and time:
         N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
@@ -57,6 +57,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """
     return {
         ops.linear_cross_entropy: functional.composite,
+        torch.ops.flce.linear_cross_entropy_metrics.default: functional.composite_metrics,
+        torch.ops.flce.linear_log_probs.default: log_probs.composite,
         ops.linear_cross_entropy_forward: forward,
         ops.linear_cross_entropy_backward: backward,
         ops.linear_cross_entropy_with_grad: with_grad,
@@ -111,7 +113,9 @@ def forward(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    expected_logit: bool = False,
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if vocab_size is None:
         vocab_size = linear_weight.shape[0]
     valid = target != ignore_index
@@ -120,9 +124,9 @@ def forward(
         f"linear_cross_entropy: expected target in [0, {vocab_size}) or ignore_index {ignore_index}",
     )
     column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
-    lse_of_blocks = []
     target_logit = torch.zeros_like(target, dtype=meta.accumulation_dtype(input.dtype))
     sums = torch.zeros_like(target_logit)
+    lse_of, expected_of, max_of, argmax_of = [], [], [], []  # blocks
     for start, stop in class_blocks(linear_weight):
         bias = block_of(linear_bias, start, stop)
         logits = block_logits(input, linear_weight[start:stop], bias, logit_scale, softcap)
@@ -132,9 +136,28 @@ def forward(
         if logit_sum:
             class_weight = block_of(weight, start, stop)
             sums = sums + (logits if class_weight is None else logits * class_weight.to(logits.dtype)).sum(1)
-        lse_of_blocks.append(torch.logsumexp(logits, 1))
-    lse = torch.logsumexp(torch.stack(lse_of_blocks, 1), 1)
-    return target_logit, lse, sums if logit_sum else lse.new_zeros(0)
+        lse_of.append(torch.logsumexp(logits, 1))
+        if expected_logit:
+            p = torch.exp(logits - at_least_finite(lse_of[-1]).unsqueeze(1))
+            expected_of.append((p * at_least_finite(logits)).sum(1))
+        if argmax:
+            max_of.append(logits.amax(1))
+            argmax_of.append(logits.argmax(1) + start)
+    lse_of_blocks = torch.stack(lse_of, 1)
+    lse = torch.logsumexp(lse_of_blocks, 1)
+    expected = max_logit = lse.new_zeros(0)
+    largest = target.new_zeros(0, dtype=torch.int64)
+    if expected_logit:
+        expected = (torch.exp(lse_of_blocks - lse.unsqueeze(1)) * torch.stack(expected_of, 1)).sum(1)
+    if argmax:
+        max_logit, block = torch.stack(max_of, 1).max(1)
+        largest = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
+    return target_logit, lse, sums if logit_sum else lse.new_zeros(0), expected, max_logit, largest
+
+
+def at_least_finite(logits: Tensor) -> Tensor:
+    """A bias of -inf switches a class off: p z is 0 there, not 0 * -inf."""
+    return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
 def backward(
@@ -153,22 +176,31 @@ def backward(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     output_mask: list[bool],
+    grad_expected_logit: Tensor | None = None,
+    expected_logit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     want_input, want_weight, want_bias = output_mask
     valid = target != ignore_index
-    grad_target_logit, grad_lse, grad_logit_sum = (
-        None if grad is None else torch.where(valid, grad, 0.0).to(lse.dtype).unsqueeze(1)
-        for grad in (grad_target_logit, grad_lse, grad_logit_sum)
+    grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit = (
+        None if grad is None else torch.where(valid, grad, 0.0).to(lse.dtype).unsqueeze(1)  # (N, 1)
+        for grad in (grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit)
     )
     column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
+    p_factor = grad_lse
+    if grad_expected_logit is not None:
+        p_factor = grad_expected_logit * (1.0 + lse - expected_logit).unsqueeze(1)
+        p_factor = p_factor if grad_lse is None else p_factor + grad_lse
     grad_input = torch.zeros_like(input, dtype=lse.dtype) if want_input else None
     grad_weight, grad_bias = [], []
     for start, stop in class_blocks(linear_weight):
         bias, block = block_of(linear_bias, start, stop), linear_weight[start:stop]
         logits = block_logits(input, block, bias, logit_scale, softcap)
         grad_logits = torch.zeros_like(logits)
-        if grad_lse is not None:
-            grad_logits = torch.exp(logits - lse.unsqueeze(1)) * grad_lse
+        if p_factor is not None:
+            log_p = logits - lse.unsqueeze(1)
+            grad_logits = torch.exp(log_p) * p_factor
+            if grad_expected_logit is not None:
+                grad_logits = grad_logits + torch.exp(log_p) * (grad_expected_logit * log_p.clamp(min=-1e4))
         if grad_logit_sum is not None:
             class_weight = block_of(weight, start, stop)
             grad_logits = grad_logits + (grad_logit_sum if class_weight is None else grad_logit_sum * class_weight)
@@ -205,10 +237,13 @@ def with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight)
     logit_options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    target_logit, lse, logit_sum = forward(*operands, logit_sum=label_smoothing != 0.0, **logit_options)
+    target_logit, lse, logit_sum, _, _, largest = forward(
+        *operands, logit_sum=label_smoothing != 0.0, argmax=argmax, **logit_options
+    )
     valid = target != ignore_index
     target_weight = weight_sum = None
     if weight is not None:
@@ -226,7 +261,7 @@ def with_grad(
         **logit_options,
         output_mask=output_mask,
     )
-    return (row_scale * losses).sum(), losses, *grads
+    return (row_scale * losses).sum(), losses, *grads, largest
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

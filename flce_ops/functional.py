@@ -8,6 +8,7 @@ tensor subclasses, and everything it does beyond the inner operators is ordinary
 
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ from flce_ops.torch_private import (
 FP16_LARGEST_LOG2 = 11
 
 
+class LinearCrossEntropyMetrics(NamedTuple):
+    """By-products of the loss; constants, no gradient flows through them."""
+
+    token_accuracy: Tensor  # (), float32: share of the tokens not ignored whose target has the largest logit
+    argmax: Tensor  # target's shape, int64: class of the largest logit, at ignored tokens too
+
+
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -45,7 +53,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
-) -> Tensor:
+    return_metrics: bool = False,
+) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::
@@ -72,9 +81,11 @@ def linear_cross_entropy(
         token_weight: factor per token, (...); it does not enter the denominator of "mean".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
+        return_metrics: also return what the logits were used for, from the same pass and without a host sync.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
+        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
@@ -91,7 +102,8 @@ def linear_cross_entropy(
     """
     if normalizer is not None and not isinstance(normalizer, Tensor):
         normalizer = torch.full((), normalizer, dtype=meta.accumulation_dtype(input.dtype), device=input.device)
-    return torch.ops.flce.linear_cross_entropy(
+    op = torch.ops.flce.linear_cross_entropy_metrics if return_metrics else torch.ops.flce.linear_cross_entropy
+    result = op(
         input,
         linear_weight,
         target,
@@ -106,9 +118,32 @@ def linear_cross_entropy(
         token_weight=token_weight,
         normalizer=normalizer,
     )
+    if not return_metrics:
+        return result
+    loss, token_accuracy, argmax = result
+    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
 
 
-def composite(
+def composite(*args, **options) -> Tensor:
+    """Body of torch.ops.flce.linear_cross_entropy."""
+    return loss_and_argmax(*args, **options, argmax=False)[0]
+
+
+def composite_metrics(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
+    loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
+    valid = target != options.get("ignore_index", -100)
+    accuracy = (valid & (argmax == target)).sum() / valid.sum()
+    if any_dtensor(accuracy):
+        from flce_ops.distributed import on_every_rank
+
+        accuracy = on_every_rank(accuracy)
+    return loss, accuracy, argmax
+
+
+def loss_and_argmax(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -123,8 +158,8 @@ def composite(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,
     normalizer: Tensor | None = None,
-) -> Tensor:
-    """Body of torch.ops.flce.linear_cross_entropy."""
+    argmax: bool,
+) -> tuple[Tensor, Tensor | None]:
     if any_dtensor(input, linear_weight, target, linear_bias, weight, token_weight, normalizer):
         from flce_ops.distributed import dtensor_composite  # builds on torch.distributed.tensor: only for its users
 
@@ -142,6 +177,7 @@ def composite(
             z_loss=z_loss,
             token_weight=token_weight,
             normalizer=normalizer,
+            argmax=argmax,
         )
     input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
     check_arguments(
@@ -172,10 +208,12 @@ def composite(
     }
 
     if reduction == "none":
-        losses = losses_from_forward(input, linear_weight, target, linear_bias, weight, **loss_options)
+        losses, largest = losses_from_forward(
+            input, linear_weight, target, linear_bias, weight, **loss_options, argmax=argmax
+        )
         if token_weight is not None:
             losses = losses * torch.where(valid, token_weight, 0.0)
-        return losses.reshape(target_shape)
+        return losses.reshape(target_shape), largest.reshape(target_shape) if argmax else None
 
     factor = torch.ones_like(valid, dtype=accumulate) if token_weight is None else token_weight
     denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
@@ -191,12 +229,16 @@ def composite(
             fp16_power_of_two(row_scale, input, linear_weight, logit_scale) if input.dtype == torch.float16 else None
         )
         scaled = row_scale if power is None else row_scale * power
-        loss = torch.ops.flce.linear_cross_entropy_with_grad(*operands, scaled, **loss_options, output_mask=mask)[0]
+        loss, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
+            *operands, scaled, **loss_options, output_mask=mask, argmax=argmax
+        )
         loss = loss if power is None else loss / power
     else:
-        loss = (row_scale * losses_from_forward(*operands, **loss_options)).sum()
+        losses, largest = losses_from_forward(*operands, **loss_options, argmax=argmax)
+        loss = (row_scale * losses).sum()
     # the mean over no token at all is 0 / 0, as F.cross_entropy's
-    return loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
+    loss = loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
+    return loss, largest.reshape(target_shape) if argmax else None
 
 
 def losses_from_forward(
@@ -211,10 +253,11 @@ def losses_from_forward(
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
-) -> Tensor:  # (N,), 0 where ignored
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)
     """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
     num_classes = linear_weight.shape[0]
-    target_logit, lse, logit_sum = torch.ops.flce.linear_cross_entropy_forward(
+    target_logit, lse, logit_sum, _, _, largest = torch.ops.flce.linear_cross_entropy_forward(
         input,
         linear_weight,
         target,
@@ -224,6 +267,7 @@ def losses_from_forward(
         logit_sum=label_smoothing != 0.0,
         softcap=softcap,
         logit_scale=logit_scale,
+        argmax=argmax,
     )
     target_weight = weight_sum = None
     if weight is not None:
@@ -231,7 +275,7 @@ def losses_from_forward(
         weight_sum = weight.to(lse.dtype).sum()
     terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
     losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None)
-    return torch.where(target != ignore_index, losses, 0.0)
+    return torch.where(target != ignore_index, losses, 0.0), largest
 
 
 def mean_denominator(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from flce_ops.functional import linear_cross_entropy
+from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
 
 # D in_features, V classes
 
@@ -23,7 +23,8 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: class weights, (V,); a buffer that is not part of the state dict.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
 
-    Shapes: input (..., D), target (...); loss () or, for reduction="none", target's.
+    Shapes: input (..., D), target (...); loss () or, for reduction="none", target's; with return_metrics the pair
+    (loss, LinearCrossEntropyMetrics).
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-    ) -> Tensor:
+        return_metrics: bool = False,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
         return linear_cross_entropy(
             input,
             self.linear.weight,
@@ -74,6 +76,7 @@ class LinearCrossEntropyLoss(nn.Module):
             z_loss=self.z_loss,
             token_weight=token_weight,
             normalizer=normalizer,
+            return_metrics=return_metrics,
         )
 
     def extra_repr(self) -> str:
@@ -123,7 +126,8 @@ class LinearCrossEntropyHead(nn.Linear):
         reduction: str = "mean",
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-    ) -> Tensor:
+        return_metrics: bool = False,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
         if target is None:
             return self.logits(input)
         return linear_cross_entropy(
@@ -140,6 +144,7 @@ class LinearCrossEntropyHead(nn.Linear):
             z_loss=self.z_loss,
             token_weight=token_weight,
             normalizer=normalizer,
+            return_metrics=return_metrics,
         )
 
     def extra_repr(self) -> str:

@@ -1,8 +1,10 @@
 """Schemas and kernels of the registered operators.
 
     flce::linear_cross_entropy                   entry, CompositeImplicitAutograd: flce_ops/functional.py
-    flce::linear_cross_entropy_forward           (target_logit, lse, logit_sum) per token
-    flce::linear_cross_entropy_backward          gradients from the cotangents of those three
+    flce::linear_cross_entropy_metrics           likewise: the loss, token accuracy and argmax
+    flce::linear_log_probs                       likewise: flce_ops/log_probs.py
+    flce::linear_cross_entropy_forward           (target_logit, lse, ...) per token
+    flce::linear_cross_entropy_backward          gradients from the cotangents of those
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: flce_ops/autograd.py
@@ -20,7 +22,7 @@ The inner four share one layout of dispatch keys:
 import torch
 from torch import Tensor
 
-from flce_ops import autograd, double_backward, functional, meta, reference
+from flce_ops import autograd, double_backward, functional, log_probs, meta, reference
 from flce_ops.compile_cache import keyed
 from flce_ops.torch_private import below_autograd
 
@@ -32,21 +34,29 @@ _OPERANDS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_b
 _LOGITS = "int ignore_index=-100, {extra}float? softcap=None, float logit_scale=1.0"
 _SHARD = ", SymInt vocab_start=0"
 _COTANGENTS = "Tensor? grad_target_logit, Tensor? grad_lse, Tensor? grad_logit_sum, "
+_ENTRY = (
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, Tensor? weight=None, "
+    "str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, float? softcap=None, "
+    "float logit_scale=1.0, float z_loss=0.0, Tensor? token_weight=None, Tensor? normalizer=None"
+)
 
 SCHEMAS = {
-    "linear_cross_entropy": "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
-    "Tensor? weight=None, str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, "
-    "float? softcap=None, float logit_scale=1.0, float z_loss=0.0, Tensor? token_weight=None, "
-    "Tensor? normalizer=None) -> Tensor",
+    "linear_cross_entropy": f"({_ENTRY}) -> Tensor",
+    "linear_cross_entropy_metrics": f"({_ENTRY}) -> (Tensor loss, Tensor token_accuracy, Tensor argmax)",
+    "linear_log_probs": "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
+    "int ignore_index=-100, float? softcap=None, float logit_scale=1.0, bool entropy=False, bool argmax=False) "
+    "-> (Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax)",
     "linear_cross_entropy_forward": f"({_OPERANDS.format(default='=None')}, *, "
-    f"{_LOGITS.format(extra='bool logit_sum=False, ')}{_SHARD}, SymInt? vocab_size=None) "
-    "-> (Tensor target_logit, Tensor lse, Tensor logit_sum)",
+    f"{_LOGITS.format(extra='bool logit_sum=False, ')}{_SHARD}, SymInt? vocab_size=None, "
+    "bool expected_logit=False, bool argmax=False) -> (Tensor target_logit, Tensor lse, Tensor logit_sum, "
+    "Tensor expected_logit, Tensor max_logit, Tensor argmax)",
     "linear_cross_entropy_backward": f"({_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
-    f"{_LOGITS.format(extra='')}{_SHARD}, bool[3] output_mask) "
-    "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    f"{_LOGITS.format(extra='')}{_SHARD}, bool[3] output_mask, Tensor? grad_expected_logit=None, "
+    "Tensor? expected_logit=None) -> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
     "linear_cross_entropy_with_grad": f"({_OPERANDS.format(default='')}, Tensor row_scale, *, "
-    f"{_LOGITS.format(extra='float label_smoothing=0.0, float z_loss=0.0, ')}, bool[3] output_mask) "
-    "-> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    f"{_LOGITS.format(extra='float label_smoothing=0.0, float z_loss=0.0, ')}, bool[3] output_mask, "
+    "bool argmax=False) -> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, "
+    "Tensor grad_linear_bias, Tensor argmax)",
     "linear_cross_entropy_double_backward": "(Tensor? grad_grad_input, Tensor? grad_grad_linear_weight, "
     f"Tensor? grad_grad_linear_bias, {_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
     f"{_LOGITS.format(extra='')}{_SHARD}) -> (Tensor grad_target_logit, Tensor grad_lse, Tensor grad_logit_sum, "
@@ -67,7 +77,7 @@ def _triton_takes(input: Tensor) -> bool:
     return input.dtype in (torch.bfloat16, torch.float16) and input.numel() > 0
 
 
-def _cuda_forward(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_forward(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
     if not _triton_takes(input):
         return reference.forward(input, *args, **options)
     from flce_ops.triton import launch_forward
@@ -91,7 +101,7 @@ def _cuda_backward(
     return launch_backward(*cotangents, input, *args, **options)
 
 
-def _cuda_with_grad(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _cuda_with_grad(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
     # float16 has no room for exponentials that are normalised later, and label smoothing under a softcap is not of
     # rank 1: both take the float32 logits of the ATen path, at the same number of GEMM passes.
     smoothed_and_capped = options.get("label_smoothing") and options.get("softcap") is not None
@@ -113,9 +123,11 @@ _KERNELS = {
     ),
 }
 
-# The entry stands on torch.func's key too: its body must run before any transform has been peeled off.
+# The entries stand on torch.func's key too: their bodies must run before any transform has been peeled off.
 for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
     library.impl("linear_cross_entropy", functional.composite, _key)
+    library.impl("linear_cross_entropy_metrics", functional.composite_metrics, _key)
+    library.impl("linear_log_probs", log_probs.composite, _key)
 for _name, (_aten, _cuda, _fake) in _KERNELS.items():
     library.impl(_name, _aten, "CompositeExplicitAutograd")
     library.impl(_name, _cuda, "CUDA")
@@ -138,8 +150,9 @@ library.impl("linear_cross_entropy_upstream", _upstream, "CompositeExplicitAutog
 library.impl("linear_cross_entropy_upstream", _upstream_below_autograd, "Autograd")
 torch.library.register_fake("flce::linear_cross_entropy_upstream", _upstream, lib=library)
 
-# The entry too: where a program is decomposed its body runs behind autocast's keys and would not see autocast.
-for _name in ("linear_cross_entropy", "linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
+# The entries too: where a program is decomposed their bodies run behind autocast's keys and would not see autocast.
+_ENTRIES = ("linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs")
+for _name in (*_ENTRIES, "linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
     for _device_type in ("cpu", "cuda"):
         library.impl(
             _name,

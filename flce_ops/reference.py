@@ -3,10 +3,11 @@
     u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
     lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
+    p = exp(z - lse)                expected_logit_i = m_i = sum_j p_ij z_ij
 
-With cotangents a, l, s of the three, p = exp(z - lse) and f' = dz/du = logit_scale * (1 - (z / softcap)^2):
+With cotangents l, a, s, c of the four and f' = dz/du = logit_scale * (1 - (z / softcap)^2):
 
-    G_ij = (l_i p_ij + s_i w_j + a_i [j = y_i]) f'_ij
+    G_ij = ((l_i + c_i (1 + z_ij - m_i)) p_ij + s_i w_j + a_i [j = y_i]) f'_ij
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
 z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
@@ -32,19 +33,19 @@ CPU_CHUNK_BYTES = 32 << 20
 ROWS_AT_LEAST = 128
 
 
-def rows_per_chunk(input: Tensor, linear_weight: Tensor) -> int:
-    """Rows whose logits, one temporary of the same shape and (half dtypes) their rounded copies fit the workspace."""
+def rows_per_chunk(input: Tensor, linear_weight: Tensor, temporaries: int = 1) -> int:
+    """Rows whose logits, temporaries of the same shape and (half dtypes) their rounded copies fit the workspace."""
     accumulate = meta.accumulation_dtype(input.dtype).itemsize
     rounded = 0 if input.dtype.itemsize == accumulate else 2 * input.dtype.itemsize
-    row_bytes = linear_weight.shape[0] * (2 * accumulate + rounded)
+    row_bytes = linear_weight.shape[0] * ((1 + temporaries) * accumulate + rounded)
     rows = matrix_bytes(input.shape[0]) // row_bytes
     if input.device.type == "cpu":
         rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
     return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
 
 
-def row_chunks(op: str, input: Tensor, linear_weight: Tensor) -> Iterator[slice]:
-    rows = rows_per_chunk(input, linear_weight)
+def row_chunks(op: str, input: Tensor, linear_weight: Tensor, temporaries: int = 1) -> Iterator[slice]:
+    rows = rows_per_chunk(input, linear_weight, temporaries)
     total = input.shape[0]
     record_path(Path(op, "aten", f"{input.device.type} tensors in {input.dtype}", rows, -(-total // rows)))
     for start in range(0, total, rows):
@@ -104,9 +105,12 @@ def forward(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = meta.forward_outputs(input, linear_weight, target, linear_bias, weight, logit_sum=logit_sum)
-    target_logit, lse, sums = outputs
+    expected_logit: bool = False,
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wanted = {"logit_sum": logit_sum, "expected_logit": expected_logit, "argmax": argmax}
+    outputs = meta.forward_outputs(input, linear_weight, target, linear_bias, weight, **wanted)
+    target_logit, lse, sums, expected, max_logit, largest = outputs
     num_classes = linear_weight.shape[0]
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     _, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
@@ -115,7 +119,12 @@ def forward(
         target_logit[rows] = torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)
         if logit_sum:
             sums[rows] = weighted_sum(logits, weight)
-        lse[rows] = exponentiate_rows(logits)[0]
+        if argmax:
+            max_logit[rows], largest[rows] = logits.max(1)
+        if expected_logit:
+            expected[rows], lse[rows] = expectation(logits)
+        else:
+            lse[rows] = exponentiate_rows(logits)[0]
         del logits  # before the next chunk is allocated
     return outputs
 
@@ -130,6 +139,21 @@ def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     row_max = logits.amax(1, keepdim=True)
     row_sum = logits.sub_(row_max).exp_().sum(1)
     return row_max.squeeze(1) + row_sum.log(), row_sum
+
+
+def expectation(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_j p_ij z_ij and lse, (n,) each; overwrites z."""
+    row_max = logits.amax(1, keepdim=True)
+    shifted = at_least_finite(logits.sub_(row_max))
+    exponentials = shifted.exp()
+    row_sum = exponentials.sum(1)
+    mean = exponentials.mul_(shifted).sum(1) / row_sum
+    return mean + row_max.squeeze(1), row_sum.log() + row_max.squeeze(1)
+
+
+def at_least_finite(log_p: Tensor) -> Tensor:
+    """In place: p log p is 0, not 0 * -inf, where a bias of -inf switches a class off; exp(-10^4) is 0 in any dtype."""
+    return log_p.clamp_(min=-1e4)
 
 
 class GradientAccumulator:
@@ -192,19 +216,39 @@ def backward(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     output_mask: list[bool],
+    grad_expected_logit: Tensor | None = None,
+    expected_logit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, lse)
-    grads = meta.backward_outputs(grad_target_logit, grad_lse, grad_logit_sum, *operands, output_mask=output_mask)
+    cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
+    expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
+    grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **expectations)
     valid, hit, column = target_columns(target, ignore_index, vocab_start, linear_weight.shape[0])
-    grad_lse, grad_target_logit, grad_logit_sum = (
+    grad_lse, grad_target_logit, grad_logit_sum, grad_expected_logit = (
         None if grad is None else torch.where(kept, grad, 0.0).to(lse.dtype)
-        for grad, kept in ((grad_lse, valid), (grad_target_logit, hit), (grad_logit_sum, valid))
+        for grad, kept in (
+            (grad_lse, valid),
+            (grad_target_logit, hit),
+            (grad_logit_sum, valid),
+            (grad_expected_logit, valid),
+        )
     )
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask)
-    for rows in row_chunks("linear_cross_entropy_backward", input, linear_weight):
+    # p and its factor are two matrices where the factor depends on the class, and the slope of a softcap a third
+    temporaries = 1 + (grad_expected_logit is not None)
+    chunk_rows = rows_per_chunk(input, linear_weight, temporaries)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, chunk_rows)
+    for rows in row_chunks("linear_cross_entropy_backward", input, linear_weight, temporaries):
         logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
         slope = logit_slope(logits, logit_scale, softcap)
-        if grad_lse is None:
+        if grad_expected_logit is not None:
+            factor = grad_expected_logit[rows] * (1.0 + lse[rows] - expected_logit[rows])
+            if grad_lse is not None:
+                factor += grad_lse[rows]
+            log_p = at_least_finite(logits.sub_(lse[rows, None]))
+            grad_logits = log_p.exp()
+            grad_logits.mul_(log_p.mul_(grad_expected_logit[rows, None]).add_(factor[:, None]))
+            del log_p
+        elif grad_lse is None:
             grad_logits = logits.zero_()
         else:
             grad_logits = logits.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None])
@@ -255,9 +299,10 @@ def with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, row_scale)
-    loss, losses, *grads = meta.with_grad_outputs(*operands, output_mask=output_mask)
+    loss, losses, *grads, largest = meta.with_grad_outputs(*operands, output_mask=output_mask, argmax=argmax)
     num_classes = linear_weight.shape[0]
     check_target_range(target, num_classes, ignore_index)
     valid, _, column = target_columns(target, ignore_index, 0, num_classes)
@@ -275,6 +320,8 @@ def with_grad(
         slope = logit_slope(logits, logit_scale, softcap)
         target_logit = logits.gather(1, column[rows]).squeeze(1)
         logit_sum = weighted_sum(logits, class_weight) if label_smoothing else None
+        if argmax:
+            largest[rows] = logits.argmax(1)
         lse, row_sum = exponentiate_rows(logits)
         losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
         grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) / row_sum)[:, None])
@@ -289,4 +336,4 @@ def with_grad(
         del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
     torch.sum(row_scale * losses, dim=0, out=loss)
-    return loss, losses, *grads
+    return loss, losses, *grads, largest

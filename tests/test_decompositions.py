@@ -122,6 +122,22 @@ def test_no_node_is_wider_than_a_block(table):
     assert not [shape for shape in shapes if shape[1] == V and isinstance(shape[0], torch.SymInt)]
 
 
+def test_log_probs_and_metrics_decompose():
+    class Everything(torch.nn.Module):
+        def forward(self, *args):
+            loss, metrics = flce_ops.linear_cross_entropy(*args, return_metrics=True)
+            return loss, *metrics, *flce_ops.linear_log_probs(*args, softcap=5.0, entropy=True, argmax=True)
+
+    n = Dim("n", min=2)
+    example = make_inputs((N, D, V), bias=True, requires_grad=False)
+    program = export(Everything(), example.args, dynamic_shapes=(({0: n}, None, {0: n}, None),))
+    program = program.run_decompositions(flce_ops.export_decompositions())
+    assert not [name for name in operators_of(program) if name.startswith("flce")]
+    other = make_inputs((77, D, V), bias=True, requires_grad=False)
+    for found, expected in zip(program.module()(*other.args), Everything()(*other.args), strict=True):
+        assert found.dtype == expected.dtype and error(found, expected) < 1e-6
+
+
 @pytest.mark.parametrize("owner", ["loss", "head"])
 def test_modules_decompose(owner):
     kind = {"loss": flce_ops.LinearCrossEntropyLoss, "head": flce_ops.LinearCrossEntropyHead}[owner]
@@ -199,7 +215,8 @@ def test_forward_is_the_operators(shard, dtype):
     inputs.target[inputs.target >= 0] += 5 * len(shard) * 11  # some beyond the shard
     inputs.target[inputs.target >= 150] = 0  # some before it
     args = (*inputs.args, inputs.weight)
-    options = {"logit_sum": True, "softcap": 5.0, "logit_scale": 0.7, **shard}
+    everything = {"logit_sum": True, "expected_logit": True, "argmax": True}
+    options = {**everything, "softcap": 5.0, "logit_scale": 0.7, **shard}
     expected = ops.linear_cross_entropy_forward(*args, **options)
     for found, exact in zip(decompositions.forward(*args, **options), expected):
         assert found.dtype == exact.dtype
@@ -208,12 +225,22 @@ def test_forward_is_the_operators(shard, dtype):
     assert hit.any() and (not shard or not hit.all())
 
 
-# cotangents, output_mask
+def test_a_block_of_classes_that_are_switched_off():
+    inputs = make_inputs((50, D, V), dtype=torch.float64, bias=True, requires_grad=False)
+    inputs.linear_bias[8:20] = -torch.inf
+    inputs.target.fill_(3)
+    expected = ops.linear_cross_entropy_forward(*inputs.args, expected_logit=True, argmax=True)
+    for found, exact in zip(decompositions.forward(*inputs.args, expected_logit=True, argmax=True), expected):
+        assert exact.isfinite().all() and error(found, exact) < 1e-14
+
+
+# cotangents (of target_logit, lse, logit_sum, expected_logit), output_mask
 MASKS = [
-    ((True, True, True), (True, True, True)),
-    ((True, True, False), (True, False, False)),
-    ((False, True, False), (False, True, True)),
-    ((True, False, True), (True, True, True)),
+    ((True, True, True, True), (True, True, True)),
+    ((True, True, False, False), (True, False, False)),
+    ((False, True, False, False), (False, True, True)),
+    ((True, False, True, False), (True, True, True)),
+    ((False, False, False, True), (True, True, False)),
 ]
 
 
@@ -224,8 +251,9 @@ def test_backward_is_the_operators(given, mask, dtype, softcap):
     inputs = make_inputs((50, D, V), dtype=dtype, bias=True, weight=True, requires_grad=False)
     args = (*inputs.args, inputs.weight)
     options = {"softcap": softcap, "logit_scale": 0.7}
-    lse = ops.linear_cross_entropy_forward(*args, **options)[1]
+    _, lse, _, mean, *_ = ops.linear_cross_entropy_forward(*args, **options, expected_logit=True)
     cotangents = [torch.randn_like(lse).masked_fill(inputs.target < 0, float("nan")) if g else None for g in given]
+    options["grad_expected_logit"], options["expected_logit"] = cotangents.pop(), mean if given[3] else None
     found = decompositions.backward(*cotangents, *args, lse, **options, output_mask=list(mask))
     expected = ops.linear_cross_entropy_backward(*cotangents, *args, lse, **options, output_mask=list(mask))
     for one, other in zip(found, expected):
@@ -238,7 +266,7 @@ def test_backward_is_the_operators(given, mask, dtype, softcap):
 def test_with_grad_is_the_operators(everything):
     inputs = make_inputs((50, D, V), dtype=torch.float64, bias=True, weight=everything, requires_grad=False)
     args = (*inputs.args, inputs.weight, torch.rand(50, dtype=torch.float64))
-    options = EVERYTHING if everything else {}
+    options = {**EVERYTHING, "argmax": True} if everything else {}
     found = decompositions.with_grad(*args, **options, output_mask=[True, True, True])
     expected = ops.linear_cross_entropy_with_grad(*args, **options, output_mask=[True, True, True])
     for one, other in zip(found, expected):
@@ -249,7 +277,7 @@ def test_bfloat16_gradients_are_no_worse_than_the_operators():
     inputs = make_inputs((50, D, V), dtype=torch.bfloat16, bias=True)
     exact = run_reference(inputs, reduction="sum")
     ones = torch.ones(50)
-    *_, grad_input, grad_weight, grad_bias = decompositions.with_grad(
+    _, _, grad_input, grad_weight, grad_bias, _ = decompositions.with_grad(
         *inputs.clone().args, None, ones, output_mask=[True, True, True]
     )
     ours = run(flce_ops.linear_cross_entropy, inputs, reduction="sum")
@@ -262,6 +290,8 @@ def test_bfloat16_gradients_are_no_worse_than_the_operators():
 def test_every_operator_of_a_program_has_a_decomposition_of_its_signature(name):
     op = getattr(torch.ops.flce, name).default
     function = flce_ops.export_decompositions()[op]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return  # the operator's own body, whatever its signature is
     arguments = {argument.name: argument.kwarg_only for argument in op._schema.arguments}
     parameters = inspect.signature(function).parameters
     assert {p.name: p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values()} == arguments

@@ -79,7 +79,7 @@ aten._to_copy -> f32[]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[0], i64[0])
 aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
@@ -96,7 +96,7 @@ def test_none():
         graphs,
         """\
 forward:
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0])
 aten.sub -> f32[12]
 aten.mul -> f32[12]
 aten.ne -> b8[12]
@@ -124,7 +124,7 @@ aten._to_copy -> f32[]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0])
 aten.sub -> f32[12]
 aten.mul -> f32[12]
 aten.ne -> b8[12]
@@ -149,7 +149,7 @@ aten.ne -> b8[12]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[31])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[31], i64[0])
 backward:
 flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[12, 8]
@@ -180,7 +180,7 @@ aten._to_copy -> f32[]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[0], f32[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[0], f32[0], i64[0])
 aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
@@ -205,7 +205,7 @@ aten._to_copy -> f32[]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[N]
 aten.div -> f32[N]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[N], f32[N, 8], f32[31, 8], f32[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[N], f32[N, 8], f32[31, 8], f32[0], i64[0])
 aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]
@@ -234,7 +234,7 @@ aten._to_copy -> f32[]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], bf16[12, 8], bf16[31, 8], bf16[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], bf16[12, 8], bf16[31, 8], bf16[0], i64[0])
 aten.reciprocal -> f32[]
 aten.mul -> f32[]
 aten.add -> f32[]

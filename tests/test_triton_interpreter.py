@@ -76,7 +76,7 @@ def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memo
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_backward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
     args = operands(shape, dtype, options)
-    target, lse, _ = reference.forward(*double(*args), **logit_options(options))
+    target, lse, *_ = reference.forward(*double(*args), **logit_options(options))
     # a loss's signs: cotangents of random sign cancel in the sums over tokens and leave the rounding of G
     cotangents = list((torch.rand(3, shape[0]) + 0.1) * torch.tensor([[-1.0], [1.0], [-1.0]]))
     if "label_smoothing" not in options:
@@ -101,7 +101,7 @@ def test_one_pass_kernels_agree_with_float64(shape, options, poisoned_memory):
 @pytest.mark.parametrize("mask", [[False, True, False], [True, False, False]], ids=["dW only", "dX only"])
 def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memory):
     found = assert_one_pass(operands(RAGGED, torch.float32, {}), {}, mask)
-    assert [grad.numel() > 0 for grad in found[2:]] == mask
+    assert [grad.numel() > 0 for grad in found[2:5]] == mask
 
 
 def test_one_pass_kernels_agree_with_float64_over_several_chunks(poisoned_memory, monkeypatch):

@@ -2,11 +2,14 @@
 
 layout.py           what each mesh dimension shards, and refusals by name
 dtensor_entry.py    the entry's DTensor branch: local tensors out, local operators, a DTensor back
-vocab_parallel.py   losses per token from per-shard (lse, target_logit, logit_sum)
+log_probs.py        likewise for linear_log_probs
+vocab_parallel.py   statistics of whole rows, and losses per token, from those of the shards
+one_pass*.py        scalar losses of a sharded vocabulary with their gradients, in one pass
 styles.py           VocabParallel, the ParallelStyle for the two modules
 """
 
-from flce_ops.distributed.dtensor_entry import dtensor_composite
+from flce_ops.distributed.dtensor_entry import dtensor_composite, on_every_rank
+from flce_ops.distributed.log_probs import dtensor_log_probs
 from flce_ops.distributed.styles import VocabParallel
 
-__all__ = ["VocabParallel", "dtensor_composite"]
+__all__ = ["VocabParallel", "dtensor_composite", "dtensor_log_probs", "on_every_rank"]

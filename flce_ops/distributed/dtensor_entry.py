@@ -10,7 +10,7 @@ The result is Replicate on every mesh dimension for a scalar; for reduction="non
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
@@ -18,7 +18,7 @@ from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
 from flce_ops.distributed.local import localize
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
-from flce_ops.functional import autocast_operands, mean_denominator
+from flce_ops.functional import autocast_operands, loss_and_argmax, mean_denominator
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
@@ -38,8 +38,9 @@ def dtensor_composite(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | None = None,  # ()
-) -> Tensor:
-    """Body of torch.ops.flce.linear_cross_entropy when an argument is a DTensor."""
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """flce_ops.functional.loss_and_argmax when an argument is a DTensor."""
     layout = layout_of(input, linear_weight)
     check_same_mesh(
         layout,
@@ -100,32 +101,37 @@ def dtensor_composite(
     if layout.splits_vocabulary:
         factor = row_factor(valid, local_token_weight, reduction, denominator, accumulate)
         if reduction != "none" and one_pass.applies(layout, operands, num_classes):
-            local_loss = one_pass.VocabParallelWithGrad.apply(
-                layout, num_classes, options, *operands, class_weight, factor
+            local_loss, largest = one_pass.VocabParallelWithGrad.apply(
+                layout, num_classes, options, argmax, *operands, class_weight, factor
             )
         else:
-            losses = vocab_parallel_losses(layout, *operands, class_weight, num_classes=num_classes, **options)
+            losses, largest = vocab_parallel_losses(
+                layout, *operands, class_weight, num_classes=num_classes, **options, argmax=argmax
+            )
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
     else:
-        local_loss = torch.ops.flce.linear_cross_entropy(
+        local_loss, largest = loss_and_argmax(
             *operands,
             weight=class_weight,
             reduction="none" if reduction == "none" else "sum",
             token_weight=local_token_weight,
             normalizer=denominator,
             **options,
+            argmax=argmax,
         )
+    largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
     if reduction != "none":
-        return sum_over_tokens(layout, local_loss)
-    contiguous = torch.empty(target_shape, device="meta").stride()
-    return DTensor.from_local(
-        local_loss.reshape(tokens_shape),
-        layout.mesh,
-        layout.tokens,
-        run_check=False,
-        shape=target_shape,
-        stride=contiguous,
-    )
+        return sum_over_tokens(layout, local_loss), largest
+    return per_token(layout, local_loss.reshape(tokens_shape), target_shape), largest
+
+
+def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (...), sharded as the tokens are
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, layout.mesh, layout.tokens, run_check=False, shape=shape, stride=stride)
+
+
+def on_every_rank(number: DTensor) -> DTensor:
+    return number.redistribute(number.device_mesh, [Replicate()] * number.device_mesh.ndim)
 
 
 def row_factor(

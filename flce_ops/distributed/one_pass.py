@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flce_ops import meta
 from flce_ops.autograd import multiply_by_upstream
 from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.distributed.vocab_parallel import argmax_of_shards, vocab_parallel_losses
 from flce_ops.flops import with_grad_flops
 from flce_ops.functional import class_weight_of, gradients_in_the_same_pass
 from flce_ops.loss import LossTerms, loss_terms
@@ -46,8 +46,9 @@ library = torch.library.Library("flce", "FRAGMENT")
 library.define(
     f"{NAME}(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor row_scale, "
     "*, str group, int ranks, SymInt vocab_start, SymInt vocab_size, int ignore_index=-100, float label_smoothing=0.0, "
-    "float z_loss=0.0, float? softcap=None, float logit_scale=1.0, bool[3] output_mask) "
-    "-> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    "float z_loss=0.0, float? softcap=None, float logit_scale=1.0, bool[3] output_mask, bool argmax=False) "
+    "-> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias, "
+    "Tensor argmax)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -56,8 +57,8 @@ def outputs(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight, row_scale, **options
 ):
     """Fake kernel, and allocation of the others. `weight` has all V classes, the other operands v."""
-    mask = options["output_mask"]
-    return meta.with_grad_outputs(input, linear_weight, target, linear_bias, None, row_scale, output_mask=mask)
+    wanted = {"output_mask": options["output_mask"], "argmax": options.get("argmax", False)}
+    return meta.with_grad_outputs(input, linear_weight, target, linear_bias, None, row_scale, **wanted)
 
 
 def applies(layout: Layout, operands: tuple[Tensor | None, ...], num_classes: int) -> bool:
@@ -79,11 +80,13 @@ class VocabParallelWithGrad(Function):
     """loss of the operator; its gradients wait for the upstream scalar, as in flce_ops/autograd.py."""
 
     @staticmethod
-    def forward(ctx, layout, num_classes, options, input, linear_weight, target, linear_bias, weight, row_scale):
+    def forward(
+        ctx, layout, num_classes, options, argmax, input, linear_weight, target, linear_bias, weight, row_scale
+    ):
         dim = layout.vocabulary.index(True)
         start, _ = layout.vocabulary_range(num_classes)
-        mask = [ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[6]]
-        loss, losses, *grads = getattr(torch.ops.flce, NAME)(
+        mask = [ctx.needs_input_grad[4], ctx.needs_input_grad[5], ctx.needs_input_grad[7]]
+        loss, losses, *grads, largest = getattr(torch.ops.flce, NAME)(
             input,
             linear_weight,
             target,
@@ -95,32 +98,34 @@ class VocabParallelWithGrad(Function):
             vocab_start=start,
             vocab_size=num_classes,
             output_mask=mask,
+            argmax=argmax,
             **options,
         )
+        ctx.mark_non_differentiable(largest)
         ctx.layout, ctx.num_classes, ctx.options, ctx.mask = layout, num_classes, options, mask
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, linear_weight, target, linear_bias, weight, row_scale, losses, *grads)
-        return loss
+        return loss, largest
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 9
+            return (None,) * 10
         *operands, row_scale, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
             grads = VocabParallelWithGrad.differentiable_gradients(ctx, operands, row_scale, grad_loss)
         else:
             made = [grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), ctx.mask)]
-            leaf = next(operand for operand, need in zip((*operands, row_scale), ctx.needs_input_grad[3:]) if need)
+            leaf = next(operand for operand, need in zip((*operands, row_scale), ctx.needs_input_grad[4:]) if need)
             grads = multiply_by_upstream(made, grad_loss, leaf)
-            grads.append(losses * grad_loss if ctx.needs_input_grad[8] else None)
+            grads.append(losses * grad_loss if ctx.needs_input_grad[9] else None)
         grad_input, grad_weight, grad_bias, grad_row_scale = grads
-        return None, None, None, grad_input, grad_weight, None, grad_bias, None, grad_row_scale
+        return None, None, None, None, grad_input, grad_weight, None, grad_bias, None, grad_row_scale
 
     @staticmethod
     def differentiable_gradients(ctx, operands, row_scale, grad_loss) -> list[Tensor | None]:
         input, linear_weight, _, linear_bias, _ = operands
-        losses = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
+        losses, _ = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
         leaves = (input, linear_weight, linear_bias, row_scale)
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         grads = torch.autograd.grad((row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
@@ -147,15 +152,20 @@ class Exchange:
         self.target_weight = None if weight is None else class_weight_of(target, weight, dtype)  # (N,)
         self.weight_sum = None if weight is None else weight.to(dtype).sum()
 
-    def whole_rows(self, per_shard: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """lse, target_logit and logit_sum (n,) from this rank's, two or three of (n,)."""
+    def whole_rows(
+        self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """lse, target_logit, logit_sum and argmax (n,) from this rank's two or three, and its (max_logit, argmax)."""
         if self.ranks == 1:
-            return per_shard[0], per_shard[1], per_shard[2] if len(per_shard) == 3 else None
-        stacked = torch.stack(per_shard)
+            return *per_shard, *(None,) * (3 - len(per_shard)), None if largest is None else largest[1]
+        smoothed = len(per_shard) == 3
+        numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
+        stacked = torch.stack(numbers)
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(stacked, self.ranks, self.group)
         gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *stacked.shape)
-        sums = gathered[:, 1:].sum(0)
-        return gathered[:, 0].logsumexp(0), sums[0], sums[1] if len(per_shard) == 3 else None
+        lse, sums = gathered[:, 0].logsumexp(0), gathered[:, 1:3].sum(0)
+        column = None if largest is None else argmax_of_shards(gathered[:, -2], gathered[:, -1])
+        return lse, sums[0], sums[1] if smoothed else None, column
 
     def terms(self, rows: slice) -> LossTerms:
         target_weight = None if self.target_weight is None else self.target_weight[rows]
@@ -180,9 +190,10 @@ def aten_kernel(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, losses, *grads = outputs(
-        input, linear_weight, target, linear_bias, weight, row_scale, output_mask=output_mask
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, *grads, largest = outputs(
+        input, linear_weight, target, linear_bias, weight, row_scale, output_mask=output_mask, argmax=argmax
     )
     own = linear_weight.shape[0]
     check_target_range(target, vocab_size, ignore_index)
@@ -201,8 +212,14 @@ def aten_kernel(
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
         if label_smoothing:
             per_shard.append(weighted_sum(logits, own_weight))
+        own_largest = None
+        if argmax:
+            max_logit, own_column = logits.max(1)
+            own_largest = (max_logit, own_column + vocab_start)
         own_lse, row_sum = exponentiate_rows(logits)
-        lse, target_logit, logit_sum = exchange.whole_rows([own_lse, *per_shard])
+        lse, target_logit, logit_sum, column_of_largest = exchange.whole_rows([own_lse, *per_shard], own_largest)
+        if argmax:
+            largest[rows] = column_of_largest
         terms = exchange.terms(rows)
         losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
         share = torch.exp(own_lse - lse) / row_sum  # E = exp(z - max) becomes exp(z - lse)
@@ -217,10 +234,10 @@ def aten_kernel(
         gradients.add(rows, apply_slope(grad_logits, slope))
     gradients.finish()
     torch.sum(row_scale * losses, dim=0, out=loss)
-    return loss, losses, *grads
+    return loss, losses, *grads, largest
 
 
-def cuda_kernel(input: Tensor, *args, **options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def cuda_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
     if input.dtype != torch.bfloat16 or input.numel() == 0 or options.get("label_smoothing"):
         return aten_kernel(input, *args, **options)
     from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad

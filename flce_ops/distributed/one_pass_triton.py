@@ -18,7 +18,7 @@ from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
 from flce_ops.path import Path, record_path
 from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices
+from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices, small_bytes
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_product import launch_finish_product
@@ -51,10 +51,12 @@ def launch_vocab_parallel_with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert not label_smoothing, "its gradient is not of the form c E': the ATen kernel takes it"
     operands = (input, linear_weight, target, linear_bias, weight, row_scale)
-    loss, losses, grad_input, grad_weight, grad_bias = outputs(*operands, output_mask=output_mask)
+    results = outputs(*operands, output_mask=output_mask, argmax=argmax)
+    loss, losses, grad_input, grad_weight, grad_bias, largest = results
     check_target_range(target, vocab_size, ignore_index)
     target, row_scale = target.contiguous(), row_scale.contiguous()
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
@@ -65,7 +67,8 @@ def launch_vocab_parallel_with_grad(
     shard = shard_rows(vocab_size, ranks)
     summed = shard * hidden
     exact = want_weight and input.dtype.itemsize < 4 and float32_sum_fits(summed)
-    chunks = slices(tokens, rows_that_fit(tokens, shard, input.dtype.itemsize, 4 * summed * exact))
+    reserved = 4 * summed * exact + small_bytes() * argmax
+    chunks = slices(tokens, rows_that_fit(tokens, shard, input.dtype.itemsize, reserved))
     step = chunks[0].stop
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
     with torch.cuda.device_of(input):
@@ -87,15 +90,27 @@ def launch_vocab_parallel_with_grad(
             count = rows.stop - rows.start
             chunk = exponentials[:count, :own]
             reference = own_logit[rows].clone()
-            row_sum, _ = launch_exponentials(
-                input[rows], linear_weight, linear_bias, None, reference=reference, out=chunk, logit_sum=False, **logits
+            row_sums = launch_exponentials(
+                input[rows],
+                linear_weight,
+                linear_bias,
+                None,
+                reference=reference,
+                out=chunk,
+                logit_sum=False,
+                argmax=argmax,
+                **logits,
             )
             at_target = torch.exp2(own_logit[rows] - reference)
             # the sum holds the target's exponential, which was summed from another order of the same products
+            row_sum = row_sums.exponentials
             row_sum = torch.where(hit[rows], torch.maximum(row_sum, at_target), row_sum)
             own_lse = (reference + row_sum.log2()) * LN2
             own_target = torch.where(hit[rows], own_logit[rows] * LN2, 0.0)
-            lse, target_logit, _ = exchange.whole_rows([own_lse, own_target])
+            own_largest = (row_sums.max_logit, row_sums.argmax + vocab_start) if argmax else None
+            lse, target_logit, _, column_of_largest = exchange.whole_rows([own_lse, own_target], own_largest)
+            if argmax:
+                largest[rows] = column_of_largest
             terms = exchange.terms(rows)
             losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, None), 0.0)
 
@@ -145,4 +160,4 @@ def launch_vocab_parallel_with_grad(
         if want_bias:
             grad_bias.copy_(bias_sum)
         torch.sum(row_scale * losses, dim=0, out=loss)
-    return loss, losses, grad_input, grad_weight, grad_bias
+    return results

@@ -1,13 +1,17 @@
-"""Losses per token when each rank holds some classes: O(N) numbers cross the ranks, never a logit or a weight.
+"""Row statistics when each rank holds some classes: O(N) numbers cross the ranks, never a logit or a weight.
 
     rank r:   lse_r = logsumexp of its z_ij      t_r = z_iy or 0      s_r = sum of its w_j z_ij
+              m_r = its expected logit           x_r, j_r = its largest logit and that one's class
 
-         (1 to 3, N) of every rank                one all_gather
+         (2 to 6, N) of every rank                one all_gather
     lse = logsumexp_r lse_r      target_logit = sum_r t_r      logit_sum = sum_r s_r    N numbers each, on every rank
+    expected_logit = sum_r exp(lse_r - lse) m_r                argmax = j_r of the largest x_r
 
 Backward: d lse / d lse_r = exp(lse_r - lse), so each rank takes its own row of the cotangents and nothing is sent; what
 remains is the sum of grad_input over ranks, which belongs to the caller's placements.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +24,16 @@ from flce_ops.functional import class_weight_of
 from flce_ops.loss import loss_terms
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
+
+
+class RowStatistics(NamedTuple):
+    """Of whole rows, (N,) each, on every rank of the vocabulary; None where not asked for."""
+
+    target_logit: Tensor
+    lse: Tensor
+    logit_sum: Tensor | None
+    expected_logit: Tensor | None
+    argmax: Tensor | None
 
 
 def vocab_parallel_losses(
@@ -36,37 +50,87 @@ def vocab_parallel_losses(
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
-) -> Tensor:  # (N,), the same on every rank of the vocabulary; 0 where ignored
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # (N,), the same on every rank of the vocabulary, 0 where ignored; argmax (N,)
+    target_logit, lse, logit_sum, _, largest = vocab_parallel_rows(
+        layout,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        num_classes=num_classes,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        logit_sum=label_smoothing != 0.0,
+        argmax=argmax,
+    )
+    target_weight = weight_sum = None
+    if weight is not None:
+        target_weight = class_weight_of(target, weight, lse.dtype)
+        weight_sum = weight.to(lse.dtype).sum()
+    terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
+    return torch.where(target != ignore_index, terms.loss(target_logit, lse, logit_sum), 0.0), largest
+
+
+def vocab_parallel_rows(
+    layout: Layout,
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (v, D)
+    target: Tensor,  # (N,), classes of the whole vocabulary
+    linear_bias: Tensor | None,  # (v,)
+    weight: Tensor | None,  # (V,)
+    *,
+    num_classes: int,  # V
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    logit_sum: bool = False,
+    expected_logit: bool = False,
+    argmax: bool = False,
+) -> RowStatistics:
     start, size = layout.vocabulary_range(num_classes)
-    smoothed = label_smoothing != 0.0
+    kinds = 2 + logit_sum + expected_logit + 2 * argmax
     if size == 0:
-        per_shard = without_classes(input, linear_weight, linear_bias, 2 + smoothed)
+        per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax)
     else:
-        target_logit, lse, logit_sum = torch.ops.flce.linear_cross_entropy_forward(
+        target_logit, lse, sums, expected, max_logit, largest = torch.ops.flce.linear_cross_entropy_forward(
             input,
             linear_weight,
             target,
             linear_bias,
             None if weight is None else weight[start : start + size],
             ignore_index=ignore_index,
-            logit_sum=smoothed,
+            logit_sum=logit_sum,
             softcap=softcap,
             logit_scale=logit_scale,
             vocab_start=start,
             vocab_size=num_classes,
+            expected_logit=expected_logit,
+            argmax=argmax,
         )
-        per_shard = torch.stack([lse, target_logit, logit_sum] if smoothed else [lse, target_logit])
+        per_shard = [lse, target_logit]
+        per_shard += [sums] if logit_sum else []
+        per_shard += [expected] if expected_logit else []
+        per_shard += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
+        per_shard = torch.stack(per_shard)
     gathered = gather_shards(layout, per_shard)
     lse = gathered[:, 0].logsumexp(0)
     target_logit = gathered[:, 1].sum(0)
-    logit_sum = gathered[:, 2].sum(0) if smoothed else None
+    sums = gathered[:, 2].sum(0) if logit_sum else None
+    expected = largest = None
+    if expected_logit:
+        share = torch.exp(gathered[:, 0] - lse)
+        expected = (share * gathered[:, 2 + logit_sum]).sum(0)
+    if argmax:
+        largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
+    return RowStatistics(target_logit, lse, sums, expected, largest)
 
-    target_weight = weight_sum = None
-    if weight is not None:
-        target_weight = class_weight_of(target, weight, lse.dtype)
-        weight_sum = weight.to(lse.dtype).sum()
-    terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
-    return torch.where(target != ignore_index, terms.loss(target_logit, lse, logit_sum), 0.0)
+
+def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)
+    """Class of the largest logit, the first of equals; the columns count the whole vocabulary's classes."""
+    return column.where(max_logit == max_logit.amax(0), torch.inf).amin(0).nan_to_num(posinf=0.0).long()
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
@@ -80,8 +144,10 @@ def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R,
     return localize(layout, shards, layout.replicated)
 
 
-def without_classes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, rows: int) -> Tensor:  # (k, N)
-    """What a rank contributes that got no class (V < R, or ceil-sized chunks used up): lse -inf, sums 0.
+def without_classes(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, rows: int, argmax: bool
+) -> Tensor:  # (k, N)
+    """What a rank contributes that got no class (V < R, or ceil-sized chunks used up): lse and maximum -inf, sums 0.
 
     Made from empty slices, so that every argument gets its zero gradient and joins the collectives of backward.
     """
@@ -89,4 +155,5 @@ def without_classes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | 
     zero = input[:, :0].sum(1).to(accumulate) + linear_weight.sum().to(accumulate)
     if linear_bias is not None:
         zero = zero + linear_bias.sum().to(accumulate)
-    return torch.stack([zero - torch.inf, *(zero,) * (rows - 1)])
+    lowest = zero - torch.inf
+    return torch.stack([lowest, *(zero,) * (rows - 1 - argmax), *(lowest,) * argmax])

@@ -26,8 +26,10 @@ def forward_outputs(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """target_logit (N,), lse (N,), logit_sum (N,) or (0,)."""
+    expected_logit: bool = False,
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax: (N,), or (0,) for those not asked for."""
     check_operands("linear_cross_entropy_forward", input, linear_weight, target, linear_bias, weight)
     per_token = {"dtype": accumulation_dtype(input.dtype)}
     rows = input.shape[0]
@@ -35,6 +37,9 @@ def forward_outputs(
         input.new_empty(rows, **per_token),
         input.new_empty(rows, **per_token),
         input.new_empty(rows if logit_sum else 0, **per_token),
+        input.new_empty(rows if expected_logit else 0, **per_token),
+        input.new_empty(rows if argmax else 0, **per_token),
+        input.new_empty(rows if argmax else 0, dtype=torch.int64),
     )
 
 
@@ -54,12 +59,23 @@ def backward_outputs(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     output_mask: list[bool],
+    grad_expected_logit: Tensor | None = None,
+    expected_logit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input (N, D), grad_linear_weight (V, D), grad_linear_bias (V,); (0,) where `output_mask` is False."""
     op = "linear_cross_entropy_backward"
     check_operands(op, input, linear_weight, target, linear_bias, weight)
-    cotangents = {"grad_target_logit": grad_target_logit, "grad_lse": grad_lse, "grad_logit_sum": grad_logit_sum}
-    for name, tensor in {**cotangents, "lse": lse}.items():
+    if (grad_expected_logit is None) != (expected_logit is None):
+        raise ValueError(f"{op}: expected grad_expected_logit and expected_logit together, got one of them")
+    per_token = {
+        "grad_target_logit": grad_target_logit,
+        "grad_lse": grad_lse,
+        "grad_logit_sum": grad_logit_sum,
+        "lse": lse,
+        "grad_expected_logit": grad_expected_logit,
+        "expected_logit": expected_logit,
+    }
+    for name, tensor in per_token.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
     return gradient_outputs(input, linear_weight, linear_bias, output_mask)
@@ -79,8 +95,9 @@ def with_grad_outputs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss (), losses (N,), then the three gradients as of `backward_outputs`."""
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss (), losses (N,), the three gradients as of `backward_outputs`, argmax (N,) or (0,)."""
     op = "linear_cross_entropy_with_grad"
     check_operands(op, input, linear_weight, target, linear_bias, weight)
     if row_scale.dim() != 1 or row_scale.shape[0] != input.shape[0]:
@@ -90,6 +107,7 @@ def with_grad_outputs(
         input.new_empty((), **per_token),
         input.new_empty(input.shape[0], **per_token),
         *gradient_outputs(input, linear_weight, linear_bias, output_mask),
+        input.new_empty(input.shape[0] if argmax else 0, dtype=torch.int64),
     )
 
 

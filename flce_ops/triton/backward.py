@@ -1,6 +1,8 @@
 """CUDA kernel of linear_cross_entropy_backward: with lse known, the logit gradient leaves the GEMM's epilogue finished.
 
-    G_ij = (l_i exp(z_ij - lse_i) + s_i w_j + a_i [j = y_i]) dz/du      l, s, a: cotangents of lse, logit_sum, z_y
+    G_ij = ((l_i + c_i (1 + z_ij - m_i)) p_ij + s_i w_j + a_i [j = y_i]) dz/du         p_ij = exp(z_ij - lse_i)
+
+    l, s, a, c: cotangents of lse, logit_sum, z_y and of the expected logit m_i = sum_j p_ij z_ij
 
 Only the target's entry, where the terms cancel, is computed apart, in float32 from the target's own logit; what its
 rounding takes goes into grad_input by itself (finish_product.py).
@@ -53,9 +55,13 @@ def launch_backward(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     output_mask: list[bool],
+    grad_expected_logit: Tensor | None = None,
+    expected_logit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, lse)
-    grads = meta.backward_outputs(grad_target_logit, grad_lse, grad_logit_sum, *operands, output_mask=output_mask)
+    cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
+    expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
+    grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **expectations)
     grad_input, grad_weight, grad_bias = grads
     want_input, want_weight, want_bias = output_mask
     num_classes, hidden = linear_weight.shape
@@ -74,8 +80,17 @@ def launch_backward(
         lse2 = (lse * LOG2E).contiguous()
         row_factor = torch.zeros_like(lse) if grad_lse is None else torch.where(valid, grad_lse, 0.0)
         sum_factor = None if grad_logit_sum is None else torch.where(valid, grad_logit_sum, 0.0)
+        shift_factor = None
+        if grad_expected_logit is not None:
+            # c (1 + z - m) = c (1 + lse - m) + c (z - lse), the second in base 2
+            grad_expected = torch.where(valid, grad_expected_logit, 0.0)
+            row_factor = row_factor + grad_expected * (1.0 + lse - expected_logit)
+            shift_factor = grad_expected / LOG2E
 
-        at_target = row_factor * torch.exp2(target_logit2 - lse2)
+        at_target = row_factor
+        if shift_factor is not None:
+            at_target = at_target + shift_factor * (target_logit2 - lse2)
+        at_target = at_target * torch.exp2(target_logit2 - lse2)
         if grad_target_logit is not None:
             at_target += torch.where(hit, grad_target_logit, 0.0)
         if sum_factor is not None:
@@ -87,8 +102,8 @@ def launch_backward(
         residual = at_target - at_target.to(input.dtype).float()
         one = torch.ones_like(residual)
 
-        row_factor, sum_factor = contiguous(
-            row_factor * logit_scale, None if sum_factor is None else sum_factor * logit_scale
+        row_factor, sum_factor, shift_factor = contiguous(
+            *(None if factor is None else factor * logit_scale for factor in (row_factor, sum_factor, shift_factor))
         )
         gradient = torch.empty(chunk_rows * chunk_columns, dtype=input.dtype, device=input.device)
         exact = want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
@@ -109,6 +124,7 @@ def launch_backward(
                     reference=lse2[rows],
                     row_factor=row_factor[rows],
                     sum_factor=None if sum_factor is None else sum_factor[rows],
+                    shift_factor=None if shift_factor is None else shift_factor[rows],
                     out=chunk,
                     **logits,
                 )

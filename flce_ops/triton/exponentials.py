@@ -10,6 +10,8 @@ have no target here and whose column 0 is that unlikely. The kernels of step 3 a
 (a few microseconds) when they are not needed, which costs no host synchronisation and works in CUDA graphs.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -87,6 +89,16 @@ def combine_kernel(
     tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & rescued)
 
 
+class RowSums(NamedTuple):
+    """(n,) each, base 2; None where not asked for."""
+
+    exponentials: Tensor  # of exp2(z2 - reference)
+    logits: Tensor | None  # of w z2
+    expected: Tensor | None  # of exp2(z2 - reference) (z2 - reference)
+    max_logit: Tensor | None  # z2
+    argmax: Tensor | None  # int64, the first of equals
+
+
 def launch_exponentials(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
@@ -96,18 +108,29 @@ def launch_exponentials(
     reference: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     out: Tensor | None,  # (n, V)
     logit_sum: bool,
+    expected: bool = False,
+    argmax: bool = False,
     logit_scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Row sums (n,) of exp2(z2 - reference), and base-2 logit sums (n,) if asked for."""
+) -> RowSums:
     rows = input.shape[0]
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input, linear_weight).block_v)
     per_tile = {"dtype": torch.float32, "device": input.device}
     partial = torch.empty(tiles, rows, **per_tile)
     sums = torch.empty(tiles, rows, **per_tile) if logit_sum else None
+    expectations = torch.empty(tiles, rows, **per_tile) if expected else None
+    largest = torch.empty(tiles, rows, **per_tile) if argmax else None
+    columns = torch.empty(tiles, rows, dtype=torch.int32, device=input.device) if argmax else None
     operands = (input, linear_weight, linear_bias, class_weight)
     logits = {"logit_scale": logit_scale, "softcap": softcap}
-    exponentials = {"epilogue": "exp_sum", "reference": reference, "out": out, "partial": partial, **logits}
+    exponentials = {
+        "epilogue": "exp_sum",
+        "reference": reference,
+        "out": out,
+        "partial": partial,
+        "expected": expectations,
+        **logits,
+    }
 
     row_sum = torch.empty(rows, **per_tile)
     guard = torch.zeros((), dtype=torch.int32, device=input.device)
@@ -115,7 +138,7 @@ def launch_exponentials(
     blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 32, "BLOCK_T": 32}
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
 
-    launch_logits_gemm(*operands, **exponentials, logit_sum=sums)
+    launch_logits_gemm(*operands, **exponentials, logit_sum=sums, partial_max=largest, partial_argmax=columns)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
 
     partial_max = torch.empty(tiles, rows, **per_tile)
@@ -123,4 +146,16 @@ def launch_exponentials(
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference, rows, tiles, **blocks)
     launch_logits_gemm(*operands, **exponentials, **guarded)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
-    return row_sum, None if sums is None else sums.sum(0)
+    max_logit = None
+    if argmax:
+        max_logit = largest.amax(0)
+        # no column where the largest is nan
+        columns = columns.where(largest == max_logit, linear_weight.shape[0] - 1).amin(0).long()
+        columns.clamp_(max=linear_weight.shape[0] - 1)
+    return RowSums(
+        row_sum,
+        None if sums is None else sums.sum(0),
+        None if expectations is None else expectations.sum(0),
+        max_logit,
+        columns,
+    )

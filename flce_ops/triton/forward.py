@@ -33,15 +33,20 @@ def launch_forward(
     logit_scale: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    expected_logit: bool = False,
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight)
-    target_logit, lse, sums = meta.forward_outputs(*operands, logit_sum=logit_sum)
+    wanted = {"logit_sum": logit_sum, "argmax": argmax}
+    outputs = meta.forward_outputs(*operands, expected_logit=expected_logit, **wanted)
+    target_logit, lse, sums, expected, max_logit, largest = outputs
     num_classes = linear_weight.shape[0]
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
     logits = {"softcap": softcap, "logit_scale": logit_scale}
-    rows_of_sums = get_workspace() // (tiles * 4 * (2 + logit_sum)) // MULTIPLE * MULTIPLE
+    sums_a_tile = 2 + logit_sum + expected_logit + 2 * argmax
+    rows_of_sums = get_workspace() // (tiles * 4 * sums_a_tile) // MULTIPLE * MULTIPLE
     chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
     record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
     with torch.cuda.device_of(input):
@@ -51,20 +56,25 @@ def launch_forward(
         class_weight = weight.float() if weight is not None and logit_sum else None
         reference2 = target_logit2.clone()
         for rows in chunks:
-            row_sum, sums2 = launch_exponentials(
+            row_sums = launch_exponentials(
                 input[rows],
                 linear_weight,
                 linear_bias,
                 class_weight,
                 reference=reference2[rows],
                 out=None,
-                logit_sum=logit_sum,
+                expected=expected_logit,
+                **wanted,
                 **logits,
             )
             # the sum holds the target's exponential, which was summed from another order of the same products
-            row_sum = row_sum.maximum(torch.exp2(target_logit2[rows] - reference2[rows]))
+            row_sum = row_sums.exponentials.maximum(torch.exp2(target_logit2[rows] - reference2[rows]))
             lse[rows] = (reference2[rows] + row_sum.log2()) / LOG2E
             if logit_sum:
-                sums[rows] = sums2 / LOG2E
+                sums[rows] = row_sums.logits / LOG2E
+            if expected_logit:
+                expected[rows] = (reference2[rows] + row_sums.expected / row_sum) / LOG2E
+            if argmax:
+                max_logit[rows], largest[rows] = row_sums.max_logit / LOG2E, row_sums.argmax
         target_logit.copy_(torch.where(hit.bool(), target_logit2 / LOG2E, 0.0))
-    return target_logit, lse, sums
+    return outputs

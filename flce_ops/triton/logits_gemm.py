@@ -10,8 +10,10 @@
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     epilogue
       "exp_sum"    E = exp(z - reference)      partial[tile, rows] = sum_cols E;   E f -> out (optional)
+                   and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column
       "max_sum"    m = max_cols z              partial[tile, rows] = sum_cols exp(z - m);   m -> partial_max
-      "gradient"   G = (row_factor exp(z - reference) + sum_factor w) f -> out        f = dz/du / logit_scale
+      "gradient"   G = ((row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w) f -> out
+                                                                                      f = dz/du / logit_scale
 
 "exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
 exponential, whose relative error does not depend on the reference. The target's own logit is such a number for every
@@ -67,9 +69,12 @@ def logits_gemm_kernel(
     reference_ptr,  # (n,) base 2
     row_factor_ptr,  # (n,)
     sum_factor_ptr,  # (n,)
+    shift_factor_ptr,  # (n,) of z - reference in base 2
     partial_ptr,  # (T, n)
     partial_max_ptr,  # (T, n)
+    partial_argmax_ptr,  # (T, n) int32
     logit_sum_ptr,  # (T, n) sum_cols w z, base 2
+    expected_ptr,  # (T, n) sum_cols E (z - reference), base 2
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass
     n,
     D,
@@ -88,6 +93,9 @@ def logits_gemm_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     HAS_SUM_FACTOR: tl.constexpr,
+    HAS_SHIFT_FACTOR: tl.constexpr,
+    EXPECTED: tl.constexpr,
+    ARGMAX: tl.constexpr,
     GUARD: tl.constexpr,  # 0.0: always run; else run only where the guard exceeds it
     USE_TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
@@ -164,13 +172,27 @@ def logits_gemm_kernel(
                 if not EVEN_V:
                     weighted = tl.where(col_mask[None, :], weighted, 0.0)
                 tl.store(logit_sum_ptr + partial_offset, tl.sum(weighted, 1), mask=row_mask)
+            if ARGMAX:
+                candidates = z if EVEN_V else tl.where(col_mask[None, :], z, float("-inf"))
+                largest = tl.max(candidates, 1)
+                column = tl.min(tl.where(candidates == largest[:, None], cols[None, :], V), 1)
+                tl.store(partial_max_ptr + partial_offset, largest, mask=row_mask)
+                tl.store(partial_argmax_ptr + partial_offset, column, mask=row_mask)
             result = tl.exp2(z - reference[:, None])
             if EPILOGUE == "exp_sum":
                 if not EVEN_V:
                     result = tl.where(col_mask[None, :], result, 0.0)
                 tl.store(partial_ptr + partial_offset, tl.sum(result, 1), mask=row_mask)
+                if EXPECTED:
+                    # a bias of -inf has exponential 0, whose product is 0
+                    weighted = tl.where(result > 0.0, result * (z - reference[:, None]), 0.0)
+                    tl.store(expected_ptr + partial_offset, tl.sum(weighted, 1), mask=row_mask)
             else:
-                result = result * tl.load(row_factor_ptr + rows, mask=row_mask, other=0.0)[:, None]
+                row_factor = tl.load(row_factor_ptr + rows, mask=row_mask, other=0.0)[:, None]
+                if HAS_SHIFT_FACTOR:
+                    shift_factor = tl.load(shift_factor_ptr + rows, mask=row_mask, other=0.0)[:, None]
+                    row_factor += tl.where(result > 0.0, shift_factor * (z - reference[:, None]), 0.0)
+                result = result * row_factor
                 if HAS_SUM_FACTOR:
                     result += tl.load(sum_factor_ptr + rows, mask=row_mask, other=0.0)[:, None] * class_weight
             if STORE:
@@ -204,10 +226,13 @@ def launch_logits_gemm(
     reference: Tensor | None = None,  # (n,)
     row_factor: Tensor | None = None,  # (n,)
     sum_factor: Tensor | None = None,  # (n,)
+    shift_factor: Tensor | None = None,  # (n,)
     out: Tensor | None = None,  # (n, V)
     partial: Tensor | None = None,  # (T, n)
     partial_max: Tensor | None = None,  # (T, n)
+    partial_argmax: Tensor | None = None,  # (T, n) int32
     logit_sum: Tensor | None = None,  # (T, n)
+    expected: Tensor | None = None,  # (T, n)
     guard: Tensor | None = None,  # ()
     guard_limit: float = 0.0,
     logit_scale: float,
@@ -237,9 +262,12 @@ def launch_logits_gemm(
         reference,
         row_factor,
         sum_factor,
+        shift_factor,
         partial,
         partial_max,
+        partial_argmax,
         logit_sum,
+        expected,
         guard,
         n,
         hidden,
@@ -256,6 +284,9 @@ def launch_logits_gemm(
         HAS_CLASS_WEIGHT=class_weight is not None,
         LOGIT_SUM=logit_sum is not None,
         HAS_SUM_FACTOR=sum_factor is not None,
+        HAS_SHIFT_FACTOR=shift_factor is not None,
+        EXPECTED=expected is not None,
+        ARGMAX=partial_argmax is not None,
         GUARD=guard_limit,
         USE_TMA=use_tma,
         EVEN_V=num_classes % block_v == 0,

@@ -29,10 +29,12 @@ def launch_recomputing(
     softcap: float | None,
     logit_scale: float,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    argmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight)
     logits = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    target_logit, lse, logit_sum = launch_forward(*operands, logit_sum=bool(label_smoothing), **logits)
+    wanted = {"logit_sum": bool(label_smoothing), "argmax": argmax}
+    target_logit, lse, logit_sum, _, _, largest = launch_forward(*operands, **wanted, **logits)
 
     target_weight = None if weight is None else class_weight_of(target, weight, lse.dtype)
     weight_sum = None if weight is None else weight.float().sum()
@@ -47,4 +49,4 @@ def launch_recomputing(
     path = last_path()
     reason = f"{path.reason}, recomputing the logits: the workspace is small"
     record_path(Path("linear_cross_entropy_with_grad", "triton", reason, path.rows_per_chunk, path.chunks))
-    return (row_scale * losses).sum(), losses, *grads
+    return (row_scale * losses).sum(), losses, *grads, largest

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import contiguous, padded, product_blocks, record_triton_path, rows_that_fit, slices
+from flce_ops.triton.chunks import (
+    contiguous,
+    padded,
+    product_blocks,
+    record_triton_path,
+    rows_that_fit,
+    slices,
+    small_bytes,
+)
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_product import launch_finish_product
@@ -48,12 +56,14 @@ def launch_with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, row_scale)
     num_classes, hidden = linear_weight.shape
     size = input.dtype.itemsize
     exact = output_mask[1] and size < 4 and float32_sum_fits(linear_weight.numel())
-    chunks = slices(input.shape[0], rows_that_fit(input.shape[0], num_classes, size, 4 * linear_weight.numel() * exact))
+    reserved = 4 * linear_weight.numel() * exact + small_bytes() * argmax  # its two numbers a tile
+    chunks = slices(input.shape[0], rows_that_fit(input.shape[0], num_classes, size, reserved))
     if len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW:
         return launch_recomputing(
             *operands,
@@ -63,9 +73,11 @@ def launch_with_grad(
             softcap=softcap,
             logit_scale=logit_scale,
             output_mask=output_mask,
+            argmax=argmax,
         )
     record_triton_path("linear_cross_entropy_with_grad", input, linear_weight, chunks)
-    loss, losses, grad_input, grad_weight, grad_bias = meta.with_grad_outputs(*operands, output_mask=output_mask)
+    outputs = meta.with_grad_outputs(*operands, output_mask=output_mask, argmax=argmax)
+    loss, losses, grad_input, grad_weight, grad_bias, largest = outputs
     check_target_range(target, num_classes, ignore_index)
     target, linear_bias, weight, row_scale = contiguous(target, linear_bias, weight, row_scale)
     want_input, want_weight, want_bias = output_mask
@@ -101,7 +113,7 @@ def launch_with_grad(
             chunk = exponentials[:count, :num_classes]
             row_factor, weight_factor, residual = factors[:, :count].unbind()
             reference = target_logit[rows].clone()
-            row_sum, logit_sum = launch_exponentials(
+            row_sums = launch_exponentials(
                 input[rows],
                 linear_weight,
                 linear_bias,
@@ -109,17 +121,20 @@ def launch_with_grad(
                 reference=reference,
                 out=chunk,
                 logit_sum=bool(label_smoothing),
+                argmax=argmax,
                 **logits,
             )
+            if argmax:
+                largest[rows] = row_sums.argmax
             launch_finish_rows(
-                row_sum=row_sum,
+                row_sum=row_sums.exponentials,
                 reference=reference,
                 target_logit=target_logit[rows],
                 target=target[rows],
                 row_scale=row_scale[rows],
                 class_weight=class_weight,
                 weight_sum=weight_sum,
-                logit_sum=logit_sum,
+                logit_sum=row_sums.logits,
                 out=chunk,
                 losses=losses[rows],
                 row_factor=row_factor,
@@ -162,4 +177,4 @@ def launch_with_grad(
                 smoothing.subtract_from_bias(bias_sum)
             grad_bias.copy_(bias_sum)
         torch.sum(row_scale * losses, dim=0, out=loss)
-    return loss, losses, grad_input, grad_weight, grad_bias
+    return outputs

@@ -1,0 +1,61 @@
+"""linear_log_probs on DTensors: per-token results sharded as the tokens are."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Shard
+
+from flce_ops import log_probs
+from flce_ops.arguments import check_head
+from flce_ops.distributed.dtensor_entry import per_token
+from flce_ops.distributed.layout import check_plain_target, check_same_mesh, layout_of
+from flce_ops.distributed.local import localize
+from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
+from flce_ops.functional import autocast_operands
+
+# N tokens of this rank, D hidden, V vocabulary
+
+
+def dtensor_log_probs(
+    input: Tensor,  # (..., D) DTensor
+    linear_weight: Tensor,  # (V, D) DTensor
+    target: Tensor,  # (...), a DTensor, or a plain tensor that is the same on every rank
+    linear_bias: Tensor | None,  # (V,)
+    *,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    entropy: bool,
+    argmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Body of torch.ops.flce.linear_log_probs when an argument is a DTensor."""
+    op = log_probs.OP
+    layout = layout_of(input, linear_weight, op)
+    check_same_mesh(layout, input, op, target=target, linear_bias=linear_bias)
+    check_plain_target(target, input, op)
+    input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
+    check_head(op, input, linear_weight, target, linear_bias, softcap)
+    num_classes, target_shape = linear_weight.shape[0], target.shape
+    classes = layout.placements(vocabulary=Shard(0))
+    class_gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
+    local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
+    tokens_shape = local_input.shape[:-1]
+    operands = (
+        local_input.reshape(tokens_shape.numel(), local_input.shape[-1]),
+        localize(layout, linear_weight, classes, gradient=class_gradient, keep_partial=True),
+        localize(layout, target, layout.tokens).reshape(-1),
+        localize(layout, linear_bias, classes, gradient=class_gradient, keep_partial=True),
+    )
+    options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    if layout.splits_vocabulary:
+        rows = vocab_parallel_rows(
+            layout, *operands, None, num_classes=num_classes, expected_logit=entropy, argmax=argmax, **options
+        )
+        valid = operands[2] != ignore_index
+        results = log_probs.per_token(valid, rows.target_logit, rows.lse, rows.expected_logit, rows.argmax)
+    else:
+        results = torch.ops.flce.linear_log_probs(*operands, **options, entropy=entropy, argmax=argmax)
+    asked_for = (True, True, entropy, argmax)
+    return tuple(
+        per_token(layout, result.reshape(tokens_shape), target_shape) if asked else result
+        for result, asked in zip(results, asked_for)
+    )
