@@ -89,7 +89,8 @@ def launch_backward(
 
         at_target = row_factor
         if shift_factor is not None:
-            at_target = at_target + shift_factor * (target_logit2 - lse2)
+            # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
+            at_target = at_target + shift_factor * (target_logit2 - lse2).clamp(min=-1e4)
         at_target = at_target * torch.exp2(target_logit2 - lse2)
         if grad_target_logit is not None:
             at_target += torch.where(hit, grad_target_logit, 0.0)
