@@ -1,0 +1,566 @@
+"""linear_log_probs: log-probabilities, logsumexp, entropy and argmax against dense logits in float64."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from counting_backend import CountingBackend
+from inputs import RAGGED, SHAPES, Inputs, make_inputs
+from reference_loss import dense_logits, error
+from test_memory import MiB, peak_on_cpu, peak_on_cuda
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+from flce_ops import linear_log_probs
+
+flce = torch.ops.flce
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+FLOATS = ("log_probs", "lse", "entropy")
+BOTH = {"entropy": True, "argmax": True}
+
+# What may come on top of plain torch's error when that happens to be small, in units of the operands' rounding.
+UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SLACK = {torch.float64: 30, torch.float32: 5, torch.bfloat16: 0.6, torch.float16: 0.6}
+
+# name: (what make_inputs adds, options)
+ARGUMENTS = {
+    "plain": ({}, {}),
+    "bias": ({"bias": True}, {}),
+    "ignore_index": ({"ignore_index": 3}, {}),  # a real class
+    "softcap": ({}, {"softcap": 4.0}),
+    "temperature": ({"bias": True}, {"logit_scale": 1 / 0.7}),
+    "softcap_after_scale": ({"bias": True}, {"softcap": 4.0, "logit_scale": 1.7}),
+    "negative_scale": ({}, {"logit_scale": -0.3}),
+    "int32_target": ({"target_dtype": torch.int32}, {}),
+}
+
+
+def dense(input, linear_weight, target, linear_bias=None, *, ignore_index=-100, **options):
+    """The definition on dense logits; half operands' logits are widened before the softmax."""
+    z = dense_logits(input, linear_weight, linear_bias, **options)
+    z = z if z.dtype == torch.float64 else z.float()
+    log_p = z.log_softmax(-1)
+    valid = target != ignore_index
+    column = torch.where(valid, target, 0).long().unsqueeze(-1)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # p log p is 0 where a bias of -inf makes p 0
+    rows = (log_p.gather(-1, column).squeeze(-1), z.logsumexp(-1), entropy)
+    return flce_ops.LinearLogProbs(*(torch.where(valid, row, 0.0) for row in rows), z.argmax(-1))
+
+
+def ours(*args, **options):
+    return linear_log_probs(*args, **BOTH, **options)
+
+
+def run(function, inputs: Inputs, cotangents, dtype=None, **options):
+    """Results, and gradients of the inner product with the cotangents, {name: tensor or None}."""
+    inputs = inputs.clone(dtype)
+    if inputs.ignore_index != -100:
+        options["ignore_index"] = inputs.ignore_index
+    found = function(*inputs.args, **options)
+    pairs = [(getattr(found, name), cotangent) for name, cotangent in cotangents.items()]
+    torch.autograd.backward([row for row, _ in pairs], [cotangent.to(row.dtype) for row, cotangent in pairs])
+    rows = {name: getattr(found, name).detach() for name in FLOATS}
+    return {**rows, **{name: leaf.grad for name, leaf in inputs.leaves.items()}}, found.argmax
+
+
+def cotangents_of(names, inputs):
+    return {name: torch.randn(inputs.target.shape, device=inputs.target.device) for name in names}
+
+
+def assert_no_worse_than_plain(inputs, cotangents, slack=1.0, **options):
+    dtype = inputs.input.dtype
+    exact, _ = run(dense, inputs, cotangents, torch.float64, **options)
+    plain, _ = run(dense, inputs, cotangents, **options)
+    found, argmax = run(ours, inputs, cotangents, **options)
+    for name, tensor in found.items():
+        if tensor is None:
+            assert exact[name] is None, name
+            continue
+        expected = torch.float64 if dtype == torch.float64 else torch.float32
+        assert tensor.dtype == (expected if name in FLOATS else dtype), name
+        limit = error(plain[name], exact[name]) + slack * SLACK[dtype] * UNIT[dtype]
+        assert error(tensor, exact[name]) <= limit, name
+    assert_largest(inputs, argmax, **options)
+
+
+def assert_largest(inputs, argmax, **options):
+    """The dense argmax; half products are rounded, so only where the two largest float64 logits are well apart."""
+    z = dense_logits(*(t if t is None else t.detach().double() for t in (*inputs.args[:2], inputs.args[3])), **options)
+    assert argmax.dtype == torch.int64 and argmax.shape == inputs.target.shape
+    if z.shape[-1] == 1:
+        assert not argmax.any()
+        return
+    two = z.topk(2, -1).values
+    apart = two[..., 0] - two[..., 1] > 4 * UNIT[inputs.input.dtype] * z.masked_fill(z.isinf(), 0.0).abs().amax(-1)
+    assert torch.equal(argmax[apart], z.argmax(-1)[apart])
+    assert len(argmax) < 10 or apart.float().mean() > 0.2
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_rows_and_gradients_are_no_worse_than_plain_torch(device, name, dtype, poisoned_memory):
+    made, options = ARGUMENTS[name]
+    inputs = make_inputs(device=device, dtype=dtype, **made)
+    assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 1.7}], ids=["plain", "softcap"])
+def test_the_gradient_of_each_alone_is_no_worse_than_plain_torch(device, options, name, dtype):
+    inputs = make_inputs((60, 33, 509), device=device, dtype=dtype, bias=True)
+    assert_no_worse_than_plain(inputs, cotangents_of([name], inputs), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != RAGGED], ids=str)
+def test_other_shapes(device, shape, dtype, poisoned_memory):
+    inputs = make_inputs(shape, device=device, dtype=dtype, bias=True)
+    assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), slack=20)  # few numbers: luck
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_chunks(device, dtype, poisoned_memory):
+    inputs = make_inputs((600, 33, 509), device=device, dtype=dtype, bias=True)
+    with flce_ops.workspace(1):
+        assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), softcap=6.0)
+        assert flce_ops.last_path().op.endswith("_backward")
+        assert flce_ops.last_path().chunks > 4
+
+
+def test_leading_dimensions_are_kept(device):
+    inputs = make_inputs((24, 11, 31), device=device)
+    flat = ours(*inputs.args)
+    shaped = ours(inputs.input.view(2, 3, 4, 11), inputs.linear_weight, inputs.target.view(2, 3, 4))
+    for one, other in zip(flat, shaped, strict=True):
+        assert torch.equal(one.view(2, 3, 4), other)
+    single = ours(inputs.input[1], inputs.linear_weight, inputs.target[1])
+    for one, other in zip(flat, single, strict=True):
+        assert other.shape == ()
+        torch.testing.assert_close(one[1], other)
+
+
+def test_non_contiguous_operands(device):
+    inputs = make_inputs((24, 12, 31), device=device, dtype=torch.float64)
+    wide = [torch.stack([t, torch.full_like(t, 99)], -1)[..., 0] for t in (inputs.input, inputs.linear_weight.T)]
+    found = ours(wide[0].detach(), wide[1].T.detach(), inputs.target)
+    for one, other in zip(ours(*inputs.args), found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_log_probs_are_the_negative_losses_and_their_gradients_the_same(device):
+    inputs = make_inputs(device=device, dtype=torch.float64)
+    cotangent = torch.randn(RAGGED[0], device=device, dtype=torch.float64)
+    losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
+    log_probs = linear_log_probs(*inputs.args).log_probs
+    torch.testing.assert_close(log_probs, -losses)
+    leaves = list(inputs.leaves.values())
+    for mine, theirs in zip(
+        torch.autograd.grad(log_probs, leaves, cotangent), torch.autograd.grad(losses, leaves, -cotangent), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+# ---------------------------------------------------------------- corners
+
+
+def test_nothing_asked_for_is_none_and_empty_in_the_operator(device):
+    inputs = make_inputs((6, 5, 7), device=device)
+    found = linear_log_probs(*inputs.args)
+    assert found.entropy is None and found.argmax is None
+    assert [t.shape for t in flce.linear_log_probs(*inputs.args)[2:]] == [(0,), (0,)]
+    assert [t.shape for t in flce.linear_cross_entropy_forward(*inputs.args)[2:]] == [(0,)] * 4
+    for name in ("entropy", "argmax"):
+        alone = linear_log_probs(*inputs.args, **{name: True})
+        assert [n for n in BOTH if getattr(alone, n) is not None] == [name]
+        torch.testing.assert_close(getattr(alone, name), getattr(ours(*inputs.args), name))
+
+
+def test_only_the_argmax_has_no_graph(device):
+    found = ours(*make_inputs((6, 5, 7), device=device).args)
+    assert [t.requires_grad for t in found] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_ignored_tokens_give_zero_and_get_no_gradient(device, softcap, dtype, poisoned_memory):
+    """Whatever the cotangents hold there."""
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    ignored = inputs.target == -100
+    cotangents = {name: c.masked_fill(ignored, torch.nan) for name, c in cotangents_of(FLOATS, inputs).items()}
+    found, argmax = run(ours, inputs, cotangents, softcap=softcap)
+    for name in FLOATS:
+        assert torch.equal(found[name][ignored], torch.zeros_like(found[name][ignored])), name
+    assert torch.equal(found["input"][ignored], torch.zeros_like(found["input"][ignored]))
+    assert all(found[name].isfinite().all() for name in inputs.leaves)
+    assert ((argmax >= 0) & (argmax < RAGGED[2])).all()
+    # and the valid ones see none of what the ignored hold, bit for bit
+    inputs.input.data[ignored] = 100.0
+    again, _ = run(ours, inputs, cotangents, softcap=softcap)
+    for name, tensor in found.items():
+        assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_tokens_ignored(device, dtype, poisoned_memory):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    inputs.target.fill_(-100)
+    found, _ = run(ours, inputs, cotangents_of(FLOATS, inputs))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_rows_of_ignored_tokens_may_hold_anything(device, bad):
+    inputs = make_inputs((9, 5, 7), device=device)
+    inputs.input.data[inputs.target == -100] = bad
+    found = ours(*inputs.args)
+    for name in FLOATS:
+        assert getattr(found, name).isfinite().all()
+    assert ((found.argmax >= 0) & (found.argmax < 7)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5}, {"softcap": 5.0}], ids=["plain", "scale", "softcap"])
+def test_classes_switched_off_by_a_bias_of_minus_infinity(device, options, dtype, poisoned_memory):
+    inputs = make_inputs((64, 32, 1021), device=device, dtype=dtype, bias=True)
+    off = torch.zeros(1021, dtype=torch.bool, device=device)
+    off[:900] = True  # whole tiles, the first among them
+    inputs.target[inputs.target != -100] = torch.randint(900, 1021, ((inputs.target != -100).sum(),), device=device)
+    inputs.linear_bias.data[off] = float("-inf")
+    assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_target_that_is_switched_off_has_no_probability_and_leaves_the_entropy_right(device, dtype):
+    inputs = make_inputs((40, 16, 301), device=device, dtype=dtype, bias=True, ignored=0.1)
+    inputs.linear_bias.data[inputs.target[1]] = inputs.linear_bias.data[0] = float("-inf")  # 0: stand-in of the ignored
+    cotangents = cotangents_of(FLOATS, inputs)
+    exact, _ = run(dense, inputs, cotangents, torch.float64)
+    found, _ = run(ours, inputs, cotangents)
+    assert found["log_probs"][1] == float("-inf")
+    for name, tensor in found.items():
+        assert error(tensor, exact[name]) <= 40 * UNIT[dtype], name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_of_ten_thousand_stay_finite(device, dtype):
+    inputs = make_inputs((60, 32, 509), device=device, dtype=dtype)
+    with torch.no_grad():
+        logits = F.linear(inputs.input.double(), inputs.linear_weight.double())
+        inputs.input.mul_((1e4 / logits.abs().max()).to(dtype))
+    cotangents = {name: torch.rand(60, device=device) for name in FLOATS}
+    exact, _ = run(dense, inputs, cotangents, torch.float64)
+    plain, _ = run(dense, inputs, cotangents)
+    found, _ = run(ours, inputs, cotangents)
+    # float32: a unit of lse is 1e-3 here, which p = exp(z - lse) and the entropy, lse less a mean, take over
+    slack = {torch.float64: 1e-11, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.1}[dtype]
+    units_of_lse = 8e4 * torch.finfo(found["lse"].dtype).eps
+    for name, tensor in found.items():
+        assert tensor.isfinite().all(), name
+        if name == "entropy":
+            off, theirs = ((result[name] - exact[name]).abs().max() for result in (found, plain))
+            assert off <= 3 * theirs + units_of_lse
+        else:
+            assert error(tensor, exact[name]) <= 3 * error(plain[name], exact[name]) + slack, name
+
+
+def test_a_peaked_distribution_has_entropy_zero_and_a_flat_one_log_v(device):
+    weight = torch.zeros(37, 5, device=device)
+    hidden = torch.randn(4, 5, device=device)
+    target = torch.arange(4, device=device)
+    flat = ours(hidden, weight, target)
+    torch.testing.assert_close(flat.entropy, torch.full((4,), 37.0, device=device).log())
+    torch.testing.assert_close(flat.log_probs, -flat.entropy)
+    bias = torch.zeros(37, device=device).index_fill_(0, torch.tensor(9, device=device), 60.0)
+    peaked = ours(hidden, weight, target, bias)
+    assert peaked.entropy.abs().max() < 1e-5
+    assert (peaked.argmax == 9).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_first_of_equal_logits_is_the_argmax(device, dtype):
+    weight = torch.randint(-2, 3, (600, 4), device=device).to(dtype)  # small integers: products are exact
+    hidden = torch.randint(-2, 3, (50, 4), device=device).to(dtype)
+    logits = hidden.float() @ weight.float().T
+    first = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 1).float().mean() > 0.5
+    target = torch.randint(600, (50,), device=device)
+    assert torch.equal(ours(hidden, weight, target).argmax, first)
+    hidden.requires_grad_()
+    _, metrics = flce_ops.linear_cross_entropy(hidden, weight, target, return_metrics=True)
+    assert torch.equal(metrics.argmax, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_tokens(device, dtype, poisoned_memory):
+    inputs = make_inputs((0, 11, 31), device=device, dtype=dtype, bias=True)
+    found, argmax = run(ours, inputs, cotangents_of(FLOATS, inputs))
+    assert argmax.shape == (0,) and argmax.dtype == torch.int64
+    for name in FLOATS:
+        assert found[name].shape == (0,)
+    for name, leaf in inputs.leaves.items():
+        assert torch.equal(found[name], torch.zeros_like(leaf)), name
+
+
+REFUSED = {
+    "target": (lambda i: (i.input, i.linear_weight, i.target[:3]), ValueError, "expected target of shape"),
+    "target_dtype": (lambda i: (i.input, i.linear_weight, i.target.float()), TypeError, "target"),
+    "weight": (lambda i: (i.input, i.linear_weight[:, :3], i.target), ValueError, "linear_weight"),
+    "dtype": (lambda i: (i.input, i.linear_weight.double(), i.target), TypeError, "linear_weight"),
+    "bias": (lambda i: (i.input, i.linear_weight, i.target, i.input[:, 0]), ValueError, "linear_bias"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_function_and_the_argument(device, case):
+    arguments, kind, words = REFUSED[case]
+    with pytest.raises(kind, match=f"linear_log_probs: .*{words}"):
+        linear_log_probs(*arguments(make_inputs((6, 5, 7), device=device)))
+    with pytest.raises(ValueError, match="linear_log_probs: expected softcap"):
+        linear_log_probs(*make_inputs((6, 5, 7), device=device).args, softcap=0.0)
+
+
+def test_a_target_outside_the_vocabulary_is_refused():
+    inputs = make_inputs((6, 5, 7))
+    inputs.target[2] = 7
+    with pytest.raises(IndexError):
+        linear_log_probs(*inputs.args)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def passes(inputs, names=(), **options):
+    N, D, V = *inputs.input.shape, inputs.linear_weight.shape[0]
+    with FlopCounterMode(display=False) as counter:
+        found = linear_log_probs(*inputs.args, **options)
+        if names:
+            sum(getattr(found, name).sum() for name in names).backward()
+    return counter.get_total_flops() / (2 * N * D * V)
+
+
+@pytest.mark.parametrize("options", [{}, {"entropy": True}, {"argmax": True}, BOTH], ids=str)
+def test_one_pass_forward_and_four_with_gradients(device, options):
+    inputs = make_inputs((24, 16, 61), device=device)
+    assert passes(inputs, **options) == 1
+    names = FLOATS if options.get("entropy") else FLOATS[:2]
+    assert passes(inputs, names, **options) == 4
+    with torch.no_grad():
+        assert passes(inputs, **options) == 1
+
+
+def test_a_frozen_head_or_trunk_saves_a_pass(device):
+    for frozen in ("input", "linear_weight"):
+        inputs = make_inputs((24, 16, 61), device=device)
+        getattr(inputs, frozen).requires_grad_(False)
+        assert passes(inputs, FLOATS, entropy=True) == 3
+
+
+def test_what_is_not_asked_for_is_not_computed(device):
+    inputs = make_inputs((12, 11, 31), device=device)
+    with torch.profiler.profile() as profile:
+        linear_log_probs(*inputs.args).log_probs.sum().backward()
+    names = {event.name for event in profile.events()}
+    assert "flce::linear_cross_entropy_backward" in names
+    assert not names & {"aten::max", "aten::argmax", "aten::clamp_"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_temporary_memory_stays_within_the_workspace(device, softcap, dtype):
+    inputs = make_inputs((4096, 16, 2003), device=device, dtype=dtype)
+
+    def step():
+        found = ours(*inputs.args, softcap=softcap)
+        torch.autograd.grad(sum(getattr(found, name).sum() for name in FLOATS), list(inputs.leaves.values()))
+
+    with flce_ops.workspace(4 * MiB):
+        peak = (peak_on_cpu if device == "cpu" else peak_on_cuda)(step)
+    results = sum(leaf.numel() * leaf.element_size() for leaf in inputs.leaves.values())
+    assert peak - results <= 5 * MiB, f"{(peak - results) / MiB:.1f} MiB"
+
+
+# ---------------------------------------------------------------- composition
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {**BOTH, "softcap": 5.0, "logit_scale": 0.7}], ids=["plain", "everything"])
+def test_the_entry_through_opcheck(device, options, dtype):
+    inputs = make_inputs((12, 11, 31), device=device, dtype=dtype, bias=bool(options))
+    opcheck(flce.linear_log_probs.default, inputs.args, options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"expected_logit": True}, {"argmax": True}, {"expected_logit": True, "argmax": True}]
+)
+def test_the_forward_operator_through_opcheck(device, options):
+    inputs = make_inputs((12, 11, 31), device=device, bias=True)
+    opcheck(flce.linear_cross_entropy_forward.default, (*inputs.args, None), {**options, "softcap": 5.0})
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_the_backward_operator_through_opcheck(device, needs):
+    inputs = make_inputs((12, 11, 31), device=device, bias=True, requires_grad=needs)
+    with torch.no_grad():
+        _, lse, _, expected, *_ = flce.linear_cross_entropy_forward(*inputs.args, expected_logit=True)
+    cotangents = [torch.randn_like(lse) for _ in range(3)]
+    options = {"output_mask": [True] * 3, "grad_expected_logit": cotangents[2], "expected_logit": expected}
+    tests = ("test_schema", "test_faketensor")  # its second derivative is refused
+    args = (*cotangents[:2], None, *inputs.args, None, lse)
+    opcheck(flce.linear_cross_entropy_backward.default, args, options, test_utils=tests)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(device, dynamic):
+    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64, bias=True)
+    backend = CountingBackend()
+
+    def penalised(*args):
+        found = ours(*args, logit_scale=0.7)
+        return found.log_probs.sum() + 0.1 * found.entropy.sum() + found.lse.square().sum(), found.argmax
+
+    expected, theirs = penalised(*inputs.args)
+    leaves = list(inputs.leaves.values())
+    grads = torch.autograd.grad(expected, leaves)
+    torch._dynamo.utils.counters.clear()
+    found, mine = torch.compile(penalised, fullgraph=True, dynamic=dynamic, backend=backend)(*inputs.args)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(mine, theirs)
+    for one, other in zip(torch.autograd.grad(found, leaves), grads, strict=True):
+        torch.testing.assert_close(one, other)
+    assert backend.flops == 4 * 2 * 24 * 11 * 31
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_is_that_of_f_linear(device, half):
+    inputs = make_inputs((40, 33, 131), device=device, bias=True)
+    with torch.autocast(device, half):
+        found = ours(*inputs.args)
+        expected = dense(*inputs.args)
+    by_hand = ours(*inputs.clone(half).args)
+    for one, cast, plain in zip(found, by_hand, expected, strict=True):
+        assert one.dtype == plain.dtype
+        assert torch.equal(one, cast)
+    found.entropy.sum().backward()
+    assert inputs.linear_weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(device, reentrant):
+    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64)
+    leaves = list(inputs.leaves.values())
+
+    def objective(*args):
+        found = ours(*args)
+        return found.log_probs.sum() + found.entropy.sum()
+
+    expected = torch.autograd.grad(objective(*inputs.args), leaves)
+    checkpoint(objective, *inputs.args, use_reentrant=reentrant).backward()
+    for leaf, exact in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, exact)
+
+
+def test_func_grad_and_vmap(device):
+    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64, requires_grad=False)
+    batch = inputs.input.view(4, 6, 11), inputs.target.view(4, 6)
+
+    def objective(function):
+        def of(hidden, target, weight):
+            found = function(hidden, weight, target)
+            return (found.log_probs + 0.3 * found.entropy + found.lse).sum()
+
+        return of
+
+    transformed = [
+        torch.func.vmap(torch.func.grad(objective(function), argnums=(0, 2)), (0, 0, None))(
+            *batch, inputs.linear_weight
+        )
+        for function in (ours, dense)
+    ]
+    for one, other in zip(*transformed, strict=True):
+        torch.testing.assert_close(one, other)
+    mapped = torch.func.vmap(lambda hidden, target: ours(hidden, inputs.linear_weight, target))(*batch)
+    for one, other in zip(mapped, ours(batch[0], inputs.linear_weight, batch[1]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_second_derivatives_of_log_probs_and_lse(device):
+    inputs = make_inputs((5, 4, 7), device=device, dtype=torch.float64)
+
+    def rows(input, linear_weight):
+        found = linear_log_probs(input, linear_weight, inputs.target, softcap=3.0)
+        return found.log_probs, found.lse
+
+    assert torch.autograd.gradgradcheck(rows, (inputs.input, inputs.linear_weight))
+    with_entropy = ours(*inputs.args)  # an entropy that nobody differentiates is in nobody's way
+    (first,) = torch.autograd.grad(with_entropy.log_probs.sum(), inputs.input, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), inputs.input)[0].isfinite().all()
+
+
+def test_first_derivatives_pass_gradcheck(device):
+    inputs = make_inputs((5, 4, 7), device=device, dtype=torch.float64, bias=True)
+
+    def rows(*leaves):
+        return ours(leaves[0], leaves[1], inputs.target, leaves[2], softcap=3.0, logit_scale=0.8)[:3]
+
+    assert torch.autograd.gradcheck(rows, tuple(inputs.leaves.values()))
+
+
+def test_second_derivatives_through_the_entropy_are_refused_by_name(device):
+    inputs = make_inputs((5, 4, 7), device=device)
+    (first,) = torch.autograd.grad(ours(*inputs.args).entropy.sum(), inputs.input, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_log_probs: second derivatives through the entropy"):
+        first.sum().backward()
+
+
+def test_forward_mode_is_refused_by_name(device):
+    inputs = make_inputs((5, 4, 7), device=device, requires_grad=False)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        torch.func.jvp(lambda x: ours(x, *inputs.args[1:]).entropy, (inputs.input,), (inputs.input,))
+
+
+def test_export_keeps_one_node_and_a_dynamic_number_of_tokens(device):
+    class Scores(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(11, 31, device=device)
+
+        def forward(self, hidden, target):
+            found = ours(hidden, self.head.weight, target, self.head.bias)
+            return found.log_probs, found.entropy, found.argmax
+
+    model, tokens = Scores(), torch.export.Dim("tokens", min=2)
+    hidden, target = torch.randn(9, 11, device=device), torch.randint(31, (9,), device=device)
+    program = torch.export.export(model, (hidden, target), dynamic_shapes=({0: tokens}, {0: tokens}))
+    names = [str(node.target) for node in program.graph.nodes if "flce" in str(node.target)]
+    assert names == ["flce.linear_log_probs.default"]
+    hidden, target = torch.randn(17, 11, device=device), torch.randint(31, (17,), device=device)
+    for one, other in zip(program.module()(hidden, target), model(hidden, target), strict=True):
+        assert torch.equal(one, other)
+    plain = program.run_decompositions(flce_ops.export_decompositions())
+    assert not [node for node in plain.graph.nodes if "flce" in str(node.target)]
+    for one, other in zip(plain.module()(hidden, target), model(hidden, target), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_no_host_synchronisation_on_cuda(device):
+    if device != "cuda":
+        pytest.skip("a CPU has nothing to wait for")
+    inputs = make_inputs(device=device, dtype=torch.bfloat16)
+    ours(*inputs.args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = ours(*inputs.args)
+        (found.log_probs + found.entropy).sum().backward()
+        inputs.input.grad = inputs.linear_weight.grad = None
+        flce_ops.linear_cross_entropy(*inputs.args, return_metrics=True)[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

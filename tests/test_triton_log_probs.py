@@ -1,0 +1,203 @@
+"""The Triton kernels' expected logit, its gradient and the argmax, on the CPU through Triton's interpreter."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error
+from test_triton_interpreter import EVEN, OPTIONS, RAGGED, TOLERANCE, double, logit_options, operands
+
+import flce_ops
+from flce_ops import reference
+from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+]
+
+DTYPES = [torch.float32, torch.float16]
+LOGITS = [OPTIONS[0], OPTIONS[1], {"bias": True, "softcap": 4.0, "logit_scale": 0.7}]
+
+
+def forward_and_truth(args, options, **shard):
+    wanted = {"expected_logit": True, "argmax": True, **options, **shard}
+    return launch_forward(*args, **wanted), reference.forward(*double(*args), **wanted)
+
+
+def assert_rows(found, truth, dtype, slack=1.0):
+    """target_logit, lse, expected_logit and max_logit; the argmax where the two largest are apart."""
+    for i in (0, 1, 3, 4):
+        assert found[i].dtype == torch.float32
+        assert error(found[i], truth[i]) <= slack * TOLERANCE[dtype], i
+    assert found[5].dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", LOGITS, ids=str)
+def test_forward_gives_the_expected_and_the_largest_logit(shape, dtype, options, poisoned_memory):
+    args = operands(shape, dtype, options)
+    found, truth = forward_and_truth(args, logit_options(options))
+    assert_rows(found, truth, dtype)
+    assert torch.equal(found[5], truth[5])  # products of these operands are nowhere that close
+
+
+@pytest.mark.parametrize("wanted", ["expected_logit", "argmax", "logit_sum"])
+def test_each_alone_is_what_it_is_with_the_others(wanted, poisoned_memory):
+    args = operands(RAGGED, torch.float32, {"bias": True})
+    everything = launch_forward(*args, logit_sum=True, expected_logit=True, argmax=True)
+    alone = launch_forward(*args, **{wanted: True})
+    sizes = {"logit_sum": [2], "expected_logit": [3], "argmax": [4, 5]}[wanted]
+    for i, (one, other) in enumerate(zip(alone, everything, strict=True)):
+        if i < 2 or i in sizes:
+            assert torch.equal(one, other), i
+        else:
+            assert one.shape == (0,), i
+
+
+@pytest.mark.parametrize("cut", [0, 100, 131])
+def test_a_shard_of_the_vocabulary_has_its_own_expectation_and_largest_logit(cut, poisoned_memory):
+    *args, _, _ = operands(RAGGED, torch.float32, {})
+    args[2] = torch.randint(0, 406, (RAGGED[0],))
+    found, truth = forward_and_truth((*args, None, None), {}, vocab_start=cut, vocab_size=406)
+    assert_rows(found, truth, torch.float32)
+    assert torch.equal(found[5], truth[5])
+
+
+def test_the_first_of_equal_logits_within_a_tile_and_across_tiles():
+    weight = torch.randint(-2, 3, (200, 4)).float()
+    hidden = torch.randint(-2, 3, (37, 4)).float()
+    logits = hidden @ weight.T
+    first = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+    target = torch.randint(200, (37,))
+    assert torch.equal(launch_forward(hidden, weight, target, argmax=True)[5], first)
+    found = launch_with_grad(
+        hidden, weight, target, None, None, torch.ones(37), output_mask=[True, True, False], argmax=True
+    )
+    assert torch.equal(found[5], first)
+
+
+# loss above 40 nats: exp(z - z_target) leaves float32's room, the chunk's exponentials are made again
+def rescued_operands(case):
+    N, D, V = RAGGED
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    bias = None
+    if case == "logits of hundreds":
+        x, w = 5 * torch.randn(N, D), 5 * torch.randn(V, D)
+    else:
+        bias = torch.zeros(V)
+        bias[::3] = float("-inf")
+        bias[0] = float("-inf")  # the stand-in of tokens that are ignored
+        if case == "-inf bias":
+            bias[target.clamp(min=0)] = 0.0
+    return x, w, target, bias, None
+
+
+CASES = ["logits of hundreds", "-inf bias", "target at a -inf bias"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_far_above_their_reference(case, poisoned_memory):
+    args = rescued_operands(case)
+    found, truth = forward_and_truth(args, {})
+    if case == "logits of hundreds":
+        assert ((truth[1] - truth[0])[args[2] != -100] > 40).float().mean() > 0.5
+    assert_rows(found, truth, torch.float32)
+    assert torch.equal(found[5], truth[5])
+
+    valid = args[2] != -100
+    cotangents = [torch.randn(RAGGED[0]).masked_fill(~valid, torch.nan) for _ in range(3)]
+    options = {"output_mask": [True, True, case != CASES[0]]}
+    ours = {"grad_expected_logit": cotangents[2], "expected_logit": found[3]}
+    exact = {"grad_expected_logit": cotangents[2].double(), "expected_logit": truth[3]}
+    grads = launch_backward(*cotangents[:2], None, *args, found[1], **options, **ours)
+    truths = reference.backward(*double(*cotangents[:2]), None, *double(*args), truth[1], **options, **exact)
+    plain = reference.backward(
+        *cotangents[:2], None, *args, truth[1].float(), **options, grad_expected_logit=cotangents[2],
+        expected_logit=truth[3].float(),
+    )  # fmt: skip
+    for mine, theirs, right in zip(grads, plain, truths, strict=True):
+        assert mine.isfinite().all()
+        assert error(mine, right) <= 2 * error(theirs, right) + 1e-5
+    for row in (~valid).nonzero():
+        assert not grads[0][row].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", LOGITS, ids=str)
+@pytest.mark.parametrize("alone", [True, False], ids=["entropy alone", "all cotangents"])
+def test_backward_of_the_expected_logit(shape, dtype, options, alone, poisoned_memory):
+    args = operands(shape, dtype, options)
+    logits = logit_options(options)
+    _, lse, _, mean, *_ = reference.forward(*double(*args), expected_logit=True, **logits)
+    cotangents = [torch.rand(shape[0]) + 0.1 for _ in range(4)]  # of one sign: nothing cancels in the sums
+    if alone:
+        cotangents[:3] = [None] * 3
+    mask = [True, True, args[3] is not None]
+    found = launch_backward(
+        *cotangents[:3], *args, lse.float(), output_mask=mask, **logits,
+        grad_expected_logit=cotangents[3], expected_logit=mean.float(),
+    )  # fmt: skip
+    truth = reference.backward(
+        *double(*cotangents[:3]), *double(*args), lse, output_mask=mask, **logits,
+        grad_expected_logit=cotangents[3].double(), expected_logit=mean,
+    )  # fmt: skip
+    for mine, right in zip(found, truth, strict=True):
+        assert mine.shape == right.shape
+        assert error(mine, right) <= 2 * TOLERANCE[dtype]  # p (1 + z - mean) has both signs
+
+
+def test_backward_in_slices_of_rows_and_vocabulary(poisoned_memory):
+    args = operands((150, 20, 300), torch.float32, {"bias": True})
+    _, lse, _, mean, *_ = reference.forward(*double(*args), expected_logit=True)
+    cotangents = [torch.rand(150) + 0.1 for _ in range(3)]
+    mask = [True, True, True]
+    with flce_ops.workspace(1):
+        found = launch_backward(
+            *cotangents[:2], None, *args, lse.float(), output_mask=mask,
+            grad_expected_logit=cotangents[2], expected_logit=mean.float(),
+        )  # fmt: skip
+        assert flce_ops.last_path().chunks == 2
+    truth = reference.backward(
+        *double(*cotangents[:2]), None, *double(*args), lse, output_mask=mask,
+        grad_expected_logit=cotangents[2].double(), expected_logit=mean,
+    )  # fmt: skip
+    for mine, right in zip(found, truth, strict=True):
+        assert error(mine, right) <= 2 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("workspace, rows", [(512 << 20, 37), (1, 150)], ids=["one pass", "small workspace"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"softcap": 4.0, "z_loss": 1e-2}], ids=str)
+def test_with_grad_gives_the_argmax_and_changes_nothing_else(workspace, rows, options, poisoned_memory):
+    args = (*operands((rows, 20, 300), torch.float32, {}), torch.rand(rows) / rows)
+    mask = [True, True, False]
+    with flce_ops.workspace(workspace):
+        plain = launch_with_grad(*args, output_mask=mask, **options)
+        found = launch_with_grad(*args, output_mask=mask, argmax=True, **options)
+    assert plain[5].shape == (0,)
+    for one, other in zip(plain[:5], found[:5], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    logits = {name: options[name] for name in ("softcap",) if name in options}
+    truth = reference.forward(*double(*args[:5]), argmax=True, **logits)
+    assert torch.equal(found[5], truth[5])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_grad_gives_the_argmax_of_rescued_rows(case, poisoned_memory):
+    args = rescued_operands(case)
+    found = launch_with_grad(*args, torch.ones(RAGGED[0]), output_mask=[True, True, False], argmax=True)
+    assert torch.equal(found[5], reference.forward(*double(*args), argmax=True)[5])
+
+
+def test_nan_in_a_row_leaves_a_class_of_the_vocabulary_and_the_other_rows_alone():
+    made = make_inputs(RAGGED, requires_grad=False)
+    right = launch_forward(*made.args, argmax=True, expected_logit=True)
+    made.input[3] = torch.nan
+    found = launch_forward(*made.args, argmax=True, expected_logit=True)
+    others = torch.arange(RAGGED[0]) != 3
+    assert 0 <= found[5][3] < RAGGED[2]
+    assert torch.equal(found[5][others], right[5][others])
+    torch.testing.assert_close(found[3][others], right[3][others])
