@@ -135,7 +135,8 @@ def composite_metrics(
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
     loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
     valid = target != options.get("ignore_index", -100)
-    accuracy = (valid & (argmax == target)).sum() / valid.sum()
+    # counts divide in the default dtype, which may be a half one
+    accuracy = (valid & (argmax == target)).sum().to(torch.float32) / valid.sum().to(torch.float32)
     if any_dtensor(accuracy):
         from flce_ops.distributed import on_every_rank
 
