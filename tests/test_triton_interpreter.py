@@ -105,7 +105,7 @@ def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memor
 
 
 def test_one_pass_kernels_agree_with_float64_over_several_chunks(poisoned_memory, monkeypatch):
-    monkeypatch.setattr("flce_ops.triton.with_grad.RECOMPUTE_BELOW", 0)
+    monkeypatch.setattr("flce_ops.triton.cut.RECOMPUTE_BELOW", 0)
     with flce_ops.workspace(1):  # the smallest chunk has 128 rows
         assert_one_pass(operands((150, 20, 67), torch.float32, {"bias": True}), {}, [True, True, True], chunks=2)
 

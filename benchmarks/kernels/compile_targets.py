@@ -41,6 +41,9 @@ def source(tiles: Tiles, epilogue: str) -> ASTSource:
         "HAS_CLASS_WEIGHT": False,
         "LOGIT_SUM": False,
         "HAS_SUM_FACTOR": False,
+        "HAS_SHIFT_FACTOR": False,
+        "EXPECTED": False,
+        "ARGMAX": False,
         "GUARD": 0.0,
         "USE_TMA": tiles.tma,
         "EVEN_V": False,
@@ -62,7 +65,7 @@ def source(tiles: Tiles, epilogue: str) -> ASTSource:
             rows, columns = blocks[name]
             signature[name] = f"tensordesc<bf16[{rows}, {columns}]>" if tiles.tma else "*bf16"
         elif name.endswith("_ptr"):
-            signature[name] = "*i32" if name == "guard_ptr" else "*fp32"
+            signature[name] = "*i32" if name in ("guard_ptr", "partial_argmax_ptr") else "*fp32"
         else:
             signature[name] = "fp32" if name in ("logit_scale", "softcap") else "i32"
     return ASTSource(fn=logits_gemm_kernel, signature=signature, constexprs=constants)

@@ -96,7 +96,7 @@ def launch_vocab_parallel_with_grad(
                 linear_bias,
                 None,
                 reference=reference,
-                out=chunk,
+                pieces=[(slice(0, own), chunk)],
                 logit_sum=False,
                 argmax=argmax,
                 **logits,

@@ -50,7 +50,7 @@ class Head:
 class Cut:
     path: str
     temporaries: int  # bytes beyond operands and gradients
-    passes: int  # over the logits, GEMMs of 2NDV
+    passes: float  # over the logits, GEMMs of 2NDV; a mean over the tokens
     rows: int  # of a chunk that is added to grad_linear_weight
     addition_bytes: int = 0  # read and written to add chunks to grad_linear_weight
     sum_bytes: int = 0  # read and written to add slices of the vocabulary to grad_input
@@ -75,26 +75,46 @@ def vocabulary_parallel(shard: Head) -> Cut:
 
 
 def one_pass_triton(head: Head) -> Cut:
-    from flce_ops.triton.with_grad import RECOMPUTE_BELOW
+    from flce_ops.triton.cut import cut_tokens
+    from flce_ops.triton.lead import SUM_BYTES
 
-    cut = one_pass_chunks(head, VECTOR_BYTES)
-    return two_passes_triton(head) if RECOMPUTE_BELOW > cut.rows < head.tokens else cut
+    cut = cut_tokens(*head.meta_tensors(), [True, True, False])
+    if cut.lead is None:
+        return two_passes_triton(head) if cut.recompute else chunks_of(head, cut.chunks, VECTOR_BYTES)
+    lead, size = cut.lead, head.dtype.itemsize
+    tokens = head.tokens - lead.rows
+    rest = Head(tokens, head.hidden, head.vocab, head.dtype)
+    after = two_passes_triton(rest) if cut.recompute else chunks_of(rest, cut.chunks, VECTOR_BYTES)
+    sums = SUM_BYTES * vocabulary_tiles(head) * lead.rows
+    first = lead.workspace_numbers * size + sums + lead.rows * head.hidden * size * lead.scaled_apart
+    count = 1 if cut.recompute else len(cut.chunks)  # additions to what the lead chunk left
+    return Cut(
+        after.path if cut.recompute else "triton",
+        temporaries=max(first, after.temporaries if tokens else 0) + VECTOR_BYTES * lead.rows,
+        passes=(3 * lead.rows + after.passes * tokens) / head.tokens,
+        rows=max(lead.rows, after.rows),
+        addition_bytes=2 * size * count * head.vocab * head.hidden * bool(tokens),
+        sum_bytes=after.sum_bytes,
+    )
 
 
 def vocabulary_parallel_triton(shard: Head) -> Cut:
-    return one_pass_chunks(shard, 2 * VECTOR_BYTES)
+    from flce_ops.triton.chunks import rows_that_fit, slices
+
+    elements = shard.vocab * shard.hidden
+    reserved = 4 * elements * float32_sum_fits(elements)
+    chunks = slices(shard.tokens, rows_that_fit(shard.tokens, shard.vocab, shard.dtype.itemsize, reserved))
+    return chunks_of(shard, chunks, 2 * VECTOR_BYTES)
 
 
-def one_pass_chunks(head: Head, vector_bytes: int) -> Cut:
-    from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices
+def chunks_of(head: Head, chunks: list[slice], vector_bytes: int) -> Cut:
+    from flce_ops.triton.chunks import padded, product_blocks
 
     size, elements = head.dtype.itemsize, head.vocab * head.hidden
-    exact = float32_sum_fits(elements)
-    chunks = slices(head.tokens, rows_that_fit(head.tokens, head.vocab, size, 4 * elements * exact))
-    rows = chunks[0].stop
-    blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in product_blocks(rows, head.hidden))
+    exact, several = float32_sum_fits(elements), len(chunks) > 1
+    rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in product_blocks(max(rows, 1), head.hidden))
     small = max(4 * max(blocks), PARTIAL_BYTES * vocabulary_tiles(head) * rows)
-    several = len(chunks) > 1
     return Cut(
         "triton",
         temporaries=rows * padded(head.vocab, size) * size

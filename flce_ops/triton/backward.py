@@ -63,7 +63,48 @@ def launch_backward(
     expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
     grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **expectations)
     grad_input, grad_weight, grad_bias = grads
-    want_input, want_weight, want_bias = output_mask
+    bias_sum = torch.zeros_like(grad_bias, dtype=torch.float32) if output_mask[2] else None
+    add_gradients(
+        *cotangents,
+        *operands,
+        grad_input if output_mask[0] else None,
+        grad_weight if output_mask[1] else None,
+        bias_sum,
+        first=True,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        vocab_start=vocab_start,
+        **expectations,
+    )
+    if output_mask[2]:
+        grad_bias.copy_(bias_sum)
+    return grads
+
+
+def add_gradients(
+    grad_target_logit: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_logit_sum: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    lse: Tensor,
+    grad_input: Tensor | None,  # (N, D), written
+    grad_weight: Tensor | None,  # (V, D), written if `first`, else added to
+    bias_sum: Tensor | None,  # (V,) float32, added to
+    *,
+    first: bool,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+    vocab_start: int = 0,
+    grad_expected_logit: Tensor | None = None,
+    expected_logit: Tensor | None = None,
+) -> None:
+    want_input, want_weight, want_bias = (grad is not None for grad in (grad_input, grad_weight, bias_sum))
     num_classes, hidden = linear_weight.shape
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     size = input.dtype.itemsize
@@ -107,9 +148,8 @@ def launch_backward(
             *(None if factor is None else factor * logit_scale for factor in (row_factor, sum_factor, shift_factor))
         )
         gradient = torch.empty(chunk_rows * chunk_columns, dtype=input.dtype, device=input.device)
-        exact = want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
+        exact = first and want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
         weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
-        grad_bias32 = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
         for rows in row_slices:
             count = rows.stop - rows.start
             input_sum = torch.empty(count, hidden, dtype=torch.float32, device=input.device) if want_input else None
@@ -131,9 +171,9 @@ def launch_backward(
                 )
                 launch_set_entries(chunk, column[rows] - cols.start, at_target[rows])
                 if want_bias:
-                    grad_bias32[cols] += weighted_column_sum(chunk, None)
+                    bias_sum[cols] += weighted_column_sum(chunk, None)
                 if want_weight:
-                    accumulate(weight_sum[cols], chunk.T, input[rows], first=rows.start == 0)
+                    accumulate(weight_sum[cols], chunk.T, input[rows], first=first and rows.start == 0)
                 if want_input:
                     accumulate(input_sum, chunk, linear_weight[cols], first=cols.start == 0)
             if want_input:
@@ -150,9 +190,6 @@ def launch_backward(
                 del input_sum  # before the next one is allocated
         if weight_sum is not grad_weight:
             grad_weight.copy_(weight_sum)
-        if want_bias:
-            grad_bias.copy_(grad_bias32)
-    return grads
 
 
 def pieces(

@@ -35,9 +35,13 @@ def slices(total: int, at_most: int) -> list[slice]:
 
 
 def record_triton_path(op: str, input: Tensor, linear_weight: Tensor, rows: list[slice]) -> None:
-    tma = tiles_for(input, linear_weight).tma and fits_tma(input) and fits_tma(linear_weight)
-    reason = f"{input.dtype} on {input.device.type}, {'TMA' if tma else 'pointer'} tiles"
+    reason = triton_reason(input, linear_weight)
     record_path(Path(op, "triton", reason, max((s.stop - s.start for s in rows), default=0), len(rows)))
+
+
+def triton_reason(input: Tensor, linear_weight: Tensor) -> str:
+    tma = tiles_for(input, linear_weight).tma and fits_tma(input) and fits_tma(linear_weight)
+    return f"{input.dtype} on {input.device.type}, {'TMA' if tma else 'pointer'} tiles"
 
 
 def product_blocks(rows: int, hidden: int) -> list[tuple[slice, slice]]:

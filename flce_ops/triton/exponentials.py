@@ -106,7 +106,7 @@ def launch_exponentials(
     class_weight: Tensor | None,  # (V,) float32, for the logit sum
     *,
     reference: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
-    out: Tensor | None,  # (n, V)
+    pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     logit_sum: bool,
     expected: bool = False,
     argmax: bool = False,
@@ -121,16 +121,31 @@ def launch_exponentials(
     expectations = torch.empty(tiles, rows, **per_tile) if expected else None
     largest = torch.empty(tiles, rows, **per_tile) if argmax else None
     columns = torch.empty(tiles, rows, dtype=torch.int32, device=input.device) if argmax else None
-    operands = (input, linear_weight, linear_bias, class_weight)
     logits = {"logit_scale": logit_scale, "softcap": softcap}
-    exponentials = {
-        "epilogue": "exp_sum",
-        "reference": reference,
-        "out": out,
-        "partial": partial,
-        "expected": expectations,
-        **logits,
-    }
+    pieces = pieces or [(slice(0, linear_weight.shape[0]), None)]
+    block_v = tiles_for(input, linear_weight).block_v
+
+    def exponentiate(sums: Tensor | None, largest: Tensor | None, columns: Tensor | None, **guarded) -> None:
+        for cols, out in pieces:
+            of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
+            launch_logits_gemm(
+                input,
+                linear_weight[cols],
+                None if linear_bias is None else linear_bias[cols],
+                None if class_weight is None else class_weight[cols],
+                epilogue="exp_sum",
+                reference=reference,
+                out=out,
+                partial=partial[of_tiles],
+                expected=None if expectations is None else expectations[of_tiles],
+                logit_sum=None if sums is None else sums[of_tiles],
+                partial_max=None if largest is None else largest[of_tiles],
+                partial_argmax=None if columns is None else columns[of_tiles],
+                **logits,
+                **guarded,
+            )
+            if columns is not None and cols.start:
+                columns[of_tiles] += cols.start
 
     row_sum = torch.empty(rows, **per_tile)
     guard = torch.zeros((), dtype=torch.int32, device=input.device)
@@ -138,13 +153,23 @@ def launch_exponentials(
     blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 32, "BLOCK_T": 32}
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
 
-    launch_logits_gemm(*operands, **exponentials, logit_sum=sums, partial_max=largest, partial_argmax=columns)
+    exponentiate(sums, largest, columns)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
 
     partial_max = torch.empty(tiles, rows, **per_tile)
-    launch_logits_gemm(*operands, epilogue="max_sum", partial=partial, partial_max=partial_max, **logits, **guarded)
+    launch_logits_gemm(
+        input,
+        linear_weight,
+        linear_bias,
+        None,
+        epilogue="max_sum",
+        partial=partial,
+        partial_max=partial_max,
+        **logits,
+        **guarded,
+    )
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference, rows, tiles, **blocks)
-    launch_logits_gemm(*operands, **exponentials, **guarded)
+    exponentiate(None, None, None, **guarded)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
     max_logit = None
     if argmax:

@@ -22,14 +22,13 @@ def finish_rows_kernel(
     class_weight_ptr,  # (V,) float32
     weight_sum_ptr,  # () sum of the class weights
     logit_sum_ptr,  # (n,) sum_j w_j z2_ij
-    out_ptr,  # (n, V) E, one element a row is changed
+    entry_ptr,  # (n,) out, E'_iy in E's dtype
     losses_ptr,  # (n,) out
     row_factor_ptr,  # (n,) out, c_i
     weight_factor_ptr,  # (n,) out, c_i with the rounding of E_iy taken up
     residual_ptr,  # (n,) out, c_i times that rounding
     n,
     V,
-    stride_out_n,
     ignore_index,
     label_smoothing,
     z_loss,
@@ -91,8 +90,8 @@ def finish_rows_kernel(
     if HAS_SOFTCAP:
         tanh = target_logit * LN2 / softcap
         gradient *= 1.0 - tanh * tanh
-    rounded = gradient.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows.to(tl.int64) * stride_out_n + column, rounded, mask=mask)
+    rounded = gradient.to(entry_ptr.dtype.element_ty)
+    tl.store(entry_ptr + rows, rounded, mask=mask)
     rounded = rounded.to(tl.float32)
     row_factor = tl.where(valid, scale * slope * logit_scale / row_sum, 0.0)
     correction = tl.where(rounded != 0.0, gradient / rounded, 1.0)
@@ -111,7 +110,8 @@ def launch_finish_rows(
     class_weight: Tensor | None,  # (V,)
     weight_sum: Tensor | None,  # ()
     logit_sum: Tensor | None,  # (n,)
-    out: Tensor,  # (n, V)
+    entry: Tensor,  # (n,)
+    num_classes: int,
     losses: Tensor,  # (n,)
     row_factor: Tensor,  # (n,)
     weight_factor: Tensor,  # (n,)
@@ -122,7 +122,7 @@ def launch_finish_rows(
     logit_scale: float,
     softcap: float | None,
 ) -> None:
-    rows, num_classes = out.shape
+    rows = row_sum.shape[0]
     block = 64
     finish_rows_kernel[(triton.cdiv(rows, block),)](
         row_sum,
@@ -133,14 +133,13 @@ def launch_finish_rows(
         class_weight,
         weight_sum,
         logit_sum,
-        out,
+        entry,
         losses,
         row_factor,
         weight_factor,
         residual,
         rows,
         num_classes,
-        out.stride(0),
         ignore_index,
         label_smoothing,
         z_loss,

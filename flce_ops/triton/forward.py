@@ -62,7 +62,6 @@ def launch_forward(
                 linear_bias,
                 class_weight,
                 reference=reference2[rows],
-                out=None,
                 expected=expected_logit,
                 **wanted,
                 **logits,

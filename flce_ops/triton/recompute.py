@@ -1,4 +1,4 @@
-"""linear_cross_entropy_with_grad in a workspace too small for one pass: forward, then backward with known cotangents.
+"""The tokens of linear_cross_entropy_with_grad in a workspace too small for one pass: forward, then backward.
 
 Four GEMM passes instead of three, but grad_linear_weight is summed over many rows at a time whatever the workspace is.
 H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 rows, 1.4 times by this path.
@@ -8,45 +8,49 @@ import torch
 from torch import Tensor
 
 from flce_ops.loss import class_weight_of, loss_terms
-from flce_ops.path import Path, last_path, record_path
-from flce_ops.triton.backward import launch_backward
+from flce_ops.triton.backward import add_gradients
 from flce_ops.triton.forward import launch_forward
 
 # N tokens, D hidden, V vocabulary
 
 
-def launch_recomputing(
-    input: Tensor,
+def recompute_step(
+    input: Tensor,  # (n, D)
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor,  # (n,)
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    row_scale: Tensor,
-    *,
+    row_scale: Tensor,  # (n,)
+    losses: Tensor,  # (n,) out
+    largest: Tensor | None,  # (n,) out, argmax
+    *gradients: Tensor | None,  # grad_input (n, D), grad_weight (V, D), bias_sum (V,): see backward.add_gradients
+    first: bool,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
-    output_mask: list[bool],
-    argmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> None:
     operands = (input, linear_weight, target, linear_bias, weight)
     logits = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    wanted = {"logit_sum": bool(label_smoothing), "argmax": argmax}
-    target_logit, lse, logit_sum, _, _, largest = launch_forward(*operands, **wanted, **logits)
+    wanted = {"logit_sum": bool(label_smoothing), "argmax": largest is not None}
+    target_logit, lse, logit_sum, _, _, columns = launch_forward(*operands, **wanted, **logits)
+    if largest is not None:
+        largest.copy_(columns)
 
     target_weight = None if weight is None else class_weight_of(target, weight, lse.dtype)
     weight_sum = None if weight is None else weight.float().sum()
     terms = loss_terms(target_weight, weight_sum, linear_weight.shape[0], label_smoothing, z_loss)
     valid = target != ignore_index
-    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0)
+    losses.copy_(torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0))
     scale = torch.where(valid, row_scale, 0.0)
     cotangents = (-terms.target_factor * scale, terms.d_lse(lse) * scale, -terms.smoothing * scale)
-    grads = launch_backward(
-        *cotangents[:2], cotangents[2] if label_smoothing else None, *operands, lse, output_mask=output_mask, **logits
+    add_gradients(
+        *cotangents[:2],
+        cotangents[2] if label_smoothing else None,
+        *operands,
+        lse,
+        *gradients,
+        first=first,
+        **logits,
     )
-    path = last_path()
-    reason = f"{path.reason}, recomputing the logits: the workspace is small"
-    record_path(Path("linear_cross_entropy_with_grad", "triton", reason, path.rows_per_chunk, path.chunks))
-    return (row_scale * losses).sum(), losses, *grads, largest

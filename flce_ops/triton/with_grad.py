@@ -1,6 +1,6 @@
 """CUDA kernel of linear_cross_entropy_with_grad: loss and gradients in one pass over the logits, three GEMMs.
 
-For each chunk of n rows:
+For each chunk of n rows, the first of them larger where its exponentials can wait in grad_linear_weight (lead.py):
 
     E = exp(z - reference), row sums s              Triton GEMM, the exponentials rounded once     exponentials.py
     losses, row factors c, E[i, y_i]                one small kernel                               finish_rows.py
@@ -9,8 +9,7 @@ For each chunk of n rows:
 
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 
-grad_linear_weight is rounded, read and written once a chunk. A workspace too small for RECOMPUTE_BELOW rows is better
-spent on a fourth GEMM pass (backward.py), which sums over many rows at a time.
+grad_linear_weight is rounded, read and written once a chunk. cut.py says which tokens go how.
 """
 
 import torch
@@ -18,28 +17,20 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import (
-    contiguous,
-    padded,
-    product_blocks,
-    record_triton_path,
-    rows_that_fit,
-    slices,
-    small_bytes,
-)
+from flce_ops.triton.chunks import contiguous, padded, product_blocks
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.finish_rows import launch_finish_rows
 from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.recompute import launch_recomputing
+from flce_ops.triton.lead import Lead, places
+from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
-from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
-
-RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
 
 
 def launch_with_grad(
@@ -59,122 +50,216 @@ def launch_with_grad(
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, row_scale)
-    num_classes, hidden = linear_weight.shape
-    size = input.dtype.itemsize
-    exact = output_mask[1] and size < 4 and float32_sum_fits(linear_weight.numel())
-    reserved = 4 * linear_weight.numel() * exact + small_bytes() * argmax  # its two numbers a tile
-    chunks = slices(input.shape[0], rows_that_fit(input.shape[0], num_classes, size, reserved))
-    if len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW:
-        return launch_recomputing(
-            *operands,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            output_mask=output_mask,
-            argmax=argmax,
-        )
-    record_triton_path("linear_cross_entropy_with_grad", input, linear_weight, chunks)
     outputs = meta.with_grad_outputs(*operands, output_mask=output_mask, argmax=argmax)
-    loss, losses, grad_input, grad_weight, grad_bias, largest = outputs
-    check_target_range(target, num_classes, ignore_index)
+    loss, losses, _, grad_weight, grad_bias, largest = outputs
+    check_target_range(target, linear_weight.shape[0], ignore_index)
     target, linear_bias, weight, row_scale = contiguous(target, linear_bias, weight, row_scale)
-    want_input, want_weight, want_bias = output_mask
-    logits = {"softcap": softcap, "logit_scale": logit_scale}
-    step = chunks[0].stop
+    cut = cut_tokens(input, linear_weight, output_mask, smoothed=bool(label_smoothing), argmax=argmax)
+    options = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
     with torch.cuda.device_of(input):
-        target_logit, _ = launch_reference_logit(
-            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=0, **logits
+        bias_sum = torch.zeros_like(grad_bias, dtype=torch.float32) if output_mask[2] else None
+        step = OnePassStep(
+            input, linear_weight, target, linear_bias, weight, row_scale, outputs, bias_sum, output_mask, cut, options
         )
-        class_weight = None if weight is None else weight.float()
-        weight_sum = None if weight is None else class_weight.sum()
-        smoothing = None
-        if label_smoothing:
-            valid_scale = torch.where(target != ignore_index, row_scale, 0.0)
-            kappa = label_smoothing * logit_scale / num_classes
-            smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
-        # a sum over one chunk is rounded once anyway
-        weight_gradient = (
-            torch.empty_like(grad_weight, dtype=torch.float32) if exact and len(chunks) > 1 else grad_weight
-        )
-        if want_weight and smoothing is not None:
-            smoothing.start_weight_gradient(weight_gradient)
-
-        columns = padded(num_classes, size)
-        exponentials = torch.empty(step, columns, dtype=input.dtype, device=input.device)
-        factors = torch.empty(3, step, dtype=torch.float32, device=input.device)
-        # c * input waits in the rows of grad_input, which are written after its last use
-        scaled_input = grad_input if want_input else torch.empty_like(input[:step])
-        bias_sum = torch.zeros(num_classes, dtype=torch.float32, device=input.device) if want_bias else None
-
-        for rows in chunks:
-            count = rows.stop - rows.start
-            chunk = exponentials[:count, :num_classes]
-            row_factor, weight_factor, residual = factors[:, :count].unbind()
-            reference = target_logit[rows].clone()
-            row_sums = launch_exponentials(
-                input[rows],
-                linear_weight,
-                linear_bias,
-                class_weight,
-                reference=reference,
-                out=chunk,
-                logit_sum=bool(label_smoothing),
-                argmax=argmax,
-                **logits,
-            )
-            if argmax:
-                largest[rows] = row_sums.argmax
-            launch_finish_rows(
-                row_sum=row_sums.exponentials,
-                reference=reference,
-                target_logit=target_logit[rows],
-                target=target[rows],
-                row_scale=row_scale[rows],
-                class_weight=class_weight,
-                weight_sum=weight_sum,
-                logit_sum=row_sums.logits,
-                out=chunk,
-                losses=losses[rows],
-                row_factor=row_factor,
-                weight_factor=weight_factor,
-                residual=residual,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                **logits,
-            )
-            if want_bias:
-                bias_sum += weighted_column_sum(chunk, weight_factor)
-            if want_weight:
-                scaled = scaled_input[rows if want_input else slice(count)]
-                torch.mul(input[rows], weight_factor[:, None], out=scaled)
-                accumulate(weight_gradient, chunk.T, scaled, first=rows.start == 0 and smoothing is None)
-            if want_input:
-                for block, cols in product_blocks(count, hidden):
-                    product = torch.empty(
-                        block.stop - block.start, cols.stop - cols.start, dtype=torch.float32, device=input.device
-                    )
-                    accumulate(product, chunk[block], linear_weight[:, cols], first=True)
-                    tokens = slice(rows.start + block.start, rows.start + block.stop)
-                    launch_finish_product(
-                        product,
-                        grad_input[tokens, cols],
-                        linear_weight[:, cols],
-                        target[tokens],
-                        row_factor[block],
-                        residual[block],
-                        None if smoothing is None else smoothing.input_terms(tokens, cols),
-                        ignore_index=ignore_index,
-                    )
-                    del product  # before the next one is allocated
-
-        if weight_gradient is not grad_weight:
-            grad_weight.copy_(weight_gradient)
-        if want_bias:
-            if smoothing is not None:
-                smoothing.subtract_from_bias(bias_sum)
-            grad_bias.copy_(bias_sum)
+        if cut.lead is not None:
+            step.run_lead(cut.lead)
+        if cut.recompute:
+            step.recompute(cut.chunks)
+        else:
+            step.run_chunks(cut.chunks)
+        step.finish()
         torch.sum(row_scale * losses, dim=0, out=loss)
+    cut.record(input, linear_weight)
     return outputs
+
+
+class OnePassStep:
+    """What the chunks of a step share."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None,
+        weight: Tensor | None,
+        row_scale: Tensor,
+        outputs: tuple[Tensor, ...],
+        bias_sum: Tensor | None,
+        output_mask: list[bool],
+        cut: Cut,
+        options: dict,
+    ) -> None:
+        self.input, self.linear_weight, self.target = input, linear_weight, target
+        self.linear_bias, self.weight, self.row_scale = linear_bias, weight, row_scale
+        _, self.losses, self.grad_input, self.grad_weight, self.grad_bias, largest = outputs
+        self.largest = largest if largest.shape == target.shape and largest.numel() else None
+        self.bias_sum, self.options = bias_sum, options
+        self.want_input, self.want_weight, _ = output_mask
+        self.logits = {name: options[name] for name in ("softcap", "logit_scale")}
+        self.class_weight = None if weight is None else weight.float()
+        self.weight_sum = None if weight is None else self.class_weight.sum()
+        # a sum over one chunk is rounded once anyway
+        self.weight_gradient = (
+            torch.empty_like(self.grad_weight, dtype=torch.float32)
+            if cut.exact and not cut.recompute
+            else self.grad_weight
+        )
+        self.weight_is_empty = True
+        self.smoothing = None
+        if cut.recompute and cut.lead is None:
+            return
+        self.target_logit, _ = launch_reference_logit(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            ignore_index=options["ignore_index"],
+            vocab_start=0,
+            **self.logits,
+        )
+        if options["label_smoothing"]:
+            valid_scale = torch.where(target != options["ignore_index"], row_scale, 0.0)
+            kappa = options["label_smoothing"] * options["logit_scale"] / linear_weight.shape[0]
+            self.smoothing = SmoothingTerms(input, linear_weight, self.class_weight, valid_scale, kappa)
+            if self.want_weight:
+                self.smoothing.start_weight_gradient(self.weight_gradient)
+                self.weight_is_empty = False
+
+    def run_chunks(self, chunks: list[slice]) -> None:
+        if not chunks:
+            return
+        count = chunks[0].stop - chunks[0].start
+        num_classes, size = self.linear_weight.shape[0], self.input.dtype.itemsize
+        exponentials = torch.empty(count, padded(num_classes, size), dtype=self.input.dtype, device=self.input.device)
+        # c * input waits in the rows of grad_input, which are written after its last use
+        apart = None if self.want_input else torch.empty_like(self.input[:count])
+        for rows in chunks:
+            pieces = [(slice(0, num_classes), exponentials[: rows.stop - rows.start, :num_classes])]
+            factors = self.exponentiate(rows, pieces)
+            scaled = self.grad_input[rows] if self.want_input else apart[: rows.stop - rows.start]
+            self.add_to_weight(rows, pieces, factors, scaled)
+            self.write_input(rows, pieces, factors)
+
+    def run_lead(self, lead: Lead) -> None:
+        rows = slice(0, lead.rows)
+        first = torch.empty(lead.workspace_numbers, dtype=self.input.dtype, device=self.input.device)
+        pieces = list(zip(lead.columns, places(lead, self.grad_weight, first)))
+        factors = self.exponentiate(rows, pieces)
+        self.write_input(rows, pieces, factors)  # first: grad_linear_weight is about to take E's memory
+        later = slice(lead.rows, 2 * lead.rows)
+        scaled = torch.empty_like(self.input[rows]) if lead.scaled_apart else self.grad_input[later]
+        self.add_to_weight(rows, pieces[::-1], factors, scaled)
+
+    def exponentiate(self, rows: slice, pieces: list[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """E' into the pieces, the rows' losses, their share of grad_linear_bias; row, weight factors and residuals."""
+        count = rows.stop - rows.start
+        reference = self.target_logit[rows].clone()
+        row_sums = launch_exponentials(
+            self.input[rows],
+            self.linear_weight,
+            self.linear_bias,
+            self.class_weight,
+            reference=reference,
+            pieces=pieces,
+            logit_sum=self.smoothing is not None,
+            argmax=self.largest is not None,
+            **self.logits,
+        )
+        if self.largest is not None:
+            self.largest[rows] = row_sums.argmax
+        factors = torch.empty(3, count, dtype=torch.float32, device=self.input.device)
+        row_factor, weight_factor, residual = factors.unbind()
+        entry = torch.empty(count, dtype=self.input.dtype, device=self.input.device)
+        launch_finish_rows(
+            row_sum=row_sums.exponentials,
+            reference=reference,
+            target_logit=self.target_logit[rows],
+            target=self.target[rows],
+            row_scale=self.row_scale[rows],
+            class_weight=self.class_weight,
+            weight_sum=self.weight_sum,
+            logit_sum=row_sums.logits,
+            entry=entry,
+            num_classes=self.linear_weight.shape[0],
+            losses=self.losses[rows],
+            row_factor=row_factor,
+            weight_factor=weight_factor,
+            residual=residual,
+            **self.options,
+        )
+        column = torch.where(self.target[rows] == self.options["ignore_index"], -1, self.target[rows])
+        for cols, piece in pieces:
+            launch_set_entries(piece, column - cols.start, entry)
+            if self.bias_sum is not None:
+                self.bias_sum[cols] += weighted_column_sum(piece, weight_factor)
+        return row_factor, weight_factor, residual
+
+    def add_to_weight(
+        self, rows: slice, pieces: list[tuple[slice, Tensor]], factors: tuple[Tensor, Tensor, Tensor], scaled: Tensor
+    ) -> None:
+        """grad_linear_weight += E'.T @ (c input); `scaled`, (n, D), is memory for c input."""
+        if not self.want_weight:
+            return
+        torch.mul(self.input[rows], factors[1][:, None], out=scaled)
+        for cols, piece in pieces:
+            accumulate(self.weight_gradient[cols], piece.T, scaled, first=self.weight_is_empty)
+        self.weight_is_empty = False
+
+    def write_input(
+        self, rows: slice, pieces: list[tuple[slice, Tensor]], factors: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """grad_input[rows] = c (E' @ linear_weight) and the residual, through blocks in float32."""
+        if not self.want_input:
+            return
+        row_factor, _, residual = factors
+        for block, features in product_blocks(rows.stop - rows.start, self.linear_weight.shape[1]):
+            shape = (block.stop - block.start, features.stop - features.start)
+            product = torch.empty(shape, dtype=torch.float32, device=self.input.device)
+            for cols, piece in pieces:
+                accumulate(product, piece[block], self.linear_weight[cols, features], first=cols.start == 0)
+            tokens = slice(rows.start + block.start, rows.start + block.stop)
+            launch_finish_product(
+                product,
+                self.grad_input[tokens, features],
+                self.linear_weight[:, features],
+                self.target[tokens],
+                row_factor[block],
+                residual[block],
+                None if self.smoothing is None else self.smoothing.input_terms(tokens, features),
+                ignore_index=self.options["ignore_index"],
+            )
+            del product  # before the next one is allocated
+
+    def recompute(self, chunks: list[slice]) -> None:
+        """The chunks' tokens with four GEMM passes (recompute.py)."""
+        for rows in chunks:
+            recompute_step(
+                self.input[rows],
+                self.linear_weight,
+                self.target[rows],
+                self.linear_bias,
+                self.weight,
+                self.row_scale[rows],
+                self.losses[rows],
+                None if self.largest is None else self.largest[rows],
+                self.grad_input[rows] if self.want_input else None,
+                self.grad_weight if self.want_weight else None,
+                self.bias_sum,
+                first=self.weight_is_empty,
+                **self.options,
+            )
+
+    def finish(self) -> None:
+        if self.weight_gradient is not self.grad_weight:
+            self.grad_weight.copy_(self.weight_gradient)
+        if self.bias_sum is not None:
+            if self.smoothing is not None:
+                self.smoothing.subtract_from_bias(self.bias_sum)
+            self.grad_bias.copy_(self.bias_sum)

@@ -1,0 +1,65 @@
+"""How a one-pass step takes its tokens: a lead chunk, chunks, or a recomputing step.
+
+lead chunk          where it is larger than an ordinary one: up to D tokens                        lead.py
+chunks              E of n tokens fills the workspace; grad_linear_weight is rounded once a chunk   with_grad.py
+recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flce_ops.path import Path, last_path, record_path
+from flce_ops.triton.chunks import rows_that_fit, slices, small_bytes, triton_reason
+from flce_ops.triton.lead import Lead, lead_chunk
+from flce_ops.workspace import float32_sum_fits
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
+
+
+@dataclass(frozen=True)
+class Cut:
+    lead: Lead | None
+    chunks: list[slice]  # of the other tokens
+    recompute: bool
+    exact: bool  # grad_linear_weight is summed in float32
+
+    def record(self, input: Tensor, linear_weight: Tensor) -> None:
+        """For flce_ops.last_path(); after the step."""
+        op = "linear_cross_entropy_with_grad"
+        lead = [] if self.lead is None else [slice(0, self.lead.rows)]
+        notes = ["the first chunk's exponentials wait in grad_linear_weight"] if lead else []
+        rows, count = self.lead.rows if lead else 0, len(lead) + len(self.chunks)
+        if self.recompute:
+            backward = last_path()
+            notes.append("recomputing the logits: the workspace is small")
+            rows, count = max(rows, backward.rows_per_chunk), len(lead) + backward.chunks
+        elif self.chunks:
+            rows = max(rows, self.chunks[0].stop - self.chunks[0].start)
+        record_path(Path(op, "triton", ", ".join((triton_reason(input, linear_weight), *notes)), rows, count))
+
+
+def cut_tokens(
+    input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, argmax: bool = False
+) -> Cut:
+    want_input, want_weight, _ = output_mask
+    tokens, (num_classes, hidden), size = input.shape[0], linear_weight.shape, input.dtype.itemsize
+    exact = want_weight and size < 4 and float32_sum_fits(linear_weight.numel())
+    sums = small_bytes() * argmax  # two more numbers a tile
+    fitting = rows_that_fit(tokens, num_classes, size, 4 * linear_weight.numel() * exact + sums)
+    chunks = slices(tokens, fitting)
+    few = len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW
+    lead = None
+    # label smoothing writes its rank-1 term into grad_linear_weight before the first chunk
+    if len(chunks) > 1 and want_weight and not exact and not smoothed:
+        lead = lead_chunk(
+            tokens, hidden, num_classes, size, ordinary_rows=fitting, argmax=argmax, want_input=want_input
+        )
+    if lead is None:
+        return Cut(None, [slice(0, tokens)] if few else chunks, few, exact and len(chunks) > 1)
+    rest = slices(tokens - lead.rows, fitting) if tokens > lead.rows else []
+    few = len(rest) > 1 and rest[0].stop < RECOMPUTE_BELOW
+    rest = [slice(0, tokens - lead.rows)] if few else rest
+    return Cut(lead, [slice(lead.rows + rows.start, lead.rows + rows.stop) for rows in rest], few, False)

@@ -1,0 +1,289 @@
+"""return_metrics=True: the same loss and gradients, and the argmax and token accuracy of the same pass."""
+
+# N tokens, D hidden, V vocabulary
+
+import math
+
+import pytest
+import torch
+from counting_backend import CountingBackend
+from inputs import RAGGED, make_inputs
+from reference_loss import dense_logits, error, run
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+
+flce = torch.ops.flce
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+EVERYTHING = {"bias": True, "weight": True, "token_weight": True}
+# name: (what make_inputs adds, options of the loss)
+ARGUMENTS = {
+    "plain": ({}, {}),
+    "label_smoothing": ({"weight": True}, {"label_smoothing": 0.1}),
+    "softcap": ({"bias": True}, {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01}),
+    "smoothed_softcap": (EVERYTHING, {"softcap": 5.0, "label_smoothing": 0.1}),
+    "ignore_index": ({"ignore_index": 3}, {}),  # a real class
+    "int32_target": ({"target_dtype": torch.int32}, {}),
+}
+
+
+def with_metrics(*args, **options):
+    loss, metrics = flce_ops.linear_cross_entropy(*args, return_metrics=True, **options)
+    with_metrics.last = metrics
+    return loss
+
+
+def apart_and_argmax(inputs, options):
+    """Dense float64 argmax, and where it is beyond the rounding of the operands' dtype."""
+    logits = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+    exact = inputs.clone(torch.float64)
+    z = dense_logits(exact.input, exact.linear_weight, exact.linear_bias, **logits).detach()
+    two = z.topk(2, -1).values
+    return two[..., 0] - two[..., 1] > 4 * torch.finfo(inputs.input.dtype).eps * z.abs().amax(-1), z.argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_metrics_are_the_dense_ones_and_the_loss_is_what_it_was(device, name, reduction, dtype, poisoned_memory):
+    made, options = ARGUMENTS[name]
+    inputs = make_inputs(device=device, dtype=dtype, **made)
+    cotangent = torch.randn(RAGGED[0], device=device) if reduction == "none" else None
+    expected = run(flce_ops.linear_cross_entropy, inputs, cotangent, reduction=reduction, **options)
+    found = run(with_metrics, inputs, cotangent, reduction=reduction, **options)
+    for key in expected:
+        assert torch.equal(found[key], expected[key]), key
+    metrics = with_metrics.last
+    apart, argmax = apart_and_argmax(inputs, options)
+    assert metrics.argmax.dtype == torch.int64 and metrics.argmax.shape == inputs.target.shape
+    assert torch.equal(metrics.argmax[apart], argmax[apart])
+    assert apart.float().mean() > 0.2
+    valid = inputs.target != inputs.ignore_index
+    right = (metrics.argmax == inputs.target)[valid]
+    assert metrics.token_accuracy.dtype == torch.float32 and metrics.token_accuracy.shape == ()
+    torch.testing.assert_close(metrics.token_accuracy, right.double().mean().float())
+    assert not any(metric.requires_grad for metric in metrics)
+    assert 0 < metrics.token_accuracy < 1
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_metrics_without_gradients(device, reduction, context):
+    inputs = make_inputs(device=device)
+    loss = with_metrics(*inputs.args, reduction=reduction)
+    expected = with_metrics.last
+    with context():
+        torch.testing.assert_close(with_metrics(*inputs.args, reduction=reduction), loss.detach())
+    for one, other in zip(with_metrics.last, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_several_chunks(device):
+    inputs = make_inputs((600, 33, 509), device=device)
+    for reduction in ("mean", "none"):
+        with flce_ops.workspace(1):
+            with_metrics(*inputs.args, reduction=reduction)
+        assert flce_ops.last_path().chunks > 2
+        apart, argmax = apart_and_argmax(inputs, {})
+        assert torch.equal(with_metrics.last.argmax[apart], argmax[apart])
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_accuracy_is_nan_without_a_valid_token(device, tokens):
+    inputs = make_inputs((tokens, 11, 31), device=device)
+    inputs.target.fill_(-100)
+    for reduction in ("mean", "sum", "none"):
+        with_metrics(*inputs.args, reduction=reduction)
+        assert with_metrics.last.token_accuracy.isnan()
+        assert with_metrics.last.argmax.shape == (tokens,)
+
+
+def test_ignored_tokens_do_not_count(device):
+    inputs = make_inputs(device=device)
+    with_metrics(*inputs.args)
+    first = with_metrics.last
+    assert first.token_accuracy > 0
+    ignored = inputs.target == -100
+    inputs.input.data[ignored] *= -3.0
+    with_metrics(*inputs.args)
+    assert torch.equal(with_metrics.last.token_accuracy, first.token_accuracy)
+    valid = ~ignored
+    inputs.target[valid] = first.argmax[valid]
+    with_metrics(*inputs.args)
+    assert with_metrics.last.token_accuracy == 1
+
+
+def test_accuracy_stays_float32_under_a_half_default_dtype(device):
+    inputs = make_inputs(device=device)
+    with_metrics(*inputs.args)
+    expected = with_metrics.last.token_accuracy
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with_metrics(*inputs.args)
+    finally:
+        torch.set_default_dtype(before)
+    assert with_metrics.last.token_accuracy.dtype == torch.float32
+    assert with_metrics.last.token_accuracy == expected
+
+
+def test_shapes_of_a_batch_and_the_modules(device):
+    inputs = make_inputs((24, 11, 31), device=device, bias=True)
+    args = inputs.input.view(2, 12, 11), inputs.linear_weight, inputs.target.view(2, 12), inputs.linear_bias
+    loss, metrics = flce_ops.linear_cross_entropy(*args, return_metrics=True)
+    assert metrics.argmax.shape == (2, 12)
+    head = flce_ops.LinearCrossEntropyHead(11, 31, bias=True, device=device, logit_scale=0.5)
+    owner = flce_ops.LinearCrossEntropyLoss(11, 31, bias=True, device=device, logit_scale=0.5)
+    for module, linear in ((head, head), (owner, owner.linear)):
+        with torch.no_grad():
+            linear.weight.copy_(args[1]), linear.bias.copy_(args[3])
+        found, of_module = module(args[0], args[2], return_metrics=True)
+        assert torch.equal(found, module(args[0], args[2]))
+        assert isinstance(of_module, flce_ops.LinearCrossEntropyMetrics)
+        assert torch.equal(of_module.argmax, metrics.argmax)  # a positive scale keeps the order
+        assert torch.equal(of_module.token_accuracy, metrics.token_accuracy)
+    assert torch.equal(head(args[0]).argmax(-1), metrics.argmax)
+
+
+# ---------------------------------------------------------------- cost
+
+
+@pytest.mark.parametrize("reduction, wanted, passes", [("mean", True, 3), ("none", True, 4), ("mean", False, 1)])
+def test_metrics_cost_no_pass(device, reduction, wanted, passes):
+    inputs = make_inputs((24, 16, 61), device=device, requires_grad=wanted)
+    with FlopCounterMode(display=False) as counter:
+        loss = with_metrics(*inputs.args, reduction=reduction)
+        if wanted:
+            loss.sum().backward()
+    assert counter.get_total_flops() == passes * 2 * 24 * 16 * 61
+
+
+def test_without_metrics_nothing_of_them_is_computed(device):
+    inputs = make_inputs((12, 11, 31), device=device)
+    with torch.profiler.profile() as profile:
+        flce_ops.linear_cross_entropy(*inputs.args).backward()
+    assert not {event.name for event in profile.events()} & {"aten::argmax", "aten::max"}
+    *_, argmax = flce.linear_cross_entropy_with_grad(
+        *inputs.args, None, torch.ones(12, device=device), output_mask=[True, True, False]
+    )
+    assert argmax.shape == (0,)
+
+
+# ---------------------------------------------------------------- composition
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_entry_through_opcheck(device, reduction, dtype):
+    inputs = make_inputs((12, 11, 31), device=device, dtype=dtype, **EVERYTHING)
+    options = {"reduction": reduction, "label_smoothing": 0.1, **inputs.options}
+    opcheck(flce.linear_cross_entropy_metrics.default, inputs.args, options)
+
+
+def test_with_grad_through_opcheck(device):
+    inputs = make_inputs((12, 11, 31), device=device, bias=True)
+    options = {"output_mask": [True] * 3, "argmax": True}
+    opcheck(flce.linear_cross_entropy_with_grad.default, (*inputs.args, None, torch.rand(12, device=device)), options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_in_one_graph(device, reduction):
+    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64)
+    expected = run(with_metrics, inputs, torch.ones(24, device=device) if reduction == "none" else None, reduction=reduction)
+    metrics = with_metrics.last
+    backend = CountingBackend()
+
+    def step(*args):
+        return flce_ops.linear_cross_entropy(*args, reduction=reduction, return_metrics=True)
+
+    leaves = inputs.clone()
+    loss, found = torch.compile(step, fullgraph=True, backend=backend)(*leaves.args)
+    loss.sum().backward()
+    assert backend.flops == (3 if reduction == "mean" else 4) * 2 * 24 * 11 * 31
+    assert error(loss, expected["loss"]) < 1e-13
+    for name, leaf in leaves.leaves.items():
+        assert error(leaf.grad, expected[name]) < 1e-13
+    for one, other in zip(found, metrics, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, half):
+    inputs = make_inputs((40, 33, 131), device=device, bias=True)
+    with torch.autocast(device, half):
+        found = with_metrics(*inputs.args)
+    metrics = with_metrics.last
+    assert torch.equal(found, with_metrics(*inputs.clone(half).args))
+    for one, other in zip(metrics, with_metrics.last, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(device, reentrant):
+    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64)
+    expected = run(with_metrics, inputs)
+    metrics = with_metrics.last
+    leaves = inputs.clone()
+
+    def block(*args):
+        loss, metrics = flce_ops.linear_cross_entropy(*args, return_metrics=True)
+        return loss, *metrics
+
+    loss, accuracy, argmax = checkpoint(block, *leaves.args, use_reentrant=reentrant)
+    assert reentrant or not accuracy.requires_grad  # a reentrant region marks all that is floating
+    loss.backward()
+    assert accuracy == metrics.token_accuracy and torch.equal(argmax, metrics.argmax)
+    for name, leaf in leaves.leaves.items():
+        assert error(leaf.grad, expected[name]) < 1e-13
+
+
+def test_func_grad_and_vmap(device):
+    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64, requires_grad=False)
+
+    def of(hidden, target):
+        return flce_ops.linear_cross_entropy(hidden, inputs.linear_weight, target, return_metrics=True)
+
+    hidden, target = inputs.input.view(4, 6, 11), inputs.target.view(4, 6)
+    one_by_one = [of(*pair) for pair in zip(hidden, target, strict=True)]
+    losses, metrics = torch.func.vmap(of)(hidden, target)
+    torch.testing.assert_close(losses, torch.stack([loss for loss, _ in one_by_one]))
+    for i, name in enumerate(metrics._fields):
+        torch.testing.assert_close(getattr(metrics, name), torch.stack([m[i] for _, m in one_by_one]), equal_nan=True)
+    gradient, (value, found) = torch.func.grad_and_value(of, has_aux=True)(hidden[0], target[0])
+    torch.testing.assert_close(value, losses[0])
+    assert torch.equal(found.argmax, metrics.argmax[0])
+    per_sample, _ = torch.func.vmap(torch.func.grad(of, has_aux=True))(hidden, target)
+    torch.testing.assert_close(per_sample[0], gradient)
+
+
+def test_second_derivatives_are_those_of_the_loss(device):
+    inputs = make_inputs((5, 4, 7), device=device, dtype=torch.float64)
+
+    def of(input, linear_weight):
+        return with_metrics(input, linear_weight, inputs.target)
+
+    assert torch.autograd.gradgradcheck(of, (inputs.input, inputs.linear_weight))
+
+
+def test_export_and_its_decompositions(device):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = flce_ops.LinearCrossEntropyHead(11, 31, device=device)
+
+        def forward(self, hidden, target):
+            loss, metrics = self.head(hidden, target, return_metrics=True)
+            return loss, metrics.token_accuracy, metrics.argmax
+
+    model = Model()
+    args = torch.randn(9, 11, device=device), torch.randint(31, (9,), device=device)
+    program = torch.export.export(model, args)
+    names = [str(node.target) for node in program.graph.nodes if "flce" in str(node.target)]
+    assert names == ["flce.linear_cross_entropy_metrics.default"]
+    plain = program.run_decompositions(flce_ops.export_decompositions())
+    for runs in (program, plain):
+        for one, other in zip(runs.module()(*args), model(*args), strict=True):
+            torch.testing.assert_close(one, other)
+    assert math.isfinite(model(*args)[1])
