@@ -134,14 +134,22 @@ def composite_metrics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
     loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
-    valid = target != options.get("ignore_index", -100)
-    # counts divide in the default dtype, which may be a half one
-    accuracy = (valid & (argmax == target)).sum().to(torch.float32) / valid.sum().to(torch.float32)
-    if any_dtensor(accuracy):
-        from flce_ops.distributed import on_every_rank
+    ignore_index = options.get("ignore_index", -100)
+    if any_dtensor(argmax):
+        from flce_ops.distributed import dtensor_token_accuracy
 
-        accuracy = on_every_rank(accuracy)
-    return loss, accuracy, argmax
+        return loss, dtensor_token_accuracy(argmax, target, ignore_index), argmax
+    return loss, accuracy_of(right_and_valid(argmax, target, ignore_index)), argmax
+
+
+def right_and_valid(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
+    valid = target != ignore_index
+    return torch.stack([(valid & (argmax == target)).sum(), valid.sum()])
+
+
+def accuracy_of(counts: Tensor) -> Tensor:  # (2,) -> (); nan where no token is valid
+    right, valid = counts.to(torch.float32).unbind()  # integers divide in the default dtype, which may be a half one
+    return right / valid
 
 
 def loss_and_argmax(

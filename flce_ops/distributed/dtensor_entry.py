@@ -18,7 +18,13 @@ from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
 from flce_ops.distributed.local import localize
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
-from flce_ops.functional import autocast_operands, loss_and_argmax, mean_denominator
+from flce_ops.functional import (
+    accuracy_of,
+    autocast_operands,
+    loss_and_argmax,
+    mean_denominator,
+    right_and_valid,
+)
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
@@ -130,8 +136,16 @@ def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (
     return DTensor.from_local(local, layout.mesh, layout.tokens, run_check=False, shape=shape, stride=stride)
 
 
-def on_every_rank(number: DTensor) -> DTensor:
-    return number.redistribute(number.device_mesh, [Replicate()] * number.device_mesh.ndim)
+def dtensor_token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTensor:  # (...), (...) -> ()
+    """Of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
+    mesh, tokens = argmax.device_mesh, argmax.placements
+    everywhere = (Replicate(),) * mesh.ndim
+    if not isinstance(target, DTensor):
+        target = DTensor.from_local(target, mesh, everywhere, run_check=False)
+    counts = right_and_valid(argmax.to_local(), target.redistribute(mesh, tokens).to_local(), ignore_index)
+    shares = [Partial() if placement.is_shard() else Replicate() for placement in tokens]
+    counts = DTensor.from_local(counts, mesh, shares, run_check=False).redistribute(mesh, everywhere)
+    return DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)
 
 
 def row_factor(
