@@ -137,7 +137,7 @@ def traffic(device):
         assert recorded.calls == [("all_gather", numbers * B * 16)], recorded.calls
         rows = found.log_probs if found.entropy is None else found.log_probs + found.entropy
         with RecordCollectives() as recorded:
-            rows.sum().backward()
+            full(rows).sum().backward()
         assert recorded.calls == [("all_reduce", B * 16 * D)], recorded.calls
         placed = place(inputs, mesh, [Shard(1)], [R])
         with RecordCollectives() as recorded:
@@ -155,7 +155,7 @@ def count_flops(device):
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
     with FlopCounterMode(display=False) as counter:
         found = flce_ops.linear_log_probs(*placed.args, **BOTH)
-        (found.log_probs.sum() + found.entropy.sum()).backward()
+        full(found.log_probs + found.entropy).sum().backward()
     assert counter.get_total_flops() == 4 * 2 * B * T * D * 64 // dist.get_world_size()
 
 
@@ -171,7 +171,7 @@ def ignored_tokens(device):
         ignored = inputs.target == -100
         placed = place(inputs, mesh, [R if rows == Shard(0) else Shard(1)], [rows])
         found = flce_ops.linear_log_probs(*placed.args, entropy=True)
-        (found.log_probs.sum() + found.lse.sum() + found.entropy.sum()).backward()
+        full(found.log_probs + found.lse + found.entropy).sum().backward()
         for row in found[:3]:
             assert not full(row)[ignored].any()
         assert not full(placed.input.grad)[ignored].any()
@@ -209,14 +209,14 @@ def compiled(device):
 
     def objective(*args):
         found = flce_ops.linear_log_probs(*args, **BOTH)
-        return (found.log_probs + 0.1 * found.entropy).sum(), found.argmax
+        return found.log_probs, found.entropy, found.argmax
 
     results = []
     for function in (objective, torch.compile(objective, fullgraph=True, backend="aot_eager")):
         placed = place(inputs, mesh, [R], [Shard(0)])
-        value, argmax = function(*placed.args)
-        value.backward()
-        results.append([full(t) for t in (value, argmax, placed.input.grad, placed.linear_weight.grad)])
+        log_probs, entropy, argmax = function(*placed.args)
+        (full(log_probs) + 0.1 * full(entropy)).sum().backward()
+        results.append([full(t) for t in (log_probs, entropy, argmax, placed.input.grad, placed.linear_weight.grad)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -241,7 +241,7 @@ def refusals(device):
         with pytest.raises(ValueError, match=f"linear_log_probs: .*{words}"):
             flce_ops.linear_log_probs(*args)
     found = flce_ops.linear_log_probs(*placed.args, entropy=True)
-    (first,) = torch.autograd.grad(found.entropy.sum(), placed.input, create_graph=True)
+    (first,) = torch.autograd.grad(full(found.entropy).sum(), placed.input, create_graph=True)
     with pytest.raises(NotImplementedError, match="linear_log_probs: second derivatives through the entropy"):
         first.sum().backward()
 
@@ -292,7 +292,7 @@ def metrics_of_layout(device, layout):
             dist.all_gather(on_ranks, metrics.token_accuracy.to_local())
             assert all(accuracy == expected.token_accuracy for accuracy in on_ranks), on_ranks
             if needs:
-                loss.sum().backward() if loss.ndim else loss.backward()
+                full(loss).sum().backward()
     inputs.target.fill_(-100)
     _, metrics = flce_ops.linear_cross_entropy(*place(inputs, mesh, tokens, rows).args, return_metrics=True)
     assert full(metrics.token_accuracy).isnan()
