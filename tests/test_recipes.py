@@ -147,8 +147,6 @@ def test_multi_token_prediction_learns(own_weights):
 
 # ---------------------------------------------------------------- GRPO
 
-needs_log_probs = pytest.mark.skipif(not hasattr(flce_ops, "linear_log_probs"), reason="no flce_ops.linear_log_probs")
-
 
 def dense_log_probs(model: Decoder, tokens: torch.Tensor, prompt: int, temperature: float) -> torch.Tensor:
     logits = F.linear(model(tokens[:, :-1]), model.token.weight) / temperature
@@ -156,7 +154,6 @@ def dense_log_probs(model: Decoder, tokens: torch.Tensor, prompt: int, temperatu
     return torch.where(torch.arange(tokens.shape[1] - 1) >= prompt - 1, log_probs, 0.0)
 
 
-@needs_log_probs
 def test_grpo_step_is_the_dense_step():
     policy, prompt, temperature = make_decoder(), 3, 0.7
     tokens = torch.randint(VOCAB, (6, 10))
@@ -184,7 +181,6 @@ def test_grpo_clips_what_would_move_the_policy_too_far():
         assert (torch.autograd.grad(loss, log_probs)[0] != 0).tolist() == [moves]
 
 
-@needs_log_probs
 def test_grpo_raises_the_reward():
     rewards = grpo.main(20)
     assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.1
