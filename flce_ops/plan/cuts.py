@@ -76,7 +76,6 @@ def vocabulary_parallel(shard: Head) -> Cut:
 
 def one_pass_triton(head: Head) -> Cut:
     from flce_ops.triton.cut import cut_tokens
-    from flce_ops.triton.lead import SUM_BYTES
 
     cut = cut_tokens(*head.meta_tensors(), [True, True, False])
     if cut.lead is None:
@@ -85,8 +84,7 @@ def one_pass_triton(head: Head) -> Cut:
     tokens = head.tokens - lead.rows
     rest = Head(tokens, head.hidden, head.vocab, head.dtype)
     after = two_passes_triton(rest) if cut.recompute else chunks_of(rest, cut.chunks, VECTOR_BYTES)
-    sums = SUM_BYTES * vocabulary_tiles(head) * lead.rows
-    first = lead.workspace_numbers * size + sums + lead.rows * head.hidden * size * lead.scaled_apart
+    first = lead.workspace_numbers * size + lead.rows * head.hidden * size * lead.scaled_apart
     count = 1 if cut.recompute else len(cut.chunks)  # additions to what the lead chunk left
     return Cut(
         after.path if cut.recompute else "triton",

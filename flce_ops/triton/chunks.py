@@ -44,10 +44,14 @@ def triton_reason(input: Tensor, linear_weight: Tensor) -> str:
     return f"{input.dtype} on {input.device.type}, {'TMA' if tma else 'pointer'} tiles"
 
 
-def product_blocks(rows: int, hidden: int) -> list[tuple[slice, slice]]:
-    """Blocks of an (n, D) float32 product that fit the small part: 512 rows at D = 4096, as fast as all at once."""
+def product_blocks(rows: int, hidden: int, numbers: int | None = None) -> list[tuple[slice, slice]]:
+    """Blocks of an (n, D) float32 product of at most `numbers`, which default to the small part.
+
+    512 rows at D = 4096 are as fast as all at once where the whole vocabulary is summed by one GEMM.
+    """
     columns = min(hidden, 4096)
-    most_rows = max(small_bytes() // (4 * columns) // MULTIPLE * MULTIPLE, MULTIPLE)
+    numbers = small_bytes() // 4 if numbers is None else numbers
+    most_rows = max(numbers // columns // MULTIPLE * MULTIPLE, MULTIPLE)
     return [(row, column) for row in slices(rows, most_rows) for column in slices(hidden, columns)]
 
 

@@ -112,11 +112,14 @@ def launch_exponentials(
     argmax: bool = False,
     logit_scale: float,
     softcap: float | None,
+    scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input, linear_weight).block_v)
     per_tile = {"dtype": torch.float32, "device": input.device}
-    partial = torch.empty(tiles, rows, **per_tile)
+    if scratch is None or scratch.shape[0] < 2 * tiles * rows:
+        scratch = torch.empty(2 * tiles * rows, **per_tile)
+    partial, partial_max = scratch[: 2 * tiles * rows].view(2, tiles, rows).unbind()
     sums = torch.empty(tiles, rows, **per_tile) if logit_sum else None
     expectations = torch.empty(tiles, rows, **per_tile) if expected else None
     largest = torch.empty(tiles, rows, **per_tile) if argmax else None
@@ -156,7 +159,6 @@ def launch_exponentials(
     exponentiate(sums, largest, columns)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
 
-    partial_max = torch.empty(tiles, rows, **per_tile)
     launch_logits_gemm(
         input,
         linear_weight,

@@ -4,16 +4,17 @@ grad_linear_weight has V rows of D numbers, E of D tokens has as many. Cut along
 E fits where a slice of grad_linear_weight will be, one slice off:
 
     grad_linear_weight    │ slice 0 │ slice 1 │ ... │ slice K-2 │ slice K-1 │
-    holds first           │   E_1   │   E_2   │ ... │  E_{K-1}  │           │     workspace: E_0
+    holds first           │   E_1   │   E_2   │ ... │  E_{K-1}  │  scratch  │     workspace: E_0
     then, from the end:   slice K-1 = E_{K-1}.T @ (c input),  slice K-2 = E_{K-2}.T @ (c input),  ...
 
 When slice k is written, what it held, E_{k+1}, has been used. So D tokens (all, at N <= D) take one chunk that needs a
-slice of workspace, and their part of grad_linear_weight is summed by one GEMM and rounded once. H200, 8192x4096x128256:
-see benchmarks/NOTES.md.
+slice of workspace, and their part of grad_linear_weight is summed by one GEMM and rounded once. The last slice's place
+serves as scratch memory before: for sums per tile, then for the float32 product with linear_weight.
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 from torch import Tensor
 
@@ -23,8 +24,9 @@ from flce_ops.workspace import matrix_bytes
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 
 BLOCK_V = 256  # slices are whole tiles of the logits GEMM
-SLICES_AT_MOST = 32  # thinner ones starve the GEMMs
-SUM_BYTES = 8  # per row and tile: a float32 sum and a float32 maximum
+# Thinner slices starve the GEMMs, and would leave the scratch less than 8 bytes a row and tile.
+SLICES_AT_MOST = 32
+SUM_BYTES = 8  # per row and tile: a maximum and its column
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,24 @@ def lead_chunk(
     if rows <= ordinary_rows or vocab < 2 * BLOCK_V:
         return None
     scaled_apart = not want_input or tokens < 2 * rows
-    sums = SUM_BYTES * (1 + argmax) * triton.cdiv(vocab, BLOCK_V) * rows
-    left = matrix_bytes(tokens) - small_bytes() - sums - rows * hidden * itemsize * scaled_apart
-    most_tiles = left // (rows * itemsize * BLOCK_V)
+    tiles = triton.cdiv(vocab, BLOCK_V)
+    maxima = SUM_BYTES * tiles * rows * argmax
+    left = matrix_bytes(tokens) - small_bytes() - maxima - rows * hidden * itemsize * scaled_apart
     # a slice fits where the one before it goes; at least two, so that the last one's place is free
-    most_tiles = min(most_tiles, triton.cdiv(triton.cdiv(vocab, BLOCK_V), 2))
-    if most_tiles * BLOCK_V * SLICES_AT_MOST < vocab:
+    most_tiles = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
+    if most_tiles * SLICES_AT_MOST < tiles:
         return None
-    pieces = triton.cdiv(vocab, most_tiles * BLOCK_V)
-    width = min(triton.cdiv(triton.cdiv(vocab, pieces), BLOCK_V), most_tiles) * BLOCK_V
-    columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-    return Lead(rows, columns, rows * width, scaled_apart)
+    count = triton.cdiv(tiles, most_tiles)
+    wider = tiles % count  # of the slices have one tile more, and come first
+    starts = [(tiles // count * k + min(k, wider)) * BLOCK_V for k in range(count + 1)]
+    columns = [slice(start, min(stop, vocab)) for start, stop in zip(starts, starts[1:])]
+    return Lead(rows, columns, rows * starts[1], scaled_apart)
+
+
+def scratch_of(lead: Lead, grad_weight: Tensor) -> Tensor:  # float32, flat
+    """The last slice's place, which holds no exponentials."""
+    numbers = grad_weight[lead.columns[-1]].view(-1)
+    return numbers[: numbers.shape[0] // 8 * 8].view(torch.float32)
 
 
 def places(lead: Lead, grad_weight: Tensor, workspace: Tensor) -> list[Tensor]:

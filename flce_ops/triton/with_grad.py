@@ -24,7 +24,7 @@ from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.finish_rows import launch_finish_rows
 from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.lead import Lead, places
+from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.set_entries import launch_set_entries
@@ -151,13 +151,16 @@ class OnePassStep:
         rows = slice(0, lead.rows)
         first = torch.empty(lead.workspace_numbers, dtype=self.input.dtype, device=self.input.device)
         pieces = list(zip(lead.columns, places(lead, self.grad_weight, first)))
-        factors = self.exponentiate(rows, pieces)
-        self.write_input(rows, pieces, factors)  # first: grad_linear_weight is about to take E's memory
+        scratch = scratch_of(lead, self.grad_weight)
+        factors = self.exponentiate(rows, pieces, scratch)
+        self.write_input(rows, pieces, factors, scratch)  # first: grad_linear_weight is about to take E's memory
         later = slice(lead.rows, 2 * lead.rows)
         scaled = torch.empty_like(self.input[rows]) if lead.scaled_apart else self.grad_input[later]
         self.add_to_weight(rows, pieces[::-1], factors, scaled)
 
-    def exponentiate(self, rows: slice, pieces: list[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    def exponentiate(
+        self, rows: slice, pieces: list[tuple[slice, Tensor]], scratch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """E' into the pieces, the rows' losses, their share of grad_linear_bias; row, weight factors and residuals."""
         count = rows.stop - rows.start
         reference = self.target_logit[rows].clone()
@@ -171,6 +174,7 @@ class OnePassStep:
             logit_sum=self.smoothing is not None,
             argmax=self.largest is not None,
             **self.logits,
+            scratch=scratch,
         )
         if self.largest is not None:
             self.largest[rows] = row_sums.argmax
@@ -213,15 +217,23 @@ class OnePassStep:
         self.weight_is_empty = False
 
     def write_input(
-        self, rows: slice, pieces: list[tuple[slice, Tensor]], factors: tuple[Tensor, Tensor, Tensor]
+        self,
+        rows: slice,
+        pieces: list[tuple[slice, Tensor]],
+        factors: tuple[Tensor, Tensor, Tensor],
+        scratch: Tensor | None = None,
     ) -> None:
         """grad_input[rows] = c (E' @ linear_weight) and the residual, through blocks in float32."""
         if not self.want_input:
             return
         row_factor, _, residual = factors
-        for block, features in product_blocks(rows.stop - rows.start, self.linear_weight.shape[1]):
+        numbers = None if scratch is None else scratch.shape[0]
+        for block, features in product_blocks(rows.stop - rows.start, self.linear_weight.shape[1], numbers):
             shape = (block.stop - block.start, features.stop - features.start)
-            product = torch.empty(shape, dtype=torch.float32, device=self.input.device)
+            if scratch is None or shape[0] * shape[1] > numbers:
+                product = torch.empty(shape, dtype=torch.float32, device=self.input.device)
+            else:
+                product = scratch[: shape[0] * shape[1]].view(shape)
             for cols, piece in pieces:
                 accumulate(product, piece[block], self.linear_weight[cols, features], first=cols.start == 0)
             tokens = slice(rows.start + block.start, rows.start + block.stop)
