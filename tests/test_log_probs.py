@@ -81,7 +81,8 @@ def assert_no_worse_than_plain(inputs, cotangents, slack=1.0, **options):
             continue
         expected = torch.float64 if dtype == torch.float64 else torch.float32
         assert tensor.dtype == (expected if name in FLOATS else dtype), name
-        limit = error(plain[name], exact[name]) + slack * SLACK[dtype] * UNIT[dtype]
+        room = slack * SLACK[dtype] * (2.5 if name == "linear_bias" else 1.0)  # few entries carry its norm
+        limit = error(plain[name], exact[name]) + room * UNIT[dtype]
         assert error(tensor, exact[name]) <= limit, name
     assert_largest(inputs, argmax, **options)
 
@@ -114,7 +115,7 @@ def test_rows_and_gradients_are_no_worse_than_plain_torch(device, name, dtype, p
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 1.7}], ids=["plain", "softcap"])
 def test_the_gradient_of_each_alone_is_no_worse_than_plain_torch(device, options, name, dtype):
-    inputs = make_inputs((60, 33, 509), device=device, dtype=dtype, bias=True)
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
     assert_no_worse_than_plain(inputs, cotangents_of([name], inputs), **options)
 
 
