@@ -191,7 +191,9 @@ def test_with_grad_through_opcheck(device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_in_one_graph(device, reduction):
     inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64)
-    expected = run(with_metrics, inputs, torch.ones(24, device=device) if reduction == "none" else None, reduction=reduction)
+    expected = run(
+        with_metrics, inputs, torch.ones(24, device=device) if reduction == "none" else None, reduction=reduction
+    )
     metrics = with_metrics.last
     backend = CountingBackend()
 
