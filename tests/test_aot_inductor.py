@@ -2,6 +2,7 @@
 
 # N tokens, D hidden, V vocabulary
 
+import functools
 import subprocess
 import sys
 
@@ -27,6 +28,26 @@ args, expected = torch.load(sys.argv[2])
 found = torch._inductor.aoti_load_package(sys.argv[1])(*args)
 assert torch.allclose(found, expected, rtol=1e-5), (found, expected)
 """
+
+
+ANY_PACKAGE = """
+import torch
+layer, x = torch.nn.Linear(8, 8).cuda(), torch.ones(4, 8, device="cuda")
+package = torch._inductor.aoti_compile_and_package(torch.export.export(layer, (x,)))
+torch._inductor.aoti_load_package(package)(x)
+"""
+
+
+@functools.cache
+def any_cuda_package_loads() -> bool:
+    return subprocess.run([sys.executable, "-c", ANY_PACKAGE], capture_output=True, timeout=300).returncode == 0
+
+
+@pytest.fixture
+def packages_load(request):
+    on_cuda = request.node.callspec.params.get("device") == "cuda" if hasattr(request.node, "callspec") else True
+    if on_cuda and not any_cuda_package_loads():
+        pytest.skip("an AOTInductor package of nn.Linear does not load here either")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +79,7 @@ def run_without_flce_ops(package, args, expected) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.usefixtures("packages_load")
 def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, monkeypatch):
     monkeypatch.setattr(decompositions, "CLASSES_PER_BLOCK", 16)
     program = exported(make_inputs((N, D, V), device=device, bias=True, requires_grad=False), **OPTIONS)
@@ -77,6 +99,7 @@ def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, mon
             loss(*inputs.args)
 
 
+@pytest.mark.usefixtures("packages_load")
 def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path):
     program = exported(make_inputs((N, D, V), device=device, bias=True, requires_grad=False), reduction="none")
     package = tmp_path / "loss.pt2"
@@ -92,6 +115,7 @@ def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("packages_load")
 def test_half_operands_keep_float32_logits_on_cuda(tmp_path):
     """cuBLAS hands its float32 accumulator to the decomposed program too: mm with an out_dtype."""
     inputs = make_inputs((252, 507, 123), device="cuda", dtype=torch.bfloat16, bias=True, requires_grad=False)
