@@ -1,5 +1,7 @@
 """Fused linear + cross-entropy loss as a registered PyTorch operator: `torch.ops.flce.linear_cross_entropy`."""
 
+import torch
+
 from flce_ops import flops as flops
 from flce_ops import ops as ops  # registers the operators, then their FLOP formulas
 from flce_ops.decompositions import export_decompositions
@@ -12,7 +14,7 @@ from flce_ops.version import __version__
 from flce_ops.workspace import get_workspace, set_workspace, workspace
 
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
-SAC_SAVE_OPS = [ops.linear_cross_entropy_forward]
+SAC_SAVE_OPS = [ops.linear_cross_entropy_forward, torch.ops.flce.linear_kl_div_forward.default]
 
 
 def __getattr__(name: str):

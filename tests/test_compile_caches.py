@@ -106,10 +106,7 @@ def distillation():
     flce_ops.linear_kl_div(torch.randn(4, 3), torch.randn(5, 3), torch.randn(4, 2), torch.randn(5, 2))
 
 
-UNKEYED = pytest.mark.xfail(strict=True, reason="register_fake(..., keyed(fake), ...) in flce_ops/divergence/ops.py")
-
-
-@pytest.mark.parametrize("function", [plain_loss, inner_operator, pytest.param(distillation, marks=UNKEYED)])
+@pytest.mark.parametrize("function", [plain_loss, inner_operator, distillation])
 def test_tracing_an_operator_adds_the_package_to_what_the_user_has_set(function):
     config = torch._inductor.config
     mine = {"mine": "1"}

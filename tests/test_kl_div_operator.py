@@ -13,7 +13,7 @@ from test_compile import LENGTHS, compiled, warnings_are_errors
 from test_memory import SMALL_CHANGE, MiB, peak_on_cpu, peak_on_cuda
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
@@ -160,17 +160,12 @@ def test_one_graph_for_any_number_of_tokens(device, backend, reduction, target):
     assert 1 in chunks and len(chunks) > 2, f"the lengths do not differ in chunks: {chunks}"
 
 
-def save_forward(ctx, op, *args, **kwargs):
-    saved = op is flce.linear_kl_div_forward.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 WAYS = {
     "reentrant": {"use_reentrant": True},
     "non_reentrant": {"use_reentrant": False},
     "selective": {
         "use_reentrant": False,
-        "context_fn": functools.partial(create_selective_checkpoint_contexts, save_forward),
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, flce_ops.SAC_SAVE_OPS),
     },
 }
 

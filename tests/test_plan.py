@@ -197,7 +197,7 @@ def test_time_of_per_token_losses_is_that_measured_on_an_h200():
     pytest.importorskip("triton")
     device = device_of("h200", torch.bfloat16, 1)
     rows = [row for row in measured("other_modes.csv", "none") if row["provider"] == "ours"]
-    assert len(rows) >= 4
+    assert len(rows) >= 3
     for row in rows:
         head, cut = planned_for(row, cuts.two_passes, 512)
         assert 1e3 * seconds(head, cut, device) == pytest.approx(float(row["ms"]), rel=0.10), row

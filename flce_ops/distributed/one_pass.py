@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flce_ops import meta
 from flce_ops.autograd import multiply_by_upstream
+from flce_ops.compile_cache import keyed
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import argmax_of_shards, vocab_parallel_losses
 from flce_ops.flops import with_grad_flops
@@ -247,5 +248,5 @@ def cuda_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
 
 library.impl(NAME, aten_kernel, "CompositeExplicitAutograd")
 library.impl(NAME, cuda_kernel, "CUDA")
-torch.library.register_fake(f"flce::{NAME}", outputs, lib=library)
+torch.library.register_fake(f"flce::{NAME}", keyed(outputs), lib=library)
 register_flop_formula(getattr(torch.ops.flce, NAME), get_raw=True)(with_grad_flops)  # takes shapes already

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from flce_ops.compile_cache import keyed
 from flce_ops.divergence import autograd, functional, meta, reference
 from flce_ops.divergence.operands import Operands
 from flce_ops.flops import gemm_pass
@@ -79,7 +80,7 @@ for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
 for _name, (_aten, _fake) in _KERNELS.items():
     _op = getattr(torch.ops.flce, _name).default
     library.impl(_name, _aten, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
+    torch.library.register_fake(f"flce::{_name}", keyed(_fake), lib=library)
     _formula = autograd.kernel(_op, autograd.FORMULAS[_name])
     library.impl(_name, _formula, "Autograd")
     library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")

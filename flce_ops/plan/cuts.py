@@ -51,8 +51,9 @@ class Cut:
     path: str
     temporaries: int  # bytes beyond operands and gradients
     passes: float  # over the logits, GEMMs of 2NDV; a mean over the tokens
-    rows: int  # of a chunk that is added to grad_linear_weight
+    rows: int  # of the largest chunk
     addition_bytes: int = 0  # read and written to add chunks to grad_linear_weight
+    added_rows: int = 0  # of a chunk that is added there; 0: as `rows`
     sum_bytes: int = 0  # read and written to add slices of the vocabulary to grad_input
     bytes_per_logit: float = 0.0  # read and written by elementwise passes over the logits
 
@@ -92,6 +93,7 @@ def one_pass_triton(head: Head) -> Cut:
         passes=(3 * lead.rows + after.passes * tokens) / head.tokens,
         rows=max(lead.rows, after.rows),
         addition_bytes=2 * size * count * head.vocab * head.hidden * bool(tokens),
+        added_rows=after.rows,
         sum_bytes=after.sum_bytes,
     )
 
