@@ -2,11 +2,12 @@
 
     forward.py, with_grad.py, backward.py     one operator each
         chunks.py, gemm.py                    rows at a time; the gradient GEMMs
-        recompute.py                          with_grad in a small workspace
+        cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
+        recompute.py                          tokens of with_grad in a small workspace
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, tiles.py          the GEMM and its epilogues; tile shapes
         reference_logit.py, finish_rows.py    per row, before and after the GEMM
-    finish_product.py                     float32 E @ linear_weight to grad_input
+        finish_product.py                     float32 E @ linear_weight to grad_input
         smoothing.py, columns.py              rank-1 terms, column sums
         set_entries.py                        the target's entry of a gradient
     upstream.py                               the scalar that arrives in backward
