@@ -40,7 +40,7 @@ def check_arguments(
         raise ValueError(
             f"{OP}: expected token_weight of target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
         )
-    check_normalizer(normalizer, reduction, input)
+    check_normalizer(OP, normalizer, reduction, input)
 
 
 def check_head(
@@ -68,16 +68,16 @@ def check_head(
         raise ValueError(f"{op}: expected softcap to be positive or None, got {softcap}")
 
 
-def check_normalizer(normalizer: Tensor | None, reduction: str, input: Tensor) -> None:
+def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor) -> None:
     if normalizer is None:
         return
     if reduction == "none":
-        raise ValueError(f"{OP}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
+        raise ValueError(f"{op}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
     if normalizer.dim() != 0:
         raise ValueError(
-            f"{OP}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
+            f"{op}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
         )
     if normalizer.device != input.device and normalizer.device.type != "cpu":
         raise ValueError(
-            f"{OP}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
+            f"{op}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
         )

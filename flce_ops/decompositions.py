@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import functional, log_probs, meta, ops
-from flce_ops.loss import class_weight_of, loss_terms
+from flce_ops.loss import loss_terms_of
 from flce_ops.torch_private import assert_on_device
 
 # N tokens, D hidden, V vocabulary, v classes of a block
@@ -245,17 +245,11 @@ def with_grad(
         *operands, logit_sum=label_smoothing != 0.0, argmax=argmax, **logit_options
     )
     valid = target != ignore_index
-    target_weight = weight_sum = None
-    if weight is not None:
-        target_weight = class_weight_of(target, weight, lse.dtype)
-        weight_sum = weight.to(lse.dtype).sum()
-    terms = loss_terms(target_weight, weight_sum, linear_weight.shape[0], label_smoothing, z_loss)
+    terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
     losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0)
     scale = torch.where(valid, row_scale, 0.0).to(lse.dtype)
     grads = backward(
-        -terms.target_factor * scale,
-        scale * terms.d_lse(lse),
-        -terms.smoothing * scale if label_smoothing else None,
+        *terms.cotangents(lse, scale),
         *operands,
         lse,
         **logit_options,

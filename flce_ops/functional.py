@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
-from flce_ops.loss import class_weight_of, loss_terms
+from flce_ops.loss import class_weight_of, loss_terms_of
 from flce_ops.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
@@ -278,11 +278,7 @@ def losses_from_forward(
         logit_scale=logit_scale,
         argmax=argmax,
     )
-    target_weight = weight_sum = None
-    if weight is not None:
-        target_weight = class_weight_of(target, weight, lse.dtype)
-        weight_sum = weight.to(lse.dtype).sum()
-    terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
+    terms = loss_terms_of(target, weight, num_classes, label_smoothing, z_loss, lse.dtype)
     losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None)
     return torch.where(target != ignore_index, losses, 0.0), largest
 

@@ -44,6 +44,25 @@ class LossTerms:
         slope = self.target_factor + self.smoothing_lse_factor
         return slope + 2.0 * self.z_loss * lse if self.z_loss else slope
 
+    def cotangents(self, lse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # (N,) each
+        """Of target_logit, lse and logit_sum (None where it is not read) in sum_i scale_i loss_i."""
+        return -self.target_factor * scale, self.d_lse(lse) * scale, -self.smoothing * scale if self.smoothing else None
+
+
+def loss_terms_of(
+    target: Tensor,  # (N,)
+    weight: Tensor | None,  # (V,)
+    num_classes: int,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+) -> LossTerms:
+    """The terms of N tokens from the class weights."""
+    target_weight = weight_sum = None
+    if weight is not None:
+        target_weight, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
+    return loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
+
 
 def loss_terms(
     target_weight: Tensor | None,  # (N,) class weight of each target, None for 1

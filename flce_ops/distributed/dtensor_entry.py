@@ -10,13 +10,13 @@ The result is Replicate on every mesh dimension for a scalar; for reduction="non
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
 from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
-from flce_ops.distributed.local import localize
+from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.functional import (
     accuracy_of,
@@ -73,22 +73,14 @@ def dtensor_composite(
     )
     num_classes = linear_weight.shape[0]
     target_shape = target.shape
-    local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
-    hidden = local_input.shape[-1]
-    tokens_shape = local_input.shape[:-1]
-    local_input = local_input.reshape(tokens_shape.numel(), hidden)
-    classes = layout.placements(vocabulary=Shard(0))
-    class_gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
-    local_weight = localize(layout, linear_weight, classes, gradient=class_gradient, keep_partial=True)
-    local_bias = localize(layout, linear_bias, classes, gradient=class_gradient, keep_partial=True)
+    tokens_shape, operands = localize_head(layout, input, linear_weight, target, linear_bias)
+    local_input, _, local_target, _ = operands
     class_weight = localize(layout, weight, layout.replicated)
-    local_target = localize(layout, target, layout.tokens).reshape(-1)
     local_token_weight = localize(layout, token_weight, layout.tokens)
     if local_token_weight is not None:
         local_token_weight = local_token_weight.reshape(-1)
     number_gradient = layout.placements(tokens=Partial())
     local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
-    operands = (local_input, local_weight, local_target, local_bias)
     options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,

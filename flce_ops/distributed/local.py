@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from flce_ops.distributed.layout import Layout
 
@@ -28,6 +28,27 @@ def localize(
         tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
     keep_partial = keep_partial and distributed and tensor.placements == placements
     return ToLocal.apply(tensor, placements, gradient or placements, keep_partial)
+
+
+def localize_head(
+    layout: Layout, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None
+) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """The shape of this rank's tokens, and its (N, D) input, (v, D) weight, (N,) target and (v,) bias."""
+    local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
+    tokens_shape = local_input.shape[:-1]
+    return tokens_shape, (
+        local_input.reshape(tokens_shape.numel(), local_input.shape[-1]),
+        localize_per_class(layout, linear_weight),
+        localize(layout, target, layout.tokens).reshape(-1),
+        localize_per_class(layout, linear_bias),
+    )
+
+
+def localize_per_class(layout: Layout, tensor: Tensor | None) -> Tensor | None:
+    """Rows of this rank's classes; the gradient is a part of the sum over the ranks that share the tokens."""
+    classes = layout.placements(vocabulary=Shard(0))
+    gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
+    return localize(layout, tensor, classes, gradient=gradient, keep_partial=True)
 
 
 class ToLocal(Function):

@@ -2,13 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Shard
 
 from flce_ops import log_probs
 from flce_ops.arguments import check_head
 from flce_ops.distributed.dtensor_entry import per_token
 from flce_ops.distributed.layout import check_plain_target, check_same_mesh, layout_of
-from flce_ops.distributed.local import localize
+from flce_ops.distributed.local import localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
 from flce_ops.functional import autocast_operands
 
@@ -35,16 +34,7 @@ def dtensor_log_probs(
     input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
     check_head(op, input, linear_weight, target, linear_bias, softcap)
     num_classes, target_shape = linear_weight.shape[0], target.shape
-    classes = layout.placements(vocabulary=Shard(0))
-    class_gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
-    local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
-    tokens_shape = local_input.shape[:-1]
-    operands = (
-        local_input.reshape(tokens_shape.numel(), local_input.shape[-1]),
-        localize(layout, linear_weight, classes, gradient=class_gradient, keep_partial=True),
-        localize(layout, target, layout.tokens).reshape(-1),
-        localize(layout, linear_bias, classes, gradient=class_gradient, keep_partial=True),
-    )
+    tokens_shape, operands = localize_head(layout, input, linear_weight, target, linear_bias)
     options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
     if layout.splits_vocabulary:
         rows = vocab_parallel_rows(

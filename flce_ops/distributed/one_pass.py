@@ -23,8 +23,8 @@ from flce_ops.compile_cache import keyed
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import argmax_of_shards, vocab_parallel_losses
 from flce_ops.flops import with_grad_flops
-from flce_ops.functional import class_weight_of, gradients_in_the_same_pass
-from flce_ops.loss import LossTerms, loss_terms
+from flce_ops.functional import gradients_in_the_same_pass
+from flce_ops.loss import LossTerms, class_weight_of, loss_terms
 from flce_ops.path import Path, record_path
 from flce_ops.reference import (
     GradientAccumulator,

@@ -24,6 +24,7 @@ from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -129,8 +130,7 @@ def launch_vocab_parallel_with_grad(
             corrected = hit[rows] & (rounded != 0)
             correction = torch.where(corrected, entry / torch.where(corrected, rounded.float(), 1.0), 1.0)
             weight_factor = factor * correction
-            kept = chunk.gather(1, column[rows]).squeeze(1)  # column 0 of rows without a target here
-            chunk.scatter_(1, column[rows], torch.where(hit[rows] & valid[rows], rounded, kept)[:, None])
+            launch_set_entries(chunk, own_target_column[rows], rounded)
 
             if want_bias:
                 bias_sum += weighted_column_sum(chunk, weight_factor)

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_ops import meta
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
-from flce_ops.functional import class_weight_of
-from flce_ops.loss import loss_terms
+from flce_ops.loss import loss_terms_of
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -66,11 +65,7 @@ def vocab_parallel_losses(
         logit_sum=label_smoothing != 0.0,
         argmax=argmax,
     )
-    target_weight = weight_sum = None
-    if weight is not None:
-        target_weight = class_weight_of(target, weight, lse.dtype)
-        weight_sum = weight.to(lse.dtype).sum()
-    terms = loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
+    terms = loss_terms_of(target, weight, num_classes, label_smoothing, z_loss, lse.dtype)
     return torch.where(target != ignore_index, terms.loss(target_logit, lse, logit_sum), 0.0), largest
 
 

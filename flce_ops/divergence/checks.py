@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flce_ops.arguments import REDUCTIONS, check_normalizer
 from flce_ops.divergence.operands import TEACHER, Operands, Options
 from flce_ops.divergence.rows import KINDS
 from flce_ops.meta.checks import SUPPORTED_DTYPES, check_device, check_target_dtype
@@ -10,7 +11,6 @@ from flce_ops.meta.checks import SUPPORTED_DTYPES, check_device, check_target_dt
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
 OP = "linear_kl_div"
-REDUCTIONS = ("none", "mean", "sum")
 
 
 def check_pair(
@@ -160,15 +160,4 @@ def check_arguments(
     for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
         if cap is not None and not cap > 0.0:
             raise ValueError(f"{OP}: expected {name} to be positive or None, got {cap}")
-    if normalizer is None:
-        return
-    if reduction == "none":
-        raise ValueError(f"{OP}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
-    if normalizer.dim() != 0:
-        raise ValueError(
-            f"{OP}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
-        )
-    if normalizer.device != input.device and normalizer.device.type != "cpu":
-        raise ValueError(
-            f"{OP}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
-        )
+    check_normalizer(OP, normalizer, reduction, input)

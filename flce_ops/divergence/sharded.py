@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flce_ops.distributed.dtensor_entry import sum_over_tokens
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, describe, layout_of
-from flce_ops.distributed.local import localize
+from flce_ops.distributed.local import localize, localize_per_class
 from flce_ops.divergence.checks import OP, check_arguments
 from flce_ops.divergence.functional import (
     autocast_pairs,
@@ -132,17 +132,11 @@ def share_columns(layout: Layout, options: Options, num_classes: int) -> Options
 
 
 def local_operands(layout: Layout, operands: Operands) -> Operands:
-    classes = layout.placements(vocabulary=Shard(0))
-    gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
-
-    def per_class(tensor: Tensor | None) -> Tensor | None:
-        return localize(layout, tensor, classes, gradient=gradient, keep_partial=True)
-
     return Operands(
         input=localize(layout, operands.input, layout.tokens, gradient=layout.input_gradient),
-        linear_weight=per_class(operands.linear_weight),
-        linear_bias=per_class(operands.linear_bias),
+        linear_weight=localize_per_class(layout, operands.linear_weight),
+        linear_bias=localize_per_class(layout, operands.linear_bias),
         teacher_input=localize(layout, operands.teacher_input, layout.tokens),
-        teacher_weight=per_class(operands.teacher_weight),
-        teacher_bias=per_class(operands.teacher_bias),
+        teacher_weight=localize_per_class(layout, operands.teacher_weight),
+        teacher_bias=localize_per_class(layout, operands.teacher_bias),
     )

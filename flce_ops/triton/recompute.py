@@ -7,7 +7,7 @@ H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 row
 import torch
 from torch import Tensor
 
-from flce_ops.loss import class_weight_of, loss_terms
+from flce_ops.loss import loss_terms_of
 from flce_ops.triton.backward import add_gradients
 from flce_ops.triton.forward import launch_forward
 
@@ -38,16 +38,12 @@ def recompute_step(
     if largest is not None:
         largest.copy_(columns)
 
-    target_weight = None if weight is None else class_weight_of(target, weight, lse.dtype)
-    weight_sum = None if weight is None else weight.float().sum()
-    terms = loss_terms(target_weight, weight_sum, linear_weight.shape[0], label_smoothing, z_loss)
+    terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
     valid = target != ignore_index
     losses.copy_(torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0))
     scale = torch.where(valid, row_scale, 0.0)
-    cotangents = (-terms.target_factor * scale, terms.d_lse(lse) * scale, -terms.smoothing * scale)
     add_gradients(
-        *cotangents[:2],
-        cotangents[2] if label_smoothing else None,
+        *terms.cotangents(lse, scale),
         *operands,
         lse,
         *gradients,

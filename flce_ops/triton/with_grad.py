@@ -51,7 +51,7 @@ def launch_with_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, row_scale)
     outputs = meta.with_grad_outputs(*operands, output_mask=output_mask, argmax=argmax)
-    loss, losses, _, grad_weight, grad_bias, largest = outputs
+    loss, losses, *_ = outputs
     check_target_range(target, linear_weight.shape[0], ignore_index)
     target, linear_bias, weight, row_scale = contiguous(target, linear_bias, weight, row_scale)
     cut = cut_tokens(input, linear_weight, output_mask, smoothed=bool(label_smoothing), argmax=argmax)
@@ -63,9 +63,8 @@ def launch_with_grad(
         "logit_scale": logit_scale,
     }
     with torch.cuda.device_of(input):
-        bias_sum = torch.zeros_like(grad_bias, dtype=torch.float32) if output_mask[2] else None
         step = OnePassStep(
-            input, linear_weight, target, linear_bias, weight, row_scale, outputs, bias_sum, output_mask, cut, options
+            input, linear_weight, target, linear_bias, weight, row_scale, outputs, output_mask, cut, options
         )
         if cut.lead is not None:
             step.run_lead(cut.lead)
@@ -91,7 +90,6 @@ class OnePassStep:
         weight: Tensor | None,
         row_scale: Tensor,
         outputs: tuple[Tensor, ...],
-        bias_sum: Tensor | None,
         output_mask: list[bool],
         cut: Cut,
         options: dict,
@@ -99,9 +97,10 @@ class OnePassStep:
         self.input, self.linear_weight, self.target = input, linear_weight, target
         self.linear_bias, self.weight, self.row_scale = linear_bias, weight, row_scale
         _, self.losses, self.grad_input, self.grad_weight, self.grad_bias, largest = outputs
-        self.largest = largest if largest.shape == target.shape and largest.numel() else None
-        self.bias_sum, self.options = bias_sum, options
-        self.want_input, self.want_weight, _ = output_mask
+        self.largest = largest if largest.numel() else None  # argmax, where it is asked for
+        self.options = options
+        self.want_input, self.want_weight, want_bias = output_mask
+        self.bias_sum = torch.zeros_like(self.grad_bias, dtype=torch.float32) if want_bias else None
         self.logits = {name: options[name] for name in ("softcap", "logit_scale")}
         self.class_weight = None if weight is None else weight.float()
         self.weight_sum = None if weight is None else self.class_weight.sum()
