@@ -61,11 +61,11 @@ def launchers(monkeypatch):
     """flce_ops.triton with kernels that do nothing, Hopper's tiles, and GEMMs that write where they are told."""
     triton = pytest.importorskip("triton")
     from flce_ops.distributed import one_pass_triton
-    from flce_ops.triton import backward, exponentials, forward, logits_gemm, tiles, with_grad
+    from flce_ops.triton import backward, exponentials, forward, grad_input, logits_gemm, tiles, with_grad
 
     kernels = type(exponentials.combine_kernel)
     monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)
-    for module in (with_grad, backward, one_pass_triton):
+    for module in (with_grad, backward, grad_input, one_pass_triton):
         monkeypatch.setattr(module, "accumulate", lambda *args, **options: None)
     for module in (forward, with_grad, one_pass_triton):
         monkeypatch.setattr(module, "check_target_range", lambda *args: None)

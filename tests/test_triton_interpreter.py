@@ -104,10 +104,12 @@ def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memor
     assert [grad.numel() > 0 for grad in found[2:5]] == mask
 
 
-def test_one_pass_kernels_agree_with_float64_over_several_chunks(poisoned_memory, monkeypatch):
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_one_pass_kernels_agree_with_float64_over_several_chunks(chunks, poisoned_memory, monkeypatch):
     monkeypatch.setattr("flce_ops.triton.cut.RECOMPUTE_BELOW", 0)
     with flce_ops.workspace(1):  # the smallest chunk has 128 rows
-        assert_one_pass(operands((150, 20, 67), torch.float32, {"bias": True}), {}, [True, True, True], chunks=2)
+        args = operands((128 * chunks - 106, 20, 67), torch.float32, {"bias": True})
+        assert_one_pass(args, {}, [True, True, True], chunks=chunks)
 
 
 @pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids=str)

@@ -18,11 +18,11 @@ from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
 from flce_ops.path import Path, record_path
 from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded, product_blocks, rows_that_fit, slices, small_bytes
+from flce_ops.triton.chunks import padded, rows_that_fit, slices, small_bytes
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
-from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
+from flce_ops.triton.grad_input import unwritten_memory, write_grad_input
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.workspace import float32_sum_fits
@@ -139,22 +139,16 @@ def launch_vocab_parallel_with_grad(
                 torch.mul(input[rows], weight_factor[:, None], out=scaled)
                 accumulate(weight_sum, chunk.T, scaled, first=rows.start == 0)
             if want_input:
-                for block, cols in product_blocks(count, hidden):
-                    product = torch.empty(
-                        block.stop - block.start, cols.stop - cols.start, dtype=torch.float32, device=input.device
-                    )
-                    accumulate(product, chunk[block], linear_weight[:, cols], first=True)
-                    launch_finish_product(
-                        product,
-                        grad_input[rows][block, cols],
-                        linear_weight[:, cols],
-                        own_target_column[rows][block],
-                        factor[block],
-                        residual[block],
-                        None,
-                        ignore_index=-1,
-                    )
-                    del product  # before the next one is allocated
+                write_grad_input(
+                    grad_input[rows],
+                    [(slice(0, own), chunk)],
+                    linear_weight,
+                    own_target_column[rows],
+                    factor,
+                    residual,
+                    ignore_index=-1,
+                    memory=unwritten_memory(grad_input[rows.stop :]),
+                )
         if several:
             grad_weight.copy_(weight_sum)
         if want_bias:

@@ -108,12 +108,14 @@ def vocabulary_parallel_triton(shard: Head) -> Cut:
 
 
 def chunks_of(head: Head, chunks: list[slice], vector_bytes: int) -> Cut:
-    from flce_ops.triton.chunks import padded, product_blocks
+    from flce_ops.triton.chunks import padded, small_bytes
+    from flce_ops.triton.grad_input import product_blocks
 
     size, elements = head.dtype.itemsize, head.vocab * head.hidden
     exact, several = float32_sum_fits(elements), len(chunks) > 1
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in product_blocks(max(rows, 1), head.hidden))
+    blocks = product_blocks(max(rows, 1), head.hidden, small_bytes() // 4)
+    blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in blocks)
     small = max(4 * max(blocks), PARTIAL_BYTES * vocabulary_tiles(head) * rows)
     return Cut(
         "triton",

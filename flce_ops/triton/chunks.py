@@ -12,7 +12,7 @@ from flce_ops.workspace import get_workspace, matrix_bytes
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
 # What is small beside the (n, V) matrix and never alive together: sums per tile of 256 columns (two float32 against
-# 256 half numbers), then a block of the float32 product with linear_weight, of which 8 MiB keep cuBLAS busy.
+# 256 half numbers), then a block of the float32 product with linear_weight (grad_input.py).
 SMALL_BYTES = 8 << 20
 
 
@@ -42,17 +42,6 @@ def record_triton_path(op: str, input: Tensor, linear_weight: Tensor, rows: list
 def triton_reason(input: Tensor, linear_weight: Tensor) -> str:
     tma = tiles_for(input, linear_weight).tma and fits_tma(input) and fits_tma(linear_weight)
     return f"{input.dtype} on {input.device.type}, {'TMA' if tma else 'pointer'} tiles"
-
-
-def product_blocks(rows: int, hidden: int, numbers: int | None = None) -> list[tuple[slice, slice]]:
-    """Blocks of an (n, D) float32 product of at most `numbers`, which default to the small part.
-
-    512 rows at D = 4096 are as fast as all at once where the whole vocabulary is summed by one GEMM.
-    """
-    columns = min(hidden, 4096)
-    numbers = small_bytes() // 4 if numbers is None else numbers
-    most_rows = max(numbers // columns // MULTIPLE * MULTIPLE, MULTIPLE)
-    return [(row, column) for row in slices(rows, most_rows) for column in slices(hidden, columns)]
 
 
 def padded(columns: int, itemsize: int) -> int:

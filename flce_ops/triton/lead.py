@@ -14,11 +14,11 @@ serves as scratch memory before: for sums per tile, then for the float32 product
 
 from dataclasses import dataclass
 
-import torch
 import triton
 from torch import Tensor
 
 from flce_ops.triton.chunks import MULTIPLE, padded, small_bytes
+from flce_ops.triton.grad_input import float32_memory
 from flce_ops.workspace import matrix_bytes
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
@@ -68,8 +68,7 @@ def lead_chunk(
 
 def scratch_of(lead: Lead, grad_weight: Tensor) -> Tensor:  # float32, flat
     """The last slice's place, which holds no exponentials."""
-    numbers = grad_weight[lead.columns[-1]].view(-1)
-    return numbers[: numbers.shape[0] // 8 * 8].view(torch.float32)
+    return float32_memory(grad_weight[lead.columns[-1]])
 
 
 def places(lead: Lead, grad_weight: Tensor, workspace: Tensor) -> list[Tensor]:

@@ -29,9 +29,9 @@ class SmoothingTerms:
         self.weight_columns = weighted_column_sum(linear_weight, class_weight)  # (D,)
         self.input_columns = weighted_column_sum(input, row_scale)  # (D,)
 
-    def input_terms(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Two vectors whose outer product is added to grad_input[rows, columns]."""
-        return -self.kappa * self.row_scale[rows], self.weight_columns[columns]
+    def input_terms(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Two vectors whose outer product is added to grad_input[rows]."""
+        return -self.kappa * self.row_scale[rows], self.weight_columns
 
     def start_weight_gradient(self, grad_weight: Tensor) -> None:
         """grad_weight = -K.T @ input, before the chunks are added: what is rounded here is small beside their sum."""

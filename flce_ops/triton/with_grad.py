@@ -5,7 +5,7 @@ For each chunk of n rows, the first of them larger where its exponentials can wa
     E = exp(z - reference), row sums s              Triton GEMM, the exponentials rounded once     exponentials.py
     losses, row factors c, E[i, y_i]                one small kernel                               finish_rows.py
     grad_linear_weight += E.T @ (c input)           cuBLAS
-    grad_input[rows]    = c (E @ linear_weight)     cuBLAS into a float32 block, one rounding      finish_product.py
+    grad_input[rows]    = c (E @ linear_weight)     cuBLAS into float32 blocks, one rounding       grad_input.py
 
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import contiguous, padded, product_blocks
+from flce_ops.triton.chunks import contiguous, padded
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.exponentials import launch_exponentials
-from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.finish_rows import launch_finish_rows
 from flce_ops.triton.gemm import accumulate
+from flce_ops.triton.grad_input import unwritten_memory, write_grad_input
 from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.reference_logit import launch_reference_logit
@@ -144,7 +144,8 @@ class OnePassStep:
             factors = self.exponentiate(rows, pieces)
             scaled = self.grad_input[rows] if self.want_input else apart[: rows.stop - rows.start]
             self.add_to_weight(rows, pieces, factors, scaled)
-            self.write_input(rows, pieces, factors)
+            memory = unwritten_memory(self.grad_input[rows.stop :]) if self.want_input else None
+            self.write_input(rows, pieces, factors, memory)
 
     def run_lead(self, lead: Lead) -> None:
         rows = slice(0, lead.rows)
@@ -220,33 +221,23 @@ class OnePassStep:
         rows: slice,
         pieces: list[tuple[slice, Tensor]],
         factors: tuple[Tensor, Tensor, Tensor],
-        scratch: Tensor | None = None,
+        memory: Tensor | None,
     ) -> None:
-        """grad_input[rows] = c (E' @ linear_weight) and the residual, through blocks in float32."""
+        """grad_input[rows] = c (E' @ linear_weight) and the residual; `memory` (flat float32) for the product."""
         if not self.want_input:
             return
         row_factor, _, residual = factors
-        numbers = None if scratch is None else scratch.shape[0]
-        for block, features in product_blocks(rows.stop - rows.start, self.linear_weight.shape[1], numbers):
-            shape = (block.stop - block.start, features.stop - features.start)
-            if scratch is None or shape[0] * shape[1] > numbers:
-                product = torch.empty(shape, dtype=torch.float32, device=self.input.device)
-            else:
-                product = scratch[: shape[0] * shape[1]].view(shape)
-            for cols, piece in pieces:
-                accumulate(product, piece[block], self.linear_weight[cols, features], first=cols.start == 0)
-            tokens = slice(rows.start + block.start, rows.start + block.stop)
-            launch_finish_product(
-                product,
-                self.grad_input[tokens, features],
-                self.linear_weight[:, features],
-                self.target[tokens],
-                row_factor[block],
-                residual[block],
-                None if self.smoothing is None else self.smoothing.input_terms(tokens, features),
-                ignore_index=self.options["ignore_index"],
-            )
-            del product  # before the next one is allocated
+        write_grad_input(
+            self.grad_input[rows],
+            pieces,
+            self.linear_weight,
+            self.target[rows],
+            row_factor,
+            residual,
+            ignore_index=self.options["ignore_index"],
+            memory=memory,
+            outer=None if self.smoothing is None else self.smoothing.input_terms(rows),
+        )
 
     def recompute(self, chunks: list[slice]) -> None:
         """The chunks' tokens with four GEMM passes (recompute.py)."""
