@@ -14,6 +14,8 @@ import flce_ops
 from flce_ops import reference
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.scale_rows import launch_scale_rows
+from flce_ops.triton.set_entries import launch_set_entries
 
 pytestmark = [
     # conftest.py turns the interpreter on where there is no GPU, before anything imports triton
@@ -165,9 +167,11 @@ def test_rows_far_above_their_reference_are_rescued(case):
     finite = truth[1].isfinite()
     assert torch.equal(finite, found[1].isfinite())
     plain = reference.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)  # float32 at these magnitudes
+    # a float32 logit is off by this many nats, and where two classes are that near, so is their probability, either way
+    rounding = torch.finfo(torch.float32).eps * (x.double() @ w.double().T).abs().max()
     for ours, theirs, exact in zip(found[1:4], plain[1:4], truth[1:4], strict=True):
         keep = exact.isfinite()
-        assert error(ours[keep], exact[keep]) <= 1.5 * error(theirs[keep], exact[keep]) + 1e-6
+        assert error(ours[keep], exact[keep]) <= max(1.5 * error(theirs[keep], exact[keep]) + 1e-6, rounding)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
@@ -182,3 +186,23 @@ def test_weighted_column_sums_agree_with_float64():
     matrix, factor = torch.randn(2100, 131), torch.randn(2100)
     assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
     assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_are_scaled_and_rounded_once(dtype):
+    matrix, factor = torch.randn(7, 3000).to(dtype).T, torch.randn(3000)
+    out = torch.full((3000, 9), float("nan"), dtype=dtype)[:, :7]
+    launch_scale_rows(matrix, factor, out)
+    assert torch.equal(out, (matrix.float() * factor[:, None]).to(dtype))
+
+
+def test_entries_are_set_in_the_columns_of_the_matrix_only():
+    matrix = torch.zeros(200, 12)[:, :10]
+    target = torch.randint(40, (200,))
+    value = torch.randn(200)
+    expected = torch.zeros(200, 10)
+    for row, column in enumerate((target - 20).tolist()):
+        if 0 <= column < 10 and column != 5:
+            expected[row, column] = value[row]
+    launch_set_entries(matrix, target, value, start=20, ignore_index=25)
+    assert torch.equal(matrix, expected)

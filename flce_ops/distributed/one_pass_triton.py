@@ -24,6 +24,7 @@ from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.grad_input import unwritten_memory, write_grad_input
 from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.workspace import float32_sum_fits
 
@@ -130,13 +131,13 @@ def launch_vocab_parallel_with_grad(
             corrected = hit[rows] & (rounded != 0)
             correction = torch.where(corrected, entry / torch.where(corrected, rounded.float(), 1.0), 1.0)
             weight_factor = factor * correction
-            launch_set_entries(chunk, own_target_column[rows], rounded)
+            launch_set_entries(chunk, own_target_column[rows], rounded, start=0, ignore_index=-1)
 
             if want_bias:
                 bias_sum += weighted_column_sum(chunk, weight_factor)
             if want_weight:
                 scaled = scaled_input[rows if want_input else slice(count)]
-                torch.mul(input[rows], weight_factor[:, None], out=scaled)
+                launch_scale_rows(input[rows], weight_factor, scaled)
                 accumulate(weight_sum, chunk.T, scaled, first=rows.start == 0)
             if want_input:
                 write_grad_input(

@@ -169,7 +169,7 @@ def add_gradients(
                     out=chunk,
                     **logits,
                 )
-                launch_set_entries(chunk, column[rows] - cols.start, at_target[rows])
+                launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start, ignore_index=-1)
                 if want_bias:
                     bias_sum[cols] += weighted_column_sum(chunk, None)
                 if want_weight:

@@ -153,7 +153,7 @@ def launch_exponentials(
     row_sum = torch.empty(rows, **per_tile)
     guard = torch.zeros((), dtype=torch.int32, device=input.device)
     guarded = {"guard": guard, "guard_limit": LARGEST_SUM}
-    blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 32, "BLOCK_T": 32}
+    blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 16, "BLOCK_T": 128}  # 32 x 32: 13 instead of 5 us at 1664 x 151936
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
 
     exponentiate(sums, largest, columns)

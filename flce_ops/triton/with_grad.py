@@ -27,6 +27,7 @@ from flce_ops.triton.grad_input import unwritten_memory, write_grad_input
 from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
 
@@ -123,6 +124,7 @@ class OnePassStep:
             vocab_start=0,
             **self.logits,
         )
+        self.reference = self.target_logit.clone()  # becomes lse in chunks that are rescued
         if options["label_smoothing"]:
             valid_scale = torch.where(target != options["ignore_index"], row_scale, 0.0)
             kappa = options["label_smoothing"] * options["logit_scale"] / linear_weight.shape[0]
@@ -163,7 +165,7 @@ class OnePassStep:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """E' into the pieces, the rows' losses, their share of grad_linear_bias; row, weight factors and residuals."""
         count = rows.stop - rows.start
-        reference = self.target_logit[rows].clone()
+        reference = self.reference[rows]
         row_sums = launch_exponentials(
             self.input[rows],
             self.linear_weight,
@@ -198,9 +200,10 @@ class OnePassStep:
             residual=residual,
             **self.options,
         )
-        column = torch.where(self.target[rows] == self.options["ignore_index"], -1, self.target[rows])
         for cols, piece in pieces:
-            launch_set_entries(piece, column - cols.start, entry)
+            launch_set_entries(
+                piece, self.target[rows], entry, start=cols.start, ignore_index=self.options["ignore_index"]
+            )
             if self.bias_sum is not None:
                 self.bias_sum[cols] += weighted_column_sum(piece, weight_factor)
         return row_factor, weight_factor, residual
@@ -211,7 +214,7 @@ class OnePassStep:
         """grad_linear_weight += E'.T @ (c input); `scaled`, (n, D), is memory for c input."""
         if not self.want_weight:
             return
-        torch.mul(self.input[rows], factors[1][:, None], out=scaled)
+        launch_scale_rows(self.input[rows], factors[1], scaled)
         for cols, piece in pieces:
             accumulate(self.weight_gradient[cols], piece.T, scaled, first=self.weight_is_empty)
         self.weight_is_empty = False
