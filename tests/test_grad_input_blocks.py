@@ -11,7 +11,8 @@ from reference_loss import error
 pytest.importorskip("triton")
 
 from flce_ops.triton import grad_input
-from flce_ops.triton.grad_input import float32_memory, product_blocks, unwritten_memory, write_grad_input
+from flce_ops.triton.chunks import product_bytes, rows_that_fit
+from flce_ops.triton.grad_input import float32_memory, product_blocks, write_grad_input
 
 MiB = 2**20
 
@@ -57,37 +58,39 @@ def test_float32_memory_lies_in_the_tensor(dtype):
     assert 0 <= left < 32 and memory.nbytes % 16 == 0
 
 
-def test_rows_of_grad_input_are_memory_only_where_they_hold_more_than_the_workspace():
-    assert unwritten_memory(torch.empty(2049, 2048, dtype=torch.bfloat16)).nbytes == 2049 * 4096
-    assert unwritten_memory(torch.empty(2048, 2048, dtype=torch.bfloat16)) is None  # 8 MiB
-    assert unwritten_memory(torch.empty(0, 2048, dtype=torch.bfloat16)) is None
+def test_what_chunks_leave_of_the_workspace_goes_to_the_product():
+    fitting = rows_that_fit(8192, 32000, 2, 0)
+    assert product_bytes(fitting, fitting, 32000, 2) == 8 * MiB
+    assert product_bytes(fitting, 4096, 32000, 2) == 8 * MiB + (fitting - 4096) * 64000
+    assert 4096 * 64000 + product_bytes(fitting, 4096, 32000, 2) <= 512 * MiB
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernel runs for real on this machine")
-@pytest.mark.parametrize("memory_numbers", [None, 100, 128 * 24, 300 * 24])
+@pytest.mark.parametrize("memory_numbers", [0, 100, 128 * 24, 300 * 24])
 def test_the_product_waits_in_the_memory_it_is_given(memory_numbers, monkeypatch):
     n, d, v = 300, 24, 67
     e, w = torch.rand(n, v), torch.randn(v, d)
     target, factor, residual = torch.randint(v, (n,)), torch.randn(n), torch.randn(n)
     u, b = torch.randn(n), torch.randn(d)
-    memory = None if memory_numbers is None else torch.full((memory_numbers,), float("nan"))
+    memory = torch.full((memory_numbers,), float("nan"))
     out = torch.full((n, d), float("nan"))
     made = []
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: made.append(args) or allocate(*args, **options))
     pieces = [(slice(0, 40), e[:, :40]), (slice(40, v), e[:, 40:])]
-    write_grad_input(out, pieces, w, target, factor, residual, ignore_index=-100, memory=memory, outer=(u, b))
+    write_grad_input(out, pieces, w, target, factor, residual, ignore_index=-100, nbytes=0, memory=memory, outer=(u, b))
     expected = factor[:, None].double() * (e.double() @ w.double()) + residual[:, None] * w[target].double()
     assert error(out, expected + u[:, None].double() * b) <= 5e-7
-    fits = memory_numbers is not None and memory_numbers >= 128 * 24
+    fits = memory_numbers >= 128 * 24
     assert bool(made) is not fits
     if fits:
         assert not memory.isnan().all()
 
 
-def test_the_small_part_of_the_workspace_bounds_a_block(monkeypatch):
+def test_workspace_or_memory_whichever_is_larger_bounds_a_block(monkeypatch):
     asked = []
     monkeypatch.setattr(grad_input, "product_blocks", lambda rows, hidden, numbers: asked.append(numbers) or [])
     out = torch.empty(4, 8)
-    write_grad_input(out, [], out, out, out, out, ignore_index=-100, memory=None)
-    assert asked == [2 * MiB]  # 8 MiB of float32
+    for numbers in (10, 30):
+        write_grad_input(out, [], out, out, out, out, ignore_index=-100, nbytes=80, memory=torch.empty(numbers))
+    assert asked == [20, 30]

@@ -18,11 +18,11 @@ from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
 from flce_ops.path import Path, record_path
 from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded, rows_that_fit, slices, small_bytes
+from flce_ops.triton.chunks import padded, product_bytes, rows_that_fit, slices, small_bytes
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.grad_input import unwritten_memory, write_grad_input
+from flce_ops.triton.grad_input import float32_memory, write_grad_input
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
@@ -70,7 +70,8 @@ def launch_vocab_parallel_with_grad(
     summed = shard * hidden
     exact = want_weight and input.dtype.itemsize < 4 and float32_sum_fits(summed)
     reserved = 4 * summed * exact + small_bytes() * argmax
-    chunks = slices(tokens, rows_that_fit(tokens, shard, input.dtype.itemsize, reserved))
+    fitting = rows_that_fit(tokens, shard, input.dtype.itemsize, reserved)
+    chunks = slices(tokens, fitting)
     step = chunks[0].stop
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
     with torch.cuda.device_of(input):
@@ -148,7 +149,8 @@ def launch_vocab_parallel_with_grad(
                     factor,
                     residual,
                     ignore_index=-1,
-                    memory=unwritten_memory(grad_input[rows.stop :]),
+                    nbytes=product_bytes(fitting, step, shard, input.dtype.itemsize),
+                    memory=float32_memory(grad_input[rows.stop :]),
                 )
         if several:
             grad_weight.copy_(weight_sum)

@@ -27,10 +27,17 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int) -> in
     return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
 
 
+def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:
+    """Of a block of the float32 product: the small part, and what chunks of fewer rows than fit leave over."""
+    return small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
+
+
 def slices(total: int, at_most: int) -> list[slice]:
     """range(total) in the fewest pieces of at most `at_most`, of about one size: small ones starve their GEMMs."""
+    if not total:
+        return []
     pieces = triton.cdiv(total, at_most)
-    size = min(at_most, triton.cdiv(triton.cdiv(total, max(pieces, 1)), MULTIPLE) * MULTIPLE)
+    size = min(at_most, triton.cdiv(triton.cdiv(total, pieces), MULTIPLE) * MULTIPLE)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flce_ops.path import Path, last_path, record_path
-from flce_ops.triton.chunks import rows_that_fit, slices, small_bytes, triton_reason
+from flce_ops.triton.chunks import product_bytes, rows_that_fit, slices, small_bytes, triton_reason
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.workspace import float32_sum_fits
 
@@ -25,6 +25,7 @@ class Cut:
     chunks: list[slice]  # of the other tokens
     recompute: bool
     exact: bool  # grad_linear_weight is summed in float32
+    product_bytes: int  # workspace for a block of the float32 product with linear_weight
 
     def record(self, input: Tensor, linear_weight: Tensor) -> None:
         """For flce_ops.last_path(); after the step."""
@@ -57,9 +58,12 @@ def cut_tokens(
         lead = lead_chunk(
             tokens, hidden, num_classes, size, ordinary_rows=fitting, argmax=argmax, want_input=want_input
         )
-    if lead is None:
-        return Cut(None, [slice(0, tokens)] if few else chunks, few, exact and len(chunks) > 1)
-    rest = slices(tokens - lead.rows, fitting) if tokens > lead.rows else []
-    few = len(rest) > 1 and rest[0].stop < RECOMPUTE_BELOW
-    rest = [slice(0, tokens - lead.rows)] if few else rest
-    return Cut(lead, [slice(lead.rows + rows.start, lead.rows + rows.stop) for rows in rest], few, False)
+    if lead is not None:
+        chunks = slices(tokens - lead.rows, fitting)
+        few = len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW
+    room = product_bytes(fitting, chunks[0].stop, num_classes, size) if chunks else 0
+    exact = exact and lead is None and len(chunks) > 1
+    start = lead.rows if lead else 0
+    if few:
+        return Cut(lead, [slice(start, tokens)], True, exact, 0)
+    return Cut(lead, [slice(start + rows.start, start + rows.stop) for rows in chunks], False, exact, room)

@@ -4,16 +4,17 @@
     grad_input[rows, columns] = row factors product + residuals          finish_product.py
 
 A block reads r rows of E and c columns of linear_weight over the whole vocabulary, all blocks of n tokens together
-n D V (1 / c + 1 / r) numbers: so they are near squares, as large as there is memory for. The small part of the
-workspace holds 1024 x 2048 numbers. Rows of grad_input that come later are memory too, as nothing has written them yet:
-with them all of a chunk is mostly one block. H200, of the time of three GEMMs: 1.022 -> 1.011 at 16384x4096x128256.
+n D V (1 / c + 1 / r) numbers: so they are near squares, as large as there is memory for. In the workspace that is the
+small part, 1024 x 2048 numbers, and what the chunks leave (chunks.py). Rows of grad_input that come later are memory
+too, as nothing has written them yet: with them all of a chunk is mostly one block. H200, of the time of three GEMMs:
+1.022 -> 1.011 at 16384x4096x128256.
 """
 
 import torch
 import triton
 from torch import Tensor
 
-from flce_ops.triton.chunks import MULTIPLE, slices, small_bytes
+from flce_ops.triton.chunks import MULTIPLE, slices
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
 
@@ -39,12 +40,6 @@ def float32_memory(tensor: Tensor) -> Tensor:
     return numbers[: numbers.shape[0] // 8 * 8].view(torch.float32)
 
 
-def unwritten_memory(later: Tensor) -> Tensor | None:
-    """Rows of grad_input that come later, where they are more than the small part of the workspace."""
-    memory = float32_memory(later)
-    return memory if memory.nbytes > small_bytes() else None
-
-
 def write_grad_input(
     out: Tensor,  # (n, D) rows of grad_input
     pieces: list[tuple[slice, Tensor]],  # columns v of the vocabulary, (n, v) of E
@@ -54,16 +49,17 @@ def write_grad_input(
     residual: Tensor,  # (n,)
     *,
     ignore_index: int,
-    memory: Tensor | None,  # flat float32 for the product; the workspace where None or too small
+    nbytes: int,  # of workspace for a block of the product
+    memory: Tensor,  # flat float32, used instead where it is larger
     outer: tuple[Tensor, Tensor] | None = None,  # (n,), (D,): their outer product is added
 ) -> None:
-    numbers = small_bytes() // 4 if memory is None else memory.shape[0]
+    numbers = max(nbytes // 4, memory.shape[0])
     for block, features in product_blocks(*out.shape, numbers):
         shape = (block.stop - block.start, features.stop - features.start)
-        if memory is None or shape[0] * shape[1] > numbers:
-            product = torch.empty(shape, dtype=torch.float32, device=out.device)
-        else:
+        if shape[0] * shape[1] <= memory.shape[0]:
             product = memory[: shape[0] * shape[1]].view(shape)
+        else:
+            product = torch.empty(shape, dtype=torch.float32, device=out.device)
         for cols, piece in pieces:
             accumulate(product, piece[block], linear_weight[cols, features], first=cols.start == 0)
         launch_finish_product(

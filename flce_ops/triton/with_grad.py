@@ -23,7 +23,7 @@ from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_rows import launch_finish_rows
 from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.grad_input import unwritten_memory, write_grad_input
+from flce_ops.triton.grad_input import float32_memory, write_grad_input
 from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.reference_logit import launch_reference_logit
@@ -112,6 +112,7 @@ class OnePassStep:
             else self.grad_weight
         )
         self.weight_is_empty = True
+        self.product_bytes = cut.product_bytes
         self.smoothing = None
         if cut.recompute and cut.lead is None:
             return
@@ -146,8 +147,7 @@ class OnePassStep:
             factors = self.exponentiate(rows, pieces)
             scaled = self.grad_input[rows] if self.want_input else apart[: rows.stop - rows.start]
             self.add_to_weight(rows, pieces, factors, scaled)
-            memory = unwritten_memory(self.grad_input[rows.stop :]) if self.want_input else None
-            self.write_input(rows, pieces, factors, memory)
+            self.write_input(rows, pieces, factors, float32_memory(self.grad_input[rows.stop :]))
 
     def run_lead(self, lead: Lead) -> None:
         rows = slice(0, lead.rows)
@@ -224,7 +224,7 @@ class OnePassStep:
         rows: slice,
         pieces: list[tuple[slice, Tensor]],
         factors: tuple[Tensor, Tensor, Tensor],
-        memory: Tensor | None,
+        memory: Tensor,
     ) -> None:
         """grad_input[rows] = c (E' @ linear_weight) and the residual; `memory` (flat float32) for the product."""
         if not self.want_input:
@@ -238,6 +238,7 @@ class OnePassStep:
             row_factor,
             residual,
             ignore_index=self.options["ignore_index"],
+            nbytes=self.product_bytes,
             memory=memory,
             outer=None if self.smoothing is None else self.smoothing.input_terms(rows),
         )
