@@ -24,13 +24,14 @@ COLUMN_PIECES_AT_MOST = 8
 
 
 def product_blocks(rows: int, hidden: int, numbers: int) -> list[tuple[slice, slice]]:
-    """Blocks of an (n, D) product, of at most `numbers` (or of 128 rows), that read the least."""
+    """Blocks of an (n, D) product that read the least, of at most `numbers`; where none fits, of 128 rows."""
     cuts = []
     for pieces in range(1, COLUMN_PIECES_AT_MOST + 1):
         columns = slices(hidden, triton.cdiv(hidden, pieces))
         blocks = slices(rows, max(numbers // columns[0].stop // MULTIPLE * MULTIPLE, MULTIPLE))
-        cuts.append((len(blocks) * hidden + len(columns) * rows, blocks, columns))
-    _, blocks, columns = min(cuts, key=lambda cut: cut[0])
+        excess = max(blocks[0].stop * columns[0].stop - numbers, 0)
+        cuts.append((excess, len(blocks) * hidden + len(columns) * rows, blocks, columns))
+    _, _, blocks, columns = min(cuts, key=lambda cut: cut[:2])
     return [(block, features) for block in blocks for features in columns]
 
 
