@@ -208,7 +208,8 @@ def test_compiled_in_one_graph(device, reduction):
     for name, leaf in leaves.leaves.items():
         assert error(leaf.grad, expected[name]) < 1e-13
     for one, other in zip(found, metrics, strict=True):
-        assert torch.equal(one, other)
+        # Inductor's float32 division on CUDA is right to two units in the last place
+        torch.testing.assert_close(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0.0)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)

@@ -36,9 +36,13 @@ def product_blocks(rows: int, hidden: int, numbers: int) -> list[tuple[slice, sl
 
 
 def float32_memory(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as flat float32, in whole 16 bytes."""
+    """The memory of a contiguous tensor as flat float32: its whole 16 bytes."""
     numbers = tensor.view(-1)
-    return numbers[: numbers.shape[0] // 8 * 8].view(torch.float32)
+    first = -numbers.storage_offset() % 8
+    count = (numbers.shape[0] - first) // 8 * 8
+    if count <= 0:
+        return numbers.new_empty(0, dtype=torch.float32)
+    return numbers[first : first + count].view(torch.float32)
 
 
 def write_grad_input(
