@@ -207,9 +207,10 @@ def test_compiled_in_one_graph(device, reduction):
     assert error(loss, expected["loss"]) < 1e-13
     for name, leaf in leaves.leaves.items():
         assert error(leaf.grad, expected[name]) < 1e-13
-    for one, other in zip(found, metrics, strict=True):
-        # Inductor's float32 division on CUDA is right to two units in the last place
-        torch.testing.assert_close(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0.0)
+    assert torch.equal(found.argmax, metrics.argmax)
+    # Inductor's float32 division on CUDA is right to two units in the last place
+    eps = torch.finfo(metrics.token_accuracy.dtype).eps
+    torch.testing.assert_close(found.token_accuracy, metrics.token_accuracy, rtol=4 * eps, atol=0.0)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
