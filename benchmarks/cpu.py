@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--shapes", default="2048x512x32000")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--providers", default="ours,ours_64MiB", help="next to dense; torch_chunked takes minutes")
+    parser.add_argument("--providers", default="ours,ours_6MiB", help="next to dense; torch_chunked takes minutes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", type=float, default=4000)
     parser.add_argument("--threads", type=int, default=None, help="torch's own choice when not given")

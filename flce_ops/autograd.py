@@ -75,7 +75,7 @@ class Forward(ReverseModeOnly):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *operands, ignore_index, logit_sum, softcap, logit_scale, vocab_start, _, expected_logit, _ = inputs
+        *operands, ignore_index, logit_sum, softcap, logit_scale, vocab_start, vocab_size, expected_logit, _ = inputs
         _, lse, *others = output
         ctx.options = {
             "ignore_index": ignore_index,
@@ -84,6 +84,8 @@ class Forward(ReverseModeOnly):
             "vocab_start": vocab_start,
         }
         ctx.set_materialize_grads(False)
+        linear_bias = operands[3]
+        ctx.may_be_empty = vocab_size is not None and linear_bias is not None
         ctx.asked_for = (logit_sum, expected_logit)
         has_gradient = (logit_sum, expected_logit, False, False)
         ctx.mark_non_differentiable(*(result for result, has in zip(others, has_gradient) if not has))
@@ -98,15 +100,24 @@ class Forward(ReverseModeOnly):
         if grad_expected_logit is None and all(cotangent is None for cotangent in cotangents):
             return (None,) * 13
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-        *operands, expected_logit = ctx.saved_tensors
+        *operands, lse, expected_logit = ctx.saved_tensors
         expectations = {}
         if grad_expected_logit is not None:
+            if ctx.may_be_empty:
+                expected_logit = finite_in_empty_rows(expected_logit, lse)
             expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
+        if ctx.may_be_empty:
+            lse = finite_in_empty_rows(lse, lse)
         grads = torch.ops.flce.linear_cross_entropy_backward(
-            *cotangents, *operands, **ctx.options, output_mask=mask, **expectations
+            *cotangents, *operands, lse, **ctx.options, output_mask=mask, **expectations
         )
         grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, mask))
         return grad_input, grad_weight, None, grad_bias, *(None,) * 9
+
+
+def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard
+    """A bias of -inf may switch off all classes of one shard: exp(-inf - lse) is to be 0 there, not nan."""
+    return numbers.masked_fill(lse == -torch.inf, 0.0)
 
 
 class Backward(ReverseModeOnly):

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.chunks import row_chunks, rows_per_chunk
 from flce_ops.reference import (
     add_target_and_sum,
     chunk_logits,
     logit_slope,
-    row_chunks,
     target_columns,
     weighted_sum,
 )
@@ -68,7 +68,9 @@ def double_backward(
     weight_sum_over_chunks = torch.zeros_like(linear_weight, dtype=lse.dtype)
     bias_sum_over_chunks = torch.zeros_like(out_bias, dtype=lse.dtype)
 
-    for rows in row_chunks("linear_cross_entropy_double_backward", input, linear_weight):
+    # h, p, k, d, grad_u and one on the way there; with a softcap slope and one more
+    step = rows_per_chunk(input, linear_weight.shape[0], matrices=6 if softcap is None else 8)
+    for rows in row_chunks("linear_cross_entropy_double_backward", input, step):
         x = input[rows]
         h = torch.zeros(x.shape[0], linear_weight.shape[0], dtype=lse.dtype, device=x.device)
         if grad_grad_input is not None:
@@ -102,6 +104,7 @@ def double_backward(
             out_input[rows] += grad_logits @ grad_grad_linear_weight
         if grad_grad_input is not None:
             weight_sum_over_chunks += grad_logits.T @ grad_grad_input[rows]
+        del h, z, slope, p, k, d, grad_u, grad_logits  # before the next chunk's are allocated
     out_weight.copy_(weight_sum_over_chunks)
     out_bias.copy_(bias_sum_over_chunks)
     return outputs

@@ -1,6 +1,6 @@
 """The operators in plain ATen, a chunk of rows at a time: the kernel of all devices and dtypes Triton does not take.
 
-    u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time
+    u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time: chunks.py
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
     lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
     p = exp(z - lse)                expected_logit_i = m_i = sum_j p_ij z_ij
@@ -14,42 +14,32 @@ z, p and G live in the accumulation dtype (float32 for half operands); G is roun
 two GEMMs. The second derivatives stand in flce_ops/double_backward.py.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.chunks import chunk_product, chunk_products, product_is_rounded, row_blocks, rows_per_chunk
+from flce_ops.gradients import GradientAccumulator
 from flce_ops.loss import loss_terms
-from flce_ops.path import Path, record_path
 from flce_ops.target_range import check_target_range
-from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
-# N tokens, D hidden, V vocabulary
-
-# On a CPU chunks beyond the cache only slow the elementwise passes down.
-CPU_CHUNK_BYTES = 32 << 20
-# Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
-ROWS_AT_LEAST = 128
+# N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
 
-def rows_per_chunk(input: Tensor, linear_weight: Tensor, temporaries: int = 1) -> int:
-    """Rows whose logits, temporaries of the same shape and (half dtypes) their rounded copies fit the workspace."""
-    accumulate = meta.accumulation_dtype(input.dtype).itemsize
-    rounded = 0 if input.dtype.itemsize == accumulate else 2 * input.dtype.itemsize
-    row_bytes = linear_weight.shape[0] * ((1 + temporaries) * accumulate + rounded)
-    rows = matrix_bytes(input.shape[0]) // row_bytes
-    if input.device.type == "cpu":
-        rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
-    return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
-
-
-def row_chunks(op: str, input: Tensor, linear_weight: Tensor, temporaries: int = 1) -> Iterator[slice]:
-    rows = rows_per_chunk(input, linear_weight, temporaries)
-    total = input.shape[0]
-    record_path(Path(op, "aten", f"{input.device.type} tensors in {input.dtype}", rows, -(-total // rows)))
-    for start in range(0, total, rows):
-        yield slice(start, min(start + rows, total))
+def activate(
+    product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: float,
+    softcap: float | None,
+) -> Tensor:  # (n, V) in the accumulation dtype
+    logits = product.to(meta.accumulation_dtype(product.dtype))
+    if linear_bias is not None:
+        logits += linear_bias
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits
 
 
 def chunk_logits(
@@ -59,20 +49,7 @@ def chunk_logits(
     logit_scale: float,
     softcap: float | None,
 ) -> Tensor:  # (n, V) in the accumulation dtype
-    accumulate = meta.accumulation_dtype(input.dtype)
-    if input.dtype == accumulate:
-        logits = input @ linear_weight.T
-    elif input.device.type == "cuda":
-        logits = torch.mm(input, linear_weight.T, out_dtype=accumulate)  # cuBLAS hands over its float32 accumulator
-    else:
-        logits = (input @ linear_weight.T).to(accumulate)
-    if linear_bias is not None:
-        logits += linear_bias.to(accumulate)
-    if logit_scale != 1.0:
-        logits *= logit_scale
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
+    return activate(chunk_product(input, linear_weight), linear_bias, logit_scale, softcap)
 
 
 def logit_slope(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor | float:
@@ -114,19 +91,28 @@ def forward(
     num_classes = linear_weight.shape[0]
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     _, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
-    for rows in row_chunks("linear_cross_entropy_forward", input, linear_weight):
-        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
-        target_logit[rows] = torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)
-        if logit_sum:
-            sums[rows] = weighted_sum(logits, weight)
-        if argmax:
-            max_logit[rows], largest[rows] = logits.max(1)
-        if expected_logit:
-            expected[rows], lse[rows] = expectation(logits)
-        else:
-            lse[rows] = exponentiate_rows(logits)[0]
-        del logits  # before the next chunk is allocated
+    linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
+    in_block = product_is_rounded(input) + expected_logit
+    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block)
+    for chunk, product in chunk_products("linear_cross_entropy_forward", input, linear_weight, step):
+        for rows, block in row_blocks(input, chunk, product):
+            logits = activate(block, linear_bias, logit_scale, softcap)
+            target_logit[rows] = torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)
+            if logit_sum:
+                sums[rows] = weighted_sum(logits, weight)
+            if argmax:
+                max_logit[rows], largest[rows] = logits.max(1)
+            if expected_logit:
+                expected[rows], lse[rows] = expectation(logits)
+            else:
+                lse[rows] = exponentiate_rows(logits)[0]
+            del logits  # before the next block is allocated
     return outputs
+
+
+def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)
+    """Once, rather than in every block."""
+    return None if per_class is None else per_class.to(dtype)
 
 
 def weighted_sum(logits: Tensor, weight: Tensor | None) -> Tensor:
@@ -134,16 +120,22 @@ def weighted_sum(logits: Tensor, weight: Tensor | None) -> Tensor:
     return logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
 
 
-def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns z into exp(z - max) in place; returns lse (n,) and the row sums (n,)."""
-    row_max = logits.amax(1, keepdim=True)
+def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns z into exp(z - row_max) in place; returns lse, row_max and the row sums, (n,) each."""
+    row_max = finite_maximum(logits)
     row_sum = logits.sub_(row_max).exp_().sum(1)
-    return row_max.squeeze(1) + row_sum.log(), row_sum
+    row_max = row_max.squeeze(1)
+    return row_max + row_sum.log(), row_max, row_sum
+
+
+def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
+    """A bias of -inf may switch off all classes of a vocabulary shard: their exponentials are 0, not nan."""
+    return logits.amax(1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
 
 
 def expectation(logits: Tensor) -> tuple[Tensor, Tensor]:
     """sum_j p_ij z_ij and lse, (n,) each; overwrites z."""
-    row_max = logits.amax(1, keepdim=True)
+    row_max = finite_maximum(logits)
     shifted = at_least_finite(logits.sub_(row_max))
     exponentials = shifted.exp()
     row_sum = exponentials.sum(1)
@@ -154,50 +146,6 @@ def expectation(logits: Tensor) -> tuple[Tensor, Tensor]:
 def at_least_finite(log_p: Tensor) -> Tensor:
     """In place: p log p is 0, not 0 * -inf, where a bias of -inf switches a class off; exp(-10^4) is 0 in any dtype."""
     return log_p.clamp_(min=-1e4)
-
-
-class GradientAccumulator:
-    """Adds each chunk's G to the gradients that `output_mask` asks for."""
-
-    def __init__(
-        self,
-        input: Tensor,
-        linear_weight: Tensor,
-        grads: tuple[Tensor, Tensor, Tensor],
-        mask: list[bool],
-        rows: int | None = None,  # of a chunk, where they are not rows_per_chunk's
-    ) -> None:
-        self.input, self.linear_weight, self.mask = input, linear_weight, mask
-        self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
-        accumulate = meta.accumulation_dtype(input.dtype)
-        several = (rows or rows_per_chunk(input, linear_weight)) < input.shape[0]
-        exact = several and float32_sum_fits(self.grad_linear_weight.numel())
-        self.weight_sum = self.grad_linear_weight.zero_()
-        if exact and accumulate != input.dtype:
-            self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)
-        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate)
-
-    def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        """`input` stands in for self.input[rows] where some of those must not be read."""
-        input = self.input[rows] if input is None else input
-        if self.mask[2]:
-            self.bias_sum += grad_logits.sum(0)
-        rounded = grad_logits.to(self.input.dtype)
-        if self.mask[0]:
-            torch.mm(rounded, self.linear_weight, out=self.grad_input[rows])
-        if not self.mask[1]:
-            return
-        if self.weight_sum.dtype == self.input.dtype:
-            self.weight_sum.addmm_(rounded.T, input)
-        elif rounded.device.type == "cuda":
-            torch.addmm(self.weight_sum, rounded.T, input, out_dtype=self.weight_sum.dtype, out=self.weight_sum)
-        else:
-            self.weight_sum += rounded.T @ input
-
-    def finish(self) -> None:
-        if self.weight_sum is not self.grad_linear_weight:
-            self.grad_linear_weight.copy_(self.weight_sum)
-        self.grad_linear_bias.copy_(self.bias_sum)
 
 
 def backward(
@@ -233,36 +181,47 @@ def backward(
             (grad_expected_logit, valid),
         )
     )
-    # p and its factor are two matrices where the factor depends on the class, and the slope of a softcap a third
-    temporaries = 1 + (grad_expected_logit is not None)
-    chunk_rows = rows_per_chunk(input, linear_weight, temporaries)
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, chunk_rows)
-    for rows in row_chunks("linear_cross_entropy_backward", input, linear_weight, temporaries):
-        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(logits, logit_scale, softcap)
-        if grad_expected_logit is not None:
-            factor = grad_expected_logit[rows] * (1.0 + lse[rows] - expected_logit[rows])
-            if grad_lse is not None:
-                factor += grad_lse[rows]
-            log_p = at_least_finite(logits.sub_(lse[rows, None]))
-            grad_logits = log_p.exp()
-            grad_logits.mul_(log_p.mul_(grad_expected_logit[rows, None]).add_(factor[:, None]))
-            del log_p
-        elif grad_lse is None:
-            grad_logits = logits.zero_()
-        else:
-            grad_logits = logits.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None])
-        add_target_and_sum(
-            grad_logits,
-            column[rows],
-            None if grad_target_logit is None else grad_target_logit[rows],
-            None if grad_logit_sum is None else grad_logit_sum[rows],
-            weight,
-        )
-        gradients.add(rows, apply_slope(grad_logits, slope))
-        del logits, grad_logits, slope  # before the next chunk is allocated
+    linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
+    # p and its factor are two matrices where the factor depends on the class
+    in_block = product_is_rounded(input) + (grad_expected_logit is not None) + (softcap is not None)
+    step = rows_per_chunk(input, linear_weight.shape[0], matrices_in_block=in_block)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
+    for chunk, product in chunk_products("linear_cross_entropy_backward", input, linear_weight, step):
+        for rows, block in row_blocks(input, chunk, product):
+            logits = activate(block, linear_bias, logit_scale, softcap)
+            slope = logit_slope(logits, logit_scale, softcap)
+            if grad_expected_logit is not None:
+                factor = grad_expected_logit[rows] * (1.0 + lse[rows] - expected_logit[rows])
+                if grad_lse is not None:
+                    factor += grad_lse[rows]
+                log_p = at_least_finite(logits.sub_(lse[rows, None]))
+                p = log_p.exp()
+                grad_logits = log_p.mul_(grad_expected_logit[rows, None]).add_(factor[:, None]).mul_(p)
+                del p
+            elif grad_lse is None:
+                grad_logits = logits.zero_()
+            else:
+                grad_logits = logits.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None])
+            add_target_and_sum(
+                grad_logits,
+                column[rows],
+                None if grad_target_logit is None else grad_target_logit[rows],
+                None if grad_logit_sum is None else grad_logit_sum[rows],
+                weight,
+            )
+            apply_slope(grad_logits, slope)
+            gradients.add_to_bias(grad_logits)
+            write_over(block, grad_logits)
+            del logits, grad_logits, slope  # before the next block is allocated
+        gradients.add_products(chunk, product)
     gradients.finish()
     return grads
+
+
+def write_over(block: Tensor, grad_logits: Tensor) -> None:
+    """G, rounded, takes the place of its logits; in the accumulation dtype it was made there."""
+    if block.dtype != grad_logits.dtype:
+        block.copy_(grad_logits)
 
 
 def add_target_and_sum(
@@ -308,32 +267,38 @@ def with_grad(
     valid, _, column = target_columns(target, ignore_index, 0, num_classes)
     accumulate = meta.accumulation_dtype(input.dtype)
     scale = torch.where(valid, row_scale, 0.0).to(accumulate)
-    class_weight = None if weight is None else weight.to(accumulate)
+    linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
     target_weight = None if class_weight is None else class_weight[column.squeeze(1)]
     weight_sum = None if class_weight is None else class_weight.sum()
-    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask)
-    for rows in row_chunks("linear_cross_entropy_with_grad", input, linear_weight):
-        terms = loss_terms(
-            None if target_weight is None else target_weight[rows], weight_sum, num_classes, label_smoothing, z_loss
-        )
-        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(logits, logit_scale, softcap)
-        target_logit = logits.gather(1, column[rows]).squeeze(1)
-        logit_sum = weighted_sum(logits, class_weight) if label_smoothing else None
-        if argmax:
-            largest[rows] = logits.argmax(1)
-        lse, row_sum = exponentiate_rows(logits)
-        losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
-        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) / row_sum)[:, None])
-        add_target_and_sum(
-            grad_logits,
-            column[rows],
-            -terms.target_factor * scale[rows],
-            -terms.smoothing * scale[rows] if label_smoothing else None,
-            class_weight,
-        )
-        gradients.add(rows, apply_slope(grad_logits, slope))
-        del logits, grad_logits, slope  # before the next chunk is allocated
+    in_block = product_is_rounded(input) + (softcap is not None)
+    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block)
+    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
+    for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
+        for rows, block in row_blocks(input, chunk, product):
+            terms = loss_terms(
+                None if target_weight is None else target_weight[rows], weight_sum, num_classes, label_smoothing, z_loss
+            )
+            logits = activate(block, linear_bias, logit_scale, softcap)
+            slope = logit_slope(logits, logit_scale, softcap)
+            target_logit = logits.gather(1, column[rows]).squeeze(1)
+            logit_sum = weighted_sum(logits, class_weight) if label_smoothing else None
+            if argmax:
+                largest[rows] = logits.argmax(1)
+            lse, _, row_sum = exponentiate_rows(logits)
+            losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
+            grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) / row_sum)[:, None])
+            add_target_and_sum(
+                grad_logits,
+                column[rows],
+                -terms.target_factor * scale[rows],
+                -terms.smoothing * scale[rows] if label_smoothing else None,
+                class_weight,
+            )
+            apply_slope(grad_logits, slope)
+            gradients.add_to_bias(grad_logits)
+            write_over(block, grad_logits)
+            del logits, grad_logits, slope  # before the next block is allocated
+        gradients.add_products(chunk, product)
     gradients.finish()
     torch.sum(row_scale * losses, dim=0, out=loss)
     return loss, losses, *grads, largest

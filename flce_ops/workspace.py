@@ -10,7 +10,7 @@ from contextlib import contextmanager
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
 # Gradients of half operands are summed over chunks in float32 where that copy is small: at most half the workspace, or
-# this much. A larger one is summed in its own dtype, rounded once a chunk.
+# this much. A larger one is summed in its own dtype, rounded once a chunk. (On a CPU: flce_ops/gradients.py.)
 FLOAT32_SUM_BYTES = 32 << 20
 
 # What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
@@ -37,8 +37,10 @@ def set_workspace(nbytes: int) -> None:
     """Set the bytes of temporary memory that one operator call may use (default 512 MiB).
 
     Read when a kernel runs, in compiled graphs too, so no recompilation follows. At least 128 rows of logits are always
-    held, so a very small value is exceeded rather than refused. Where a (V, D) weight gradient in float32 takes at most
-    half of it or 32 MiB, half operands use one to sum over chunks; beyond, that gradient is rounded once a chunk.
+    held (64 where linear_cross_entropy runs in ATen), so a very small value is exceeded rather than refused. On a CPU a
+    chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
+    at most half of it or 32 MiB, half operands use one to sum over chunks, on a CPU over more than 8 of them; else that
+    gradient is rounded once a chunk.
 
     Raises:
         ValueError: `nbytes` is not a positive integer.

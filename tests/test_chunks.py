@@ -8,6 +8,7 @@ from inputs import make_inputs
 from reference_loss import error, run, run_reference
 
 import flce_ops
+from flce_ops.gradients import ROUNDED_CHUNKS_ON_CPU
 
 N, D, V = 640, 48, 509
 
@@ -21,6 +22,12 @@ def in_workspace(inputs, bytes, cotangent=None, **options):
 def recomputing_slack(dtype):
     """CUDA's recomputing path rounds the target's entry of dW, which the one-pass path keeps exact."""
     return 0.15 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
+
+
+def rounded_sums(dtype, device, chunks):
+    """A CPU rounds dW once a chunk up to 8 of them, each time by 0.2 eps of what is there: half of dW in the mean."""
+    rounded = device == "cpu" and dtype.itemsize == 2 and 1 < chunks <= ROUNDED_CHUNKS_ON_CPU
+    return 0.2 * torch.finfo(dtype).eps * (chunks / 2) ** 0.5 if rounded else 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -42,6 +49,7 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
             slack = 1.2e-6 if dtype == torch.float32 else 1e-12
             if device == "cuda" and name != "input":
                 slack += recomputing_slack(dtype)
+            slack += rounded_sums(dtype, device, path.chunks) if name == "linear_weight" else 0.0
             assert error(cut[name], exact[name]) <= 1.35 * error(whole[name], exact[name]) + slack, (name, path)
     assert max(counts) >= 4, f"not many chunks: {counts}"
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from collectives import RecordCollectives
 from inputs import Inputs, make_inputs
 from process_pool import run_in_world, worlds
-from reference_loss import error, run_reference
+from reference_loss import error, plain_loss, run_reference
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -232,28 +232,51 @@ def plain_arguments(device):
 
 
 @pytest.mark.parametrize("world", ANY)
-def test_padded_classes_behind_a_low_bias_do_not_change_the_loss(world):
-    run_in_world(world, padded_classes)
+@pytest.mark.parametrize("low", [-1e30, -torch.inf])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2, "logit_scale": 0.7}, {"reduction": "none"}], ids=str)
+def test_padded_classes_behind_a_low_bias_do_not_change_the_loss(world, options, low):
+    run_in_world(world, padded_classes, options, low)
 
 
-def padded_classes(device):
-    """The usual padding of V to a multiple of the ranks: here so much that the last rank holds nothing else."""
+def with_padding(inputs: Inputs, ranks: int, low: float) -> Inputs:
+    """V padded to a multiple of the ranks, as usual: here so much that the last rank holds nothing else."""
+    rows = -(-V // (ranks - 1)) * ranks if ranks > 2 else 2 * V
+    device = inputs.linear_weight.device
+    weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
+    bias = torch.cat([inputs.linear_bias.detach(), torch.full((rows - V,), low, device=device)])
+    return Inputs(inputs.input, weight.requires_grad_(), inputs.target, bias.requires_grad_())
+
+
+def padded_classes(device, options, low):
     size = dist.get_world_size()
     mesh = mesh_of(device, size)
-    inputs = batch(device, vocab=V)
-    exact = run_reference(inputs)
-    rows = -(-V // (size - 1)) * size if size > 2 else 2 * V
-    weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
-    bias = torch.zeros(rows, device=device)
-    bias[V:] = -1e30
-    padded = Inputs(inputs.input, weight.requires_grad_(), inputs.target, bias)
-    placed = place(padded, mesh, [R], [Shard(0)])
-    loss = flce_ops.linear_cross_entropy(*placed.args)
-    loss.backward()
+    inputs = batch(device, vocab=V, bias=True)
+    exact = run_reference(inputs, **options)
+    placed = place(with_padding(inputs, size, low), mesh, [R], [Shard(0)])
+    loss = flce_ops.linear_cross_entropy(*placed.args, **options)
+    loss.sum().backward()
     assert error(full(loss), exact["loss"]) < TOLERANCE
     assert error(full(placed.input.grad), exact["input"]) < TOLERANCE
-    assert error(full(placed.linear_weight.grad)[:V], exact["linear_weight"]) < TOLERANCE
-    assert not full(placed.linear_weight.grad)[V:].any()
+    for name in ("linear_weight", "linear_bias"):
+        found = full(placed.leaves[name].grad)
+        assert error(found[:V], exact[name]) < TOLERANCE and not found[V:].any(), name
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_rows_that_are_switched_off_on_every_rank_are_nan_as_in_torch(world):
+    run_in_world(world, nothing_but_padding)
+
+
+def nothing_but_padding(device):
+    inputs = batch(device, vocab=64, bias=True)
+    inputs.linear_bias.data.fill_(-torch.inf)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    for reduction in ("none", "mean"):
+        loss = flce_ops.linear_cross_entropy(*placed.args, reduction=reduction)
+        loss.sum().backward()
+        found, expected = full(loss), plain_loss(*inputs.args, reduction=reduction)
+        assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+        assert full(placed.input.grad).isnan().any()
 
 
 @pytest.mark.parametrize("world", ANY)
@@ -311,6 +334,22 @@ def second_derivatives(device):
     for leaf, expected in ((placed.input, inputs.input), (placed.linear_weight, inputs.linear_weight)):
         assert error(full(leaf.grad), expected.grad) < TOLERANCE
     assert error(full(found), exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_second_derivatives_beside_a_rank_of_padded_classes(world):
+    run_in_world(world, second_derivatives_with_padding)
+
+
+def second_derivatives_with_padding(device):
+    inputs = batch(device, dtype=torch.float64, bias=True)
+    placed = place(with_padding(inputs, 2, -torch.inf), mesh_of(device, 2), [R], [Shard(0)])
+    found = squared_gradient_norm(flce_ops.linear_cross_entropy(*placed.args), placed.input)
+    exact = squared_gradient_norm(flce_ops.linear_cross_entropy(*inputs.args), inputs.input)
+    assert error(full(found), exact) < TOLERANCE
+    for name in ("input", "linear_weight", "linear_bias"):
+        grad, expected = full(placed.leaves[name].grad), inputs.leaves[name].grad
+        assert error(grad[: len(expected)], expected) < TOLERANCE and not grad[len(expected) :].any(), name
 
 
 def squared_gradient_norm(loss: Tensor, input: Tensor) -> Tensor:

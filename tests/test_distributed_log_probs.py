@@ -188,7 +188,7 @@ def padded_classes(device):
     size = dist.get_world_size()
     inputs = batch(device)
     rows = -(-V // (size - 1)) * size if size > 2 else 2 * V
-    for low in (-1e30, -1e4):
+    for low in (-1e30, -1e4, -torch.inf):
         weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
         bias = torch.zeros(rows, device=device)
         bias[V:] = low

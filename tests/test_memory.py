@@ -96,6 +96,35 @@ def test_without_gradients_nothing_but_a_chunk_is_held(device):
         assert peak_of(flce_ops.linear_cross_entropy, inputs) <= WORKSPACE + SMALL_CHANGE
 
 
+EVERY_TERM = {"softcap": 5.0, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, EVERY_TERM], ids=["plain", "every term"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_on_a_cpu_only_the_products_of_a_chunk_exist_whole(reduction, options, dtype):
+    """The softmax of half operands runs in float32 over blocks that stay in the cache."""
+    inputs = make_inputs((1500, 8, 16003), dtype=dtype, bias=True)
+    temporary = peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options) - results(inputs)
+    chunk = flce_ops.last_path().rows_per_chunk * 16003 * dtype.itemsize
+    assert 15 * MiB < chunk <= 16 * MiB
+    assert temporary <= chunk + 4 * 2 * MiB, f"{(temporary - chunk) / MiB:.1f} MiB beside the products"
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096], ids="{} tokens".format)
+def test_on_a_cpu_the_weight_gradient_is_summed_in_float32_over_more_than_eight_chunks(tokens):
+    """Up to eight, rounding the sum costs less than rounding the logits did. The copy is made class by class."""
+    hidden, vocab = 512, 4003
+    inputs = make_inputs((tokens, hidden, vocab), dtype=torch.bfloat16)
+    with flce_ops.workspace(WORKSPACE):
+        temporary = peak_of(flce_ops.linear_cross_entropy, inputs) - results(inputs)
+    path = flce_ops.last_path()
+    assert (path.chunks > 8) == (tokens == 4096), path
+    expected = path.rows_per_chunk * vocab * 2 + 4 * vocab * hidden * (tokens == 4096)
+    # slices of 2 MiB and their float32 copies, where the whole product would take 12 MiB with its own
+    assert expected <= temporary <= expected + 8 * MiB, f"{(temporary - expected) / MiB:.1f} MiB"
+
+
 def test_the_measure_sees_the_logits_of_plain_torch(device):
     """Guards the guard: the same measurement of F.cross_entropy(F.linear(...)) finds two copies of the logits."""
     inputs = make_inputs((N, D, V), device=device)

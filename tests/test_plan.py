@@ -129,10 +129,11 @@ def test_temporaries_of_a_vocabulary_shard_are_what_its_launcher_allocates(launc
     assert flce_ops.last_path().rows_per_chunk == planned.rows
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape):
+def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape, dtype):
     monkeypatch.setattr(reference, "check_target_range", lambda *args: None)
-    head = Head(*shape, torch.float32)
+    head = Head(*shape, dtype)
     row_scale = torch.empty(head.tokens, device="meta")
     planned = cuts.one_pass(head)
     allocated = temporaries_of(reference.with_grad, head, *operands(head), row_scale, **BOTH)
@@ -158,6 +159,7 @@ def test_peak_of_the_dense_pair_is_what_a_cpu_step_of_it_takes(dtype):
 PROVIDERS = {
     "ours": (cuts.one_pass, 512),
     "ours_compiled": (cuts.one_pass, 512),
+    "ours_2GiB": (cuts.one_pass, 2048),
     "ours_128MiB": (cuts.one_pass, 128),
     "ours_64MiB": (cuts.one_pass, 64),
     "ours_recompute": (cuts.two_passes, 512),

@@ -1,4 +1,4 @@
-"""flce_ops: eager, compiled, with a small workspace, and with the two-pass backward that recomputes the logits."""
+"""flce_ops: eager, compiled, with other workspaces, and with the two-pass backward that recomputes the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..modes import Mode, Step, step_of
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
-WORKSPACE_MIB = {"ours_128MiB": 128, "ours_64MiB": 64}
+WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
 def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -36,10 +36,12 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             raise Unavailable("the same as ours in this mode")
         return step_of(_recompute_loss, problem, mode)
 
+    if name == "ours_6MiB" and problem.input.is_cuda:
+        raise Unavailable("for processors: a GPU's smallest chunk exceeds it")
     plain = step_of(loss, problem, mode)
 
-    def step_in_small_workspace() -> Tensor:
+    def step_in_workspace() -> Tensor:
         with flce_ops.workspace(WORKSPACE_MIB[name] * 2**20):
             return plain()
 
-    return step_in_small_workspace
+    return step_in_workspace

@@ -19,21 +19,20 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flce_ops import meta
 from flce_ops.autograd import multiply_by_upstream
+from flce_ops.chunks import product_is_rounded, row_chunks, rows_per_chunk
 from flce_ops.compile_cache import keyed
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import argmax_of_shards, vocab_parallel_losses
 from flce_ops.flops import with_grad_flops
 from flce_ops.functional import gradients_in_the_same_pass
+from flce_ops.gradients import GradientAccumulator
 from flce_ops.loss import LossTerms, class_weight_of, loss_terms
-from flce_ops.path import Path, record_path
 from flce_ops.reference import (
-    GradientAccumulator,
     add_target_and_sum,
     apply_slope,
     chunk_logits,
     exponentiate_rows,
     logit_slope,
-    rows_per_chunk,
     target_columns,
     weighted_sum,
 )
@@ -203,11 +202,10 @@ def aten_kernel(
     scale = torch.where(valid, row_scale, 0.0).to(accumulate)
     exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, accumulate)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(accumulate)
-    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask)
-    step = rows_per_chunk(input, torch.empty(shard_rows(vocab_size, ranks), 0, device="meta"))
-    record_path(Path(NAME, "aten", f"{input.device.type} tensors in {input.dtype}", step, -(-input.shape[0] // step)))
-    for start in range(0, input.shape[0], step):
-        rows = slice(start, min(start + step, input.shape[0]))
+    matrices = product_is_rounded(input) + (softcap is not None)
+    step = rows_per_chunk(input, shard_rows(vocab_size, ranks), matrices=matrices)
+    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
+    for rows in row_chunks(NAME, input, step):
         logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
         slope = logit_slope(logits, logit_scale, softcap)
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
@@ -217,14 +215,14 @@ def aten_kernel(
         if argmax:
             max_logit, own_column = logits.max(1)
             own_largest = (max_logit, own_column + vocab_start)
-        own_lse, row_sum = exponentiate_rows(logits)
+        own_lse, row_max, _ = exponentiate_rows(logits)
         lse, target_logit, logit_sum, column_of_largest = exchange.whole_rows([own_lse, *per_shard], own_largest)
         if argmax:
             largest[rows] = column_of_largest
         terms = exchange.terms(rows)
         losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
-        share = torch.exp(own_lse - lse) / row_sum  # E = exp(z - max) becomes exp(z - lse)
-        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) * share)[:, None])
+        # E = exp(z - row_max) becomes exp(z - lse)
+        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) * torch.exp(row_max - lse))[:, None])
         add_target_and_sum(
             grad_logits,
             column[rows],
@@ -233,6 +231,7 @@ def aten_kernel(
             own_weight,
         )
         gradients.add(rows, apply_slope(grad_logits, slope))
+        del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
     torch.sum(row_scale * losses, dim=0, out=loss)
     return loss, losses, *grads, largest

@@ -120,7 +120,8 @@ def launch_vocab_parallel_with_grad(
             slope = terms.d_lse(lse) + torch.zeros_like(lse)
             # c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)
             slope = torch.where(slope.abs() > 1e-20, slope, 1e-20)
-            exponent = (lse / LN2 - reference).clamp(max=LARGEST_EXPONENT)
+            # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
+            exponent = torch.where(row_sum > 0, lse / LN2 - reference, 0.0 * lse).clamp(max=LARGEST_EXPONENT)
             entry = at_target - terms.target_factor / slope * torch.exp2(exponent)
             if softcap is not None:
                 entry = entry * (1.0 - (own_logit[rows] * LN2 / softcap).square())

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from flce_ops import meta
+from flce_ops.autograd import finite_in_empty_rows
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
 from flce_ops.loss import loss_terms_of
@@ -107,7 +108,7 @@ def vocab_parallel_rows(
         )
         per_shard = [lse, target_logit]
         per_shard += [sums] if logit_sum else []
-        per_shard += [expected] if expected_logit else []
+        per_shard += [finite_in_empty_rows(expected, lse)] if expected_logit else []
         per_shard += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
         per_shard = torch.stack(per_shard)
     gathered = gather_shards(layout, per_shard)

@@ -20,19 +20,18 @@ from flce_ops.divergence import meta
 from flce_ops.divergence.columns import columns_of, shift_rows
 from flce_ops.divergence.operands import Operands, Options
 from flce_ops.divergence.rows import MATRICES, divergence_and_gradient
+from flce_ops.gradients import GradientAccumulator
 from flce_ops.meta import accumulation_dtype
 from flce_ops.path import Path, record_path
-from flce_ops.reference import (
-    CPU_CHUNK_BYTES,
-    ROWS_AT_LEAST,
-    GradientAccumulator,
-    apply_slope,
-    chunk_logits,
-    logit_slope,
-)
+from flce_ops.reference import apply_slope, chunk_logits, logit_slope
 from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
+
+# On a CPU chunks beyond the cache only slow the elementwise passes down.
+CPU_CHUNK_BYTES = 32 << 20
+# Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
+ROWS_AT_LEAST = 128
 
 
 def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flce_ops import reference
+from flce_ops.chunks import rows_per_chunk
 from flce_ops.distributed.one_pass import shard_rows
+from flce_ops.gradients import sums_in_float32
 from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -79,12 +80,14 @@ def one_pass_triton(head: Head) -> Cut:
     from flce_ops.triton.cut import cut_tokens
 
     cut = cut_tokens(*head.meta_tensors(), [True, True, False])
-    if cut.lead is None:
-        return two_passes_triton(head) if cut.recompute else chunks_of(head, cut.chunks, VECTOR_BYTES)
     lead, size = cut.lead, head.dtype.itemsize
+    if lead is None and cut.recompute:
+        return two_passes_triton(head)
+    if lead is None:
+        return chunks_of(head, cut.chunks, cut.product_bytes, VECTOR_BYTES)
     tokens = head.tokens - lead.rows
     rest = Head(tokens, head.hidden, head.vocab, head.dtype)
-    after = two_passes_triton(rest) if cut.recompute else chunks_of(rest, cut.chunks, VECTOR_BYTES)
+    after = two_passes_triton(rest) if cut.recompute else chunks_of(rest, cut.chunks, cut.product_bytes, VECTOR_BYTES)
     first = lead.workspace_numbers * size + lead.rows * head.hidden * size * lead.scaled_apart
     count = 1 if cut.recompute else len(cut.chunks)  # additions to what the lead chunk left
     return Cut(
@@ -99,24 +102,28 @@ def one_pass_triton(head: Head) -> Cut:
 
 
 def vocabulary_parallel_triton(shard: Head) -> Cut:
-    from flce_ops.triton.chunks import rows_that_fit, slices
+    from flce_ops.triton.chunks import product_bytes, rows_that_fit, slices
 
-    elements = shard.vocab * shard.hidden
-    reserved = 4 * elements * float32_sum_fits(elements)
-    chunks = slices(shard.tokens, rows_that_fit(shard.tokens, shard.vocab, shard.dtype.itemsize, reserved))
-    return chunks_of(shard, chunks, 2 * VECTOR_BYTES)
+    elements, size = shard.vocab * shard.hidden, shard.dtype.itemsize
+    fitting = rows_that_fit(shard.tokens, shard.vocab, size, 4 * elements * float32_sum_fits(elements))
+    chunks = slices(shard.tokens, fitting)
+    room = product_bytes(fitting, chunks[0].stop, shard.vocab, size)
+    return chunks_of(shard, chunks, room, 2 * VECTOR_BYTES)
 
 
-def chunks_of(head: Head, chunks: list[slice], vector_bytes: int) -> Cut:
-    from flce_ops.triton.chunks import padded, small_bytes
+def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int) -> Cut:
+    from flce_ops.triton.chunks import padded
     from flce_ops.triton.grad_input import product_blocks
 
     size, elements = head.dtype.itemsize, head.vocab * head.hidden
     exact, several = float32_sum_fits(elements), len(chunks) > 1
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    blocks = product_blocks(max(rows, 1), head.hidden, small_bytes() // 4)
-    blocks = ((r.stop - r.start) * (c.stop - c.start) for r, c in blocks)
-    small = max(4 * max(blocks), PARTIAL_BYTES * vocabulary_tiles(head) * rows)
+    small = PARTIAL_BYTES * vocabulary_tiles(head) * rows
+    for chunk in chunks:
+        later = (chunks[-1].stop - chunk.stop) * head.hidden * size // 4  # numbers that rows of grad_input hold
+        for block, columns in product_blocks(chunk.stop - chunk.start, head.hidden, max(later, product_bytes // 4)):
+            numbers = (block.stop - block.start) * (columns.stop - columns.start)
+            small = max(small, 4 * numbers * (numbers > later))
     return Cut(
         "triton",
         temporaries=rows * padded(head.vocab, size) * size
@@ -163,17 +170,16 @@ def two_passes_aten(head: Head) -> Cut:
 
 def aten(head: Head, passes: int, bytes_per_logit: int) -> Cut:
     input, linear_weight = head.meta_tensors()
-    rows = reference.rows_per_chunk(input, linear_weight)
-    size, elements = head.dtype.itemsize, head.vocab * head.hidden
-    several = rows < head.tokens
-    exact = size < 4 and several and float32_sum_fits(elements)
+    rows = rows_per_chunk(input, head.vocab)
+    size, elements, chunks = head.dtype.itemsize, head.vocab * head.hidden, -(-head.tokens // rows)
+    exact = sums_in_float32(input, elements, chunks)
     rounded = size if size < 4 else 0
     return Cut(
         "aten",
         temporaries=rows * head.vocab * (4 + rounded) + 4 * elements * exact + 2 * VECTOR_BYTES * head.tokens,
         passes=passes,
         rows=rows,
-        addition_bytes=several * -(-head.tokens // rows) * elements * (8 if exact else 2 * size),
+        addition_bytes=(chunks > 1) * chunks * elements * (8 if exact else 2 * size),
         bytes_per_logit=bytes_per_logit + (6 if rounded else 0),
     )
 
