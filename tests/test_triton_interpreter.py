@@ -174,6 +174,23 @@ def test_rows_far_above_their_reference_are_rescued(case):
         assert error(ours[keep], exact[keep]) <= max(1.5 * error(theirs[keep], exact[keep]) + 1e-6, rounding)
 
 
+@pytest.mark.parametrize("expected_logit", [False, True])
+def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient(expected_logit):
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    bias = torch.full((RAGGED[2],), float("-inf"))
+    shard = {"vocab_start": RAGGED[2]}  # every target lies before it
+    _, lse, *_ = launch_forward(
+        x, w, target, bias, vocab_size=2 * RAGGED[2], expected_logit=expected_logit, **shard
+    )
+    assert torch.equal(lse, torch.full_like(lse, float("-inf")))
+    zero = torch.zeros_like(lse)  # what flce_ops/autograd.py hands over for lse, and its cotangents
+    expectations = {"grad_expected_logit": zero, "expected_logit": zero} if expected_logit else {}
+    grads = launch_backward(
+        zero, zero, None, x, w, target, bias, None, zero, output_mask=[True, True, True], **shard, **expectations
+    )
+    assert not any(grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
 def test_the_upstream_factor_scales_in_place(factor):
     grad = torch.randn(9001)

@@ -86,7 +86,9 @@ def combine_kernel(
         running_max = new_max
     row_sum = tl.load(row_sum_ptr + rows, mask=rows < n, other=0.0)
     rescued = (end > 0) & ((row_sum > LIMIT) | (row_sum != row_sum))
-    tl.store(reference_ptr + rows, running_max + tl.log2(running_sum), mask=(rows < n) & rescued)
+    # a row whose classes are all at -inf: any finite reference makes its exponentials 0
+    lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
+    tl.store(reference_ptr + rows, lse2, mask=(rows < n) & rescued)
 
 
 class RowSums(NamedTuple):
