@@ -24,8 +24,9 @@ from flce_ops.workspace import matrix_bytes
 # 128, 0.69 with 64, 0.89 with 32 (bfloat16, two cores; 1.21, 1.37, 1.72 and 2.4 s in float32).
 CPU_CHUNK_BYTES = 16 << 20
 CPU_ROWS = 128
-# However small the workspace is.
-ROWS_AT_LEAST = 64
+# However small the workspace is. (Of fewer rows cuBLAS splits the sums of a product, and adds them up in half.)
+ROWS_AT_LEAST = 128
+CPU_ROWS_AT_LEAST = 64
 
 # One matrix of a block takes this part of the workspace, and no more than these bytes of a CPU's cache: a step takes
 # the same time with 1 to 8 MiB.
@@ -64,9 +65,11 @@ def rows_per_chunk(input: Tensor, num_classes: int, *, matrices: int = 0, matric
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
     rows = (matrix_bytes(input.shape[0]) - matrices_in_block * block_bytes(input)) // row_bytes
+    least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
-    return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
+        least = CPU_ROWS_AT_LEAST
+    return max(1, min(max(rows, least), input.shape[0]))
 
 
 def row_chunks(op: str, input: Tensor, rows: int) -> Iterator[slice]:

@@ -37,7 +37,7 @@ def set_workspace(nbytes: int) -> None:
     """Set the bytes of temporary memory that one operator call may use (default 512 MiB).
 
     Read when a kernel runs, in compiled graphs too, so no recompilation follows. At least 128 rows of logits are always
-    held (64 where linear_cross_entropy runs in ATen), so a very small value is exceeded rather than refused. On a CPU a
+    held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than refused. On a CPU a
     chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
     at most half of it or 32 MiB, half operands use one to sum over chunks, on a CPU over more than 8 of them; else that
     gradient is rounded once a chunk.
