@@ -206,12 +206,13 @@ def test_time_of_per_token_losses_is_that_measured_on_an_h200():
 
 
 def test_the_eager_pair_never_ran_faster_than_planned():
-    """Its bytes are counted once each. (No row of it is committed as long as this checks nothing.)"""
+    """Its bytes are counted once each: a lower bound, and no far one."""
     device = device_of("h200", torch.bfloat16, 1)
-    for row in measured("fwd_bwd.csv", "fwd_bwd"):
-        if row["provider"] == "torch_eager":
-            head, cut = planned_for(row, cuts.dense_eager, 512)
-            assert 1e3 * seconds(head, cut, device) <= 1.05 * float(row["ms"]), row
+    rows = [row for row in measured("fwd_bwd.csv", "fwd_bwd") if row["provider"] == "torch_eager"]
+    assert len(rows) >= 7
+    for row in rows:
+        head, cut = planned_for(row, cuts.dense_eager, 512)
+        assert 0.8 <= 1e3 * seconds(head, cut, device) / float(row["ms"]) <= 1.05, row
 
 
 def test_a_sharded_vocabulary_takes_the_time_and_memory_measured_on_two_and_four_h200s():
