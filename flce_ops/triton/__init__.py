@@ -7,8 +7,10 @@
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, tiles.py          the GEMM and its epilogues; tile shapes
         reference_logit.py, finish_rows.py    per row, before and after the GEMM
-        finish_product.py                     float32 E @ linear_weight to grad_input
+        grad_input.py                         E @ linear_weight in float32 blocks, and where they wait
+            finish_product.py                 a block to grad_input
         smoothing.py, columns.py              rank-1 terms, column sums
+        scale_rows.py                         c input
         set_entries.py                        the target's entry of a gradient
     upstream.py                               the scalar that arrives in backward
 
