@@ -56,15 +56,18 @@ def block_bytes(input: Tensor) -> int:
     return min(share, CPU_BLOCK_BYTES) if input.device.type == "cpu" else share
 
 
-def rows_per_chunk(input: Tensor, num_classes: int, *, matrices: int = 0, matrices_in_block: int = 0) -> int:
+def rows_per_chunk(
+    input: Tensor, num_classes: int, *, matrices: int = 0, matrices_in_block: int = 0, reserved: int = 0
+) -> int:
     """Rows whose product, with G's rounded copy where it needs one, fits the workspace.
 
-    `matrices` of n rows and `matrices_in_block` of a block's exist beside it, in the accumulation dtype.
+    `matrices` of n rows and `matrices_in_block` of a block's exist beside it, in the accumulation dtype, and `reserved`
+    bytes.
     """
     accumulate, product = meta.accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
-    rows = (matrix_bytes(input.shape[0]) - matrices_in_block * block_bytes(input)) // row_bytes
+    rows = (matrix_bytes(input.shape[0]) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))

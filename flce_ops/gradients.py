@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.chunks import product_is_rounded
+from flce_ops.chunks import product_is_rounded, rows_per_chunk
 from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -21,6 +21,15 @@ def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
     """Whether the `elements` of grad_linear_weight are summed over chunks in float32 for input's half dtype."""
     rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
     return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
+
+
+def rows_beside_gradients(input: Tensor, num_classes: int, want_weight: bool, **matrices: int) -> int:
+    """Rows of a chunk that fit the workspace with the float32 sum of grad_linear_weight, where there is one."""
+    rows = rows_per_chunk(input, num_classes, **matrices)
+    elements = num_classes * input.shape[1] * want_weight
+    if not sums_in_float32(input, elements, -(-input.shape[0] // rows)):
+        return rows
+    return rows_per_chunk(input, num_classes, reserved=4 * elements + PRODUCT_BYTES, **matrices)
 
 
 class GradientAccumulator:

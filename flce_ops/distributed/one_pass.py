@@ -19,13 +19,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flce_ops import meta
 from flce_ops.autograd import multiply_by_upstream
-from flce_ops.chunks import product_is_rounded, row_chunks, rows_per_chunk
+from flce_ops.chunks import product_is_rounded, row_chunks
 from flce_ops.compile_cache import keyed
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import argmax_of_shards, vocab_parallel_losses
 from flce_ops.flops import with_grad_flops
 from flce_ops.functional import gradients_in_the_same_pass
-from flce_ops.gradients import GradientAccumulator
+from flce_ops.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.loss import LossTerms, class_weight_of, loss_terms
 from flce_ops.reference import (
     add_target_and_sum,
@@ -203,7 +203,7 @@ def aten_kernel(
     exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, accumulate)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(accumulate)
     matrices = product_is_rounded(input) + (softcap is not None)
-    step = rows_per_chunk(input, shard_rows(vocab_size, ranks), matrices=matrices)
+    step = rows_beside_gradients(input, shard_rows(vocab_size, ranks), output_mask[1], matrices=matrices)
     gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
     for rows in row_chunks(NAME, input, step):
         logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flce_ops.chunks import rows_per_chunk
 from flce_ops.distributed.one_pass import shard_rows
-from flce_ops.gradients import sums_in_float32
+from flce_ops.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -170,7 +169,7 @@ def two_passes_aten(head: Head) -> Cut:
 
 def aten(head: Head, passes: int, bytes_per_logit: int) -> Cut:
     input, linear_weight = head.meta_tensors()
-    rows = rows_per_chunk(input, head.vocab)
+    rows = rows_beside_gradients(input, head.vocab, True)
     size, elements, chunks = head.dtype.itemsize, head.vocab * head.hidden, -(-head.tokens // rows)
     exact = sums_in_float32(input, elements, chunks)
     rounded = size if size < 4 else 0
