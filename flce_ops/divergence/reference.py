@@ -11,18 +11,16 @@ All (n, V) matrices live in the accumulation dtype (float32 for half operands); 
 of ignored tokens are replaced by zeros before anything reads them, so whatever they hold, nan included, stays out.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from flce_ops.chunks import row_chunks
 from flce_ops.divergence import meta
 from flce_ops.divergence.columns import columns_of, shift_rows
 from flce_ops.divergence.operands import Operands, Options
 from flce_ops.divergence.rows import MATRICES, divergence_and_gradient
 from flce_ops.gradients import GradientAccumulator
 from flce_ops.meta import accumulation_dtype
-from flce_ops.path import Path, record_path
 from flce_ops.reference import apply_slope, chunk_logits, logit_slope
 from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
@@ -53,13 +51,6 @@ def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) 
     if input.device.type == "cpu":
         rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
     return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
-
-
-def row_chunks(op: str, input: Tensor, rows: int) -> Iterator[slice]:
-    total = input.shape[0]
-    record_path(Path(op, "aten", f"{input.device.type} tensors in {input.dtype}", rows, -(-total // rows)))
-    for start in range(0, total, rows):
-        yield slice(start, min(start + rows, total))
 
 
 def kept_rows(tensor: Tensor, rows: slice, valid: Tensor | None, fill: float = 0.0) -> Tensor:
