@@ -21,8 +21,8 @@ def scale_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = cols < C
-    value = tl.load(matrix_ptr + row * stride_matrix_n + cols * stride_matrix_c, mask=mask, other=0.0).to(tl.float32)
-    value *= tl.load(factor_ptr + row)
+    places = row * stride_matrix_n + cols.to(tl.int64) * stride_matrix_c
+    value = tl.load(matrix_ptr + places, mask=mask, other=0.0).to(tl.float32) * tl.load(factor_ptr + row)
     tl.store(out_ptr + row * stride_out_n + cols, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
