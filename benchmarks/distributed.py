@@ -20,11 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import random
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +35,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import flce_ops
 from benchmarks.llama import Llama, LlamaSize, fully_sharded
-from benchmarks.report import REPOSITORY, Environment, Report, environment, say
+from benchmarks.ranks import Clock, process_group
+from benchmarks.report import REPOSITORY, Environment, KeepingReport, environment, say
 from benchmarks.shapes import Shape, parse_shapes
-
-# NVLink multicast, which NCCL turns on where it can, needs the whole fabric of the host to itself.
-WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 VOCABULARY_SHAPES = (Shape(16384, 4096, 128256), Shape(16384, 8192, 256000))
 LLAMA = LlamaSize(dim=2048, depth=8, heads=16, hidden=5632, vocab=128256, context=4096, sequences=2)
@@ -95,48 +89,6 @@ class WeakScalingRow:
     peak_MiB: float | None = None
     loss: float | None = None
     reason: str = ""
-
-
-class Clock:
-    """Steps timed against each other: back to back for a while, in a new order every round; the slowest rank counts."""
-
-    def __init__(self, device: torch.device, *, rounds: int, ms: float) -> None:
-        self.device, self.rounds, self.ms = device, rounds, ms
-        self.shuffle = random.Random(0)  # the same order on every rank: the steps hold collectives
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def seconds(self, step: Callable[[], object], calls: int) -> float:
-        """Per call, of the slowest rank."""
-        dist.barrier()
-        self.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            step()
-        self.synchronize()
-        return self.largest((time.perf_counter() - started) / calls)
-
-    def largest(self, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.item()
-
-    def time(self, steps: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float]]:
-        """Median milliseconds and spread of every step."""
-        order, kept = list(steps), {name: [] for name in steps}
-        calls = {}
-        for name in order:
-            self.seconds(steps[name], 1)
-            calls[name] = max(2, min(1000, round(self.ms / max(1e3 * self.seconds(steps[name], 2), 1e-3))))
-        for _ in range(self.rounds):
-            self.shuffle.shuffle(order)
-            for name in order:
-                self.seconds(steps[name], max(1, calls[name] // 3))  # heats the card up
-                kept[name].append(1e3 * self.seconds(steps[name], calls[name]))
-        middles = {name: statistics.median(times) for name, times in kept.items()}
-        return {name: (middles[name], (max(times) - min(times)) / middles[name]) for name, times in kept.items()}
 
 
 # ---------------------------------------------------------------- part 1: the vocabulary-parallel step
@@ -343,14 +295,6 @@ def weak_scaling_row(
 # ---------------------------------------------------------------- the run
 
 
-class KeepingReport(Report):
-    """A CSV from which rows of earlier runs are kept, but for those that this run replaces."""
-
-    def __init__(self, path: Path, **replaced: object) -> None:
-        super().__init__(path, resume=True)
-        self.rows = [row for row in self.rows if any(row[name] != str(value) for name, value in replaced.items())]
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--parts", default="vocabulary,weak_scaling")
@@ -366,20 +310,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    for name, value in {**alone, **WITHOUT_MULTICAST}.items():
-        os.environ.setdefault(name, value)
-    cuda = torch.cuda.is_available() and not options.toy
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    try:
+    with process_group(options.toy) as device:
         run(options, device)
-    finally:
-        dist.destroy_process_group()
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:

@@ -114,6 +114,14 @@ class Report:
         partial.replace(self.path)
 
 
+class KeepingReport(Report):
+    """A CSV from which rows of earlier runs are kept, but for those that this run replaces."""
+
+    def __init__(self, path: Path, **replaced: object) -> None:
+        super().__init__(path, resume=True)
+        self.rows = [row for row in self.rows if any(row[name] != str(value) for name, value in replaced.items())]
+
+
 def _text(value: object) -> str:
     if value is None:
         return ""

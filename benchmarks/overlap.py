@@ -1,0 +1,168 @@
+"""Does communication hide behind GEMMs? A vocabulary-parallel step in bare GEMMs, its sum over ranks in several places.
+
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.overlap
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.overlap --toy            # gloo on a CPU: seconds
+
+A step takes its tokens in as many chunks as the workspace makes, each of them three GEMMs: logits, d weight (added to
+that of the chunks before) and d input. The variants (overlap.csv) differ in when d input is summed over ranks:
+
+    no_sum            never: what hides the sum can be no faster
+    after             an all_reduce behind the last GEMM, as in the operator
+    beside_chunk      an all_reduce per chunk, beside the next chunk's GEMMs; the last one alone
+    beside_all        the same, and the last one beside the last chunk's d weight
+    scatter_after     a reduce_scatter behind the last GEMM, as in the operator under sequence parallelism
+    scatter_beside    the same beside the last chunk's d weight
+
+D hidden, N tokens, V vocabulary, v of them on this rank, n rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flce_ops
+from benchmarks.distributed import TOY_SHAPES, VOCABULARY_SHAPES
+from benchmarks.ranks import Clock, process_group
+from benchmarks.report import REPOSITORY, KeepingReport, environment, say
+from benchmarks.shapes import Shape, parse_shapes
+
+TOY_CHUNKS = 2
+
+
+@dataclass
+class OverlapRow:
+    gpu: str
+    torch: str
+    triton: str
+    commit: str
+    ranks: int
+    N: int
+    D: int
+    V: int
+    dtype: str
+    chunks: int
+    variant: str
+    ms: float
+    spread: float  # (slowest - fastest round) / median
+    x_after: float  # over the variant that sums in the same way behind the last GEMM
+    sum_ms: float  # of that sum by itself
+
+
+class OverlapStep:
+    def __init__(self, shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        N, D, V = shape
+        own = -(-V // dist.get_world_size())
+        self.input = torch.randn(N, D, device=device).to(dtype)
+        self.weight = torch.randn(own, D, device=device).mul_(D**-0.5).to(dtype)
+        self.logits = torch.empty(rows, own, dtype=dtype, device=device)
+        self.grad_input = torch.empty_like(self.input)
+        self.grad_weight = torch.empty_like(self.weight)
+        self.own_grad_input = self.input.new_empty(N // dist.get_world_size(), D)
+        self.chunks = [slice(first, min(first + rows, N)) for first in range(0, N, rows)]
+
+    def variants(self) -> dict[str, Callable[[], object]]:
+        return {
+            "no_sum": lambda: self.run(),
+            "after": lambda: self.all_reduce(self.run()).wait(),
+            "beside_chunk": lambda: self.run(each=self.all_reduce),
+            "beside_all": lambda: self.run(each=self.all_reduce, weight_last=True),
+            "scatter_after": lambda: self.reduce_scatter(self.run()).wait(),
+            "scatter_beside": lambda: self.run(whole=self.reduce_scatter, weight_last=True),
+        }
+
+    def all_reduce(self, part: Tensor) -> dist.Work:
+        return dist.all_reduce(part, async_op=True)
+
+    def reduce_scatter(self, whole: Tensor) -> dist.Work:
+        return dist.reduce_scatter_tensor(self.own_grad_input, whole, async_op=True)
+
+    def run(
+        self,
+        *,
+        each: Callable[[Tensor], dist.Work] | None = None,
+        whole: Callable[[Tensor], dist.Work] | None = None,
+        weight_last: bool = False,
+    ) -> Tensor:  # (N, D)
+        """`each` takes the rows of every chunk when they are made, `whole` all of them before the last GEMM."""
+        under_way = []
+        for rows in self.chunks:
+            last = rows.stop == self.input.shape[0]
+            logits = self.logits[: rows.stop - rows.start]  # (n, v)
+            torch.mm(self.input[rows], self.weight.T, out=logits)
+            if not (last and weight_last):
+                self.add_grad_weight(logits, rows)
+            torch.mm(logits, self.weight, out=self.grad_input[rows])
+            if each is not None:
+                under_way.append(each(self.grad_input[rows]))
+            if last and whole is not None:
+                under_way.append(whole(self.grad_input))
+            if last and weight_last:
+                self.add_grad_weight(logits, rows)
+        for work in under_way:
+            work.wait()
+        return self.grad_input
+
+    def add_grad_weight(self, logits: Tensor, rows: slice) -> None:
+        beta = 0 if rows.start == 0 else 1
+        torch.addmm(self.grad_weight, logits.T, self.input[rows], beta=beta, out=self.grad_weight)
+
+
+def overlap_rows(shape: Shape, clock: Clock, dtype: torch.dtype, setting: dict, toy: bool) -> list[OverlapRow]:
+    N, _, V = shape
+    ranks = dist.get_world_size()
+    fitting = flce_ops.get_workspace() // (dtype.itemsize * -(-V // ranks))
+    chunks = TOY_CHUNKS if toy else -(-N // min(N, fitting))
+    step = OverlapStep(shape, -(-N // chunks), dtype, clock.device)
+    alone = {
+        "after": lambda: step.all_reduce(step.grad_input).wait(),
+        "scatter_after": lambda: step.reduce_scatter(step.grad_input).wait(),
+    }
+    sums = clock.time(alone)
+    timed = clock.time(step.variants())
+    rows = []
+    for variant, (ms, spread) in timed.items():
+        reference = "scatter_after" if variant.startswith("scatter") else "after"
+        of_sum = {"x_after": ms / timed[reference][0], "sum_ms": sums[reference][0]}
+        rows.append(OverlapRow(**setting, chunks=chunks, variant=variant, ms=ms, spread=spread, **of_sum))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", help="NxDxV,...; the ranks divide N")
+    parser.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ms", type=float, default=300.0, help="of steady work a round and variant")
+    parser.add_argument("--out", type=Path, help="directory of the CSV file")
+    parser.add_argument("--commit")
+    options = parser.parse_args(argv)
+    with process_group(options.toy) as device:
+        found = environment(device, options.commit)
+        ranks, dtype = dist.get_world_size(), torch.bfloat16 if device.type == "cuda" else torch.float32
+        clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
+        out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
+        default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
+        for shape in parse_shapes(options.shapes) if options.shapes else default:
+            setting = {**vars(found), "ranks": ranks, **shape._asdict(), "dtype": str(dtype).removeprefix("torch.")}
+            rows = overlap_rows(shape, clock, dtype, setting, options.toy)
+            if dist.get_rank() != 0:
+                continue
+            KeepingReport(out / "overlap.csv", ranks=ranks, **shape._asdict()).add(rows)
+            first = rows[0]
+            say(f"{first.gpu}, {ranks} ranks, {first.N}x{first.D}x{first.V} in {first.chunks} chunks")
+            for row in rows:
+                say(
+                    f"{row.variant:16}{row.ms:10.3f} ms {row.x_after:8.4f} x after  spread {row.spread:.1%}"
+                    f"  the sum alone {row.sum_ms:.3f} ms"
+                )
+
+
+if __name__ == "__main__":
+    main()

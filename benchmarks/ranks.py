@@ -1,0 +1,77 @@
+"""Benchmarks of several ranks: their process group, and steps timed against each other."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+# NVLink multicast, which NCCL turns on where it can, needs the whole fabric of the host to itself.
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+@contextmanager
+def process_group(toy: bool) -> Iterator[torch.device]:
+    """This rank's device: NCCL on its GPU, or gloo on the processor; a process without torchrun is the only rank."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    for name, value in {**alone, **WITHOUT_MULTICAST}.items():
+        os.environ.setdefault(name, value)
+    cuda = torch.cuda.is_available() and not toy
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class Clock:
+    """Steps timed against each other: back to back for a while, in a new order every round; the slowest rank counts."""
+
+    def __init__(self, device: torch.device, *, rounds: int, ms: float) -> None:
+        self.device, self.rounds, self.ms = device, rounds, ms
+        self.shuffle = random.Random(0)  # the same order on every rank: the steps hold collectives
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, step: Callable[[], object], calls: int) -> float:
+        """Per call, of the slowest rank."""
+        dist.barrier()
+        self.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            step()
+        self.synchronize()
+        return self.largest((time.perf_counter() - started) / calls)
+
+    def largest(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def time(self, steps: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float]]:
+        """Median milliseconds and spread of every step."""
+        order, kept = list(steps), {name: [] for name in steps}
+        calls = {}
+        for name in order:
+            self.seconds(steps[name], 1)
+            calls[name] = max(2, min(1000, round(self.ms / max(1e3 * self.seconds(steps[name], 2), 1e-3))))
+        for _ in range(self.rounds):
+            self.shuffle.shuffle(order)
+            for name in order:
+                self.seconds(steps[name], max(1, calls[name] // 3))  # heats the card up
+                kept[name].append(1e3 * self.seconds(steps[name], calls[name]))
+        middles = {name: statistics.median(times) for name, times in kept.items()}
+        return {name: (middles[name], (max(times) - min(times)) / middles[name]) for name, times in kept.items()}
