@@ -1,5 +1,8 @@
-"""Records every collective and how many numbers a rank hands to it."""
+"""Records every collective and how many bytes a rank hands to it."""
 
+from collections.abc import Callable
+
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,11 +14,19 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
 
 
-class RecordCollectives(TorchDispatchMode):
-    """with RecordCollectives() as recorded: ...; recorded.calls == [("all_reduce", numel of the local tensor), ...]"""
+def one_pass_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
+    return (one_pass.cuda_kernel if input.is_cuda else one_pass.aten_kernel)(input, *args, **options)
 
-    def __init__(self) -> None:
+
+KERNELS = {one_pass.NAME: one_pass_kernel}
+
+
+class RecordCollectives(TorchDispatchMode):
+    """with RecordCollectives() as recorded: ...; recorded.calls == [("all_reduce", bytes of the local tensor), ...]"""
+
+    def __init__(self, kernels: dict[str, Callable] = KERNELS) -> None:
         super().__init__()
+        self.kernels = kernels
         self.calls: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -25,8 +36,8 @@ class RecordCollectives(TorchDispatchMode):
         if func.namespace in NAMESPACES and name not in LOCAL:
             name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
             sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
-            self.calls.append((name, sent.numel()))
-        if name == one_pass.NAME:  # what a kernel calls is out of a mode's sight: run it here
+            self.calls.append((name, sent.numel() * sent.element_size()))
+        if name in self.kernels:  # what a kernel calls is out of a mode's sight: run it here
             with self:
-                return one_pass.aten_kernel(*args, **kwargs)
+                return self.kernels[name](*args, **kwargs)
         return func(*args, **(kwargs or {}))

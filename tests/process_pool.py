@@ -23,13 +23,12 @@ import torch.multiprocessing as mp
 CASE_SECONDS = 120  # one case, compilation included
 GRACE_SECONDS = 5  # for the others' tracebacks once one process has failed: they may wait for it in a collective
 
-CPU_WORLDS = (2, 4)
 GPU_WORLDS = (2, 4, 8)
 
 
-def worlds(*sizes: int):
-    """Parameters (device type, processes): gloo in CI, NCCL on as many GPUs."""
-    cpu = [pytest.param(("cpu", size), id=f"gloo{size}") for size in CPU_WORLDS if size in sizes]
+def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
+    """Parameters (device type, processes): NCCL on as many GPUs, and in CI those of `gloo` on its processors."""
+    cpu = [pytest.param(("cpu", size), id=f"gloo{size}") for size in gloo if size in sizes]
     gpu = [
         pytest.param(("cuda", size), id=f"nccl{size}", marks=pytest.mark.multigpu)
         for size in GPU_WORLDS
@@ -125,6 +124,7 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if device_type == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs the host's whole fabric to itself
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -26,6 +26,7 @@ from flce_ops.distributed.layout import layout_of
 B, T, D = 3, 14, 16  # T: uneven over 4 and 8 ranks
 V = 61  # prime: uneven over every number of ranks
 TOLERANCE = 2e-5  # float32 against float64
+FLOAT = 4  # bytes of a float32
 
 R = Replicate()
 ANY = worlds(2, 4, 8)
@@ -128,7 +129,7 @@ def sharded_tokens(device, dim):
 
 
 @pytest.mark.parametrize("world", ANY)
-def test_sharded_tokens_send_three_numbers_and_make_gradients_in_one_pass(world):
+def test_sharded_tokens_send_two_numbers_and_make_gradients_in_one_pass(world):
     run_in_world(world, sharded_tokens_traffic)
 
 
@@ -137,7 +138,7 @@ def sharded_tokens_traffic(device):
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [Shard(0)], [R])
     with RecordCollectives() as recorded:
         loss = flce_ops.linear_cross_entropy(*placed.args)
-    assert recorded.calls == [("all_reduce", 1)] * 2, recorded.calls  # the count of valid tokens, the loss
+    assert recorded.calls == [("all_reduce", FLOAT)] * 2, recorded.calls  # the count of valid tokens, the loss
     assert flce_ops.last_path().op == "linear_cross_entropy_with_grad" or 0 in placed.input.to_local().shape
     with RecordCollectives() as recorded:
         loss.backward()
@@ -217,6 +218,35 @@ def sharded_vocabulary_token_layouts(device):
     check_same_as_one_process(placed, inputs)
 
 
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_every_argument_may_be_placed_by_itself(world):
+    run_in_world(world, mixed_placements)
+
+
+def mixed_placements(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for rows in (R, Shard(0)):
+        for tokens, targets, factors in (
+            (Shard(0), Shard(1), R),
+            (Shard(1), Shard(0), Shard(0)),
+            (R, Shard(0), Shard(1)),
+            (Shard(1), R, Shard(0)),
+        ):
+            inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
+            placed = place(inputs, mesh, [tokens], [rows])
+            others = {
+                "target": targets,
+                "token_weight": factors,
+                "weight": Shard(0),
+                "linear_bias": Shard(0) if rows == R else R,
+            }
+            for name, placement in others.items():
+                whole = getattr(inputs, name)
+                moved = distribute_tensor(whole.detach(), mesh, [placement]).requires_grad_(whole.requires_grad)
+                setattr(placed, name, moved)
+            check_same_as_one_process(placed, inputs, label_smoothing=0.1, z_loss=1e-2)
+
+
 @pytest.mark.parametrize("world", ANY)
 def test_plain_targets_and_other_plain_arguments_count_as_replicated(world):
     run_in_world(world, plain_arguments)
@@ -291,18 +321,59 @@ def sharded_vocabulary_traffic(device, options):
     tokens = 2 * 8  # even, so that DTensor pads nothing
     numbers = 3 if options else 2  # lse, target_logit and logit_sum of one rank
     N = B * tokens
-    for placement, gather, reduction in (
-        (R, [], ("all_reduce", N * D)),
-        (Shard(1), [("all_gather", N * D // size)], ("reduce_scatter", N * D)),
-    ):
-        inputs = batch(device, tokens=tokens)
-        placed = place(inputs, mesh, [placement], [Shard(0)], plain=("target",))
-        with RecordCollectives() as recorded:
-            loss = flce_ops.linear_cross_entropy(*placed.args, **options)
-        assert recorded.calls == [*gather, ("all_gather", numbers * N)], recorded.calls
+    for dtype in (torch.float32, torch.bfloat16):
+        nbytes = N * D * dtype.itemsize
+        for placement, gather, reduction in (
+            (R, [], ("all_reduce", nbytes)),
+            (Shard(1), [("all_gather", nbytes // size)], ("reduce_scatter", nbytes)),
+        ):
+            inputs = batch(device, tokens=tokens, dtype=dtype)
+            placed = place(inputs, mesh, [placement], [Shard(0)], plain=("target",))
+            with RecordCollectives() as recorded:
+                loss = flce_ops.linear_cross_entropy(*placed.args, **options)
+            assert recorded.calls == [*gather, ("all_gather", FLOAT * numbers * N)], recorded.calls
+            with RecordCollectives() as recorded:
+                loss.backward()
+            assert recorded.calls == [reduction], recorded.calls
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_chunks_exchange_their_own_tokens_and_leave_one_input_gradient(world):
+    run_in_world(world, traffic_of_chunks)
+
+
+def traffic_of_chunks(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = to_device(make_inputs((300, D, 509), dtype=dtype), device)
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        with flce_ops.workspace(1):
+            with RecordCollectives() as recorded:
+                loss = flce_ops.linear_cross_entropy(*placed.args)
+            chunks = flce_ops.last_path().chunks
+        assert chunks > 1 and [name for name, _ in recorded.calls] == ["all_gather"] * chunks, recorded.calls
+        assert sum(nbytes for _, nbytes in recorded.calls) == FLOAT * 2 * 300, recorded.calls
         with RecordCollectives() as recorded:
             loss.backward()
-        assert recorded.calls == [reduction], recorded.calls
+        assert recorded.calls == [("all_reduce", 300 * D * dtype.itemsize)], recorded.calls
+
+
+@pytest.mark.parametrize("world", SQUARE)
+def test_two_mesh_dimensions_send_numbers_per_token_and_one_input_gradient(world):
+    run_in_world(world, traffic_of_two_dimensions)
+
+
+def traffic_of_two_dimensions(device):
+    mesh = mesh_of(device, 2, dist.get_world_size() // 2)
+    inputs = make_inputs((32, D, V))
+    placed = place(to_device(inputs, device), mesh, [Shard(0), R], [R, Shard(0)])
+    with RecordCollectives() as recorded:
+        loss = flce_ops.linear_cross_entropy(*placed.args, softcap=5.0, z_loss=1e-2)
+    number = ("all_reduce", FLOAT)  # along dp: the count of valid tokens, the loss
+    assert recorded.calls == [number, ("all_gather", FLOAT * 2 * 16), number], recorded.calls
+    with RecordCollectives() as recorded:
+        loss.backward()
+    assert recorded.calls == [("all_reduce", FLOAT * 16 * D)], recorded.calls  # along tp; d linear_weight stays Partial
 
 
 @pytest.mark.parametrize("world", ANY)
@@ -483,18 +554,17 @@ def two_dimensions(device):
         placed = place(inputs, mesh, tokens, [R, Shard(0)])
         check_same_as_one_process(placed, inputs, label_smoothing=0.1, z_loss=1e-2)
         assert placed.linear_weight.grad.placements == (Partial() if tokens[0] != R else R, Shard(0))
+    for options in OPTIONS:
+        inputs = batch(device, **every, normalizer="reduction" not in options)
+        check_same_as_one_process(place(inputs, mesh, [Shard(0), R], [R, Shard(0)]), inputs, **options)
     for tokens in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), R]):  # no dimension shards the vocabulary
         inputs = batch(device, **every)
         check_same_as_one_process(place(inputs, mesh, tokens, [R, R]), inputs, label_smoothing=0.1, z_loss=1e-2)
     inputs = batch(device, **every)  # both do
     check_same_as_one_process(place(inputs, mesh, [R, R], [Shard(0), Shard(0)]), inputs, label_smoothing=0.1)
-    inputs = batch(device, normalizer=True)
-    check_same_as_one_process(place(inputs, mesh, [Shard(0), R], [R, Shard(0)]), inputs)
-    inputs = batch(device)
-    check_same_as_one_process(place(inputs, mesh, [Shard(0), R], [R, Shard(0)]), inputs, reduction="none")
 
 
-@pytest.mark.parametrize("world", worlds(8))
+@pytest.mark.parametrize("world", worlds(8, gloo=(8,)))
 def test_three_mesh_dimensions_give_the_loss_and_gradients_of_one_process(world):
     run_in_world(world, three_dimensions)
 
@@ -526,6 +596,24 @@ def compiled(device, backend):
         check_same_as_one_process(placed, inputs, loss_function, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize("world", worlds(2))
+def test_every_option_compiles_as_one_graph(world):
+    run_in_world(world, compiled_options)
+
+
+def compiled_options(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for tokens, rows in ((Shard(0), R), (R, Shard(0)), (Shard(1), Shard(0))):
+        for options in OPTIONS:
+            torch._dynamo.reset()
+            loss_function = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+            inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer="reduction" not in options)
+            check_same_as_one_process(place(inputs, mesh, [tokens], [rows]), inputs, loss_function, **options)
+    torch._dynamo.reset()
+    inputs = batch(device, vocab=1)  # one rank without classes
+    check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs, loss_function)
+
+
 @pytest.mark.parametrize("world", worlds(4))
 def test_two_mesh_dimensions_compile_as_one_graph(world):
     run_in_world(world, compiled_two_dimensions)
@@ -536,6 +624,9 @@ def compiled_two_dimensions(device):
     loss_function = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, backend="aot_eager")
     inputs = batch(device)
     check_same_as_one_process(place(inputs, mesh, [Shard(0), Shard(1)], [R, Shard(0)]), inputs, loss_function)
+    options = {"softcap": 4.0, "z_loss": 1e-2, "logit_scale": 1.3}
+    inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
+    check_same_as_one_process(place(inputs, mesh, [Shard(0), R], [R, Shard(0)]), inputs, loss_function, **options)
 
 
 @pytest.mark.parametrize("world", worlds(2, 4))
@@ -570,12 +661,16 @@ def frozen(device):
 
 @pytest.mark.parametrize("world", worlds(2, 4, 8))
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-def test_bfloat16_shards_are_as_accurate_as_one_process(world, autocast):
-    run_in_world(world, bfloat16, autocast)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_bfloat16_shards_are_as_accurate_as_one_process(world, autocast, compiled):
+    run_in_world(world, bfloat16, autocast, compiled)
 
 
-def bfloat16(device, autocast):
+def bfloat16(device, autocast, compiled):
     """On GPUs this is the Triton path."""
+    loss_function = flce_ops.linear_cross_entropy
+    if compiled:
+        loss_function = torch.compile(loss_function, fullgraph=True, backend="aot_eager")
     mesh = mesh_of(device, dist.get_world_size())
     for tokens, rows in (([Shard(0)], [R]), ([R], [Shard(0)]), ([Shard(1)], [Shard(0)])):
         inputs = batch(device, vocab=509, dtype=torch.float32 if autocast else torch.bfloat16)
@@ -584,7 +679,7 @@ def bfloat16(device, autocast):
             alone = inputs.clone()
             flce_ops.linear_cross_entropy(*alone.args).backward()
             placed = place(inputs, mesh, tokens, rows)
-            loss = flce_ops.linear_cross_entropy(*placed.args)
+            loss = loss_function(*placed.args)
         loss.backward()
         assert loss.dtype == torch.float32
         assert error(full(loss), exact["loss"]) < 5e-3
@@ -650,7 +745,7 @@ def test_mistakes_are_refused_with_what_to_do(world):
 def mistakes(device):
     mesh = mesh_of(device, dist.get_world_size())
     other = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
-    inputs = batch(device, token_weight=True)
+    inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
     whole = place(inputs, mesh, [R], [Shard(0)])
     loss = flce_ops.linear_cross_entropy
 
@@ -665,16 +760,19 @@ def mistakes(device):
     elsewhere = distribute_tensor(inputs.linear_weight.detach(), other, [R, Shard(0)])
     with pytest.raises(ValueError, match="both must be on one mesh"):
         loss(whole.input, elsewhere, inputs.target)
-    on_other_mesh = distribute_tensor(inputs.target, other, [R, R])
-    with pytest.raises(ValueError, match="target is .* but input is .*full_tensor"):
-        loss(whole.input, whole.linear_weight, on_other_mesh)
+    for name in ("target", "linear_bias", "weight", "token_weight", "normalizer"):
+        on_other_mesh = distribute_tensor(getattr(inputs, name).detach(), other, [R, R])
+        arguments = {"target": inputs.target, name: on_other_mesh}
+        with pytest.raises(ValueError, match=rf": {name} is .* but input is .*{name}\.full_tensor"):
+            loss(whole.input, whole.linear_weight, **arguments)
     tokens = place(inputs, mesh, [Shard(1)], [R])
     with pytest.raises(ValueError, match="the tokens of this rank only.*from_local"):
         loss(tokens.input, tokens.linear_weight, tokens.target.to_local())
     with pytest.raises(ValueError, match="expected target of shape"):
         loss(tokens.input, tokens.linear_weight, distribute_tensor(inputs.target[:, :2].contiguous(), mesh, [R]))
-    with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
-        loss(inputs.input, inputs.linear_weight.detach().flatten(), inputs.target)
+    for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
+        with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
+            loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
 
 
 @pytest.mark.parametrize("world", worlds(2))

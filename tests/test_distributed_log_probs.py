@@ -9,7 +9,7 @@ from collectives import RecordCollectives
 from inputs import Inputs, make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error
-from test_distributed import ANY, SQUARE, TOLERANCE, B, D, R, T, V, batch, full, mesh_of, place, to_device
+from test_distributed import ANY, FLOAT, SQUARE, TOLERANCE, B, D, R, T, V, batch, full, mesh_of, place, to_device
 from test_log_probs import BOTH, FLOATS, dense
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -134,11 +134,11 @@ def traffic(device):
         placed = place(inputs, mesh, [R], [Shard(0)])
         with RecordCollectives() as recorded:
             found = flce_ops.linear_log_probs(*placed.args, **options)
-        assert recorded.calls == [("all_gather", numbers * B * 16)], recorded.calls
+        assert recorded.calls == [("all_gather", FLOAT * numbers * B * 16)], recorded.calls
         rows = found.log_probs if found.entropy is None else found.log_probs + found.entropy
         with RecordCollectives() as recorded:
             full(rows).sum().backward()
-        assert recorded.calls == [("all_reduce", B * 16 * D)], recorded.calls
+        assert recorded.calls == [("all_reduce", FLOAT * B * 16 * D)], recorded.calls
         placed = place(inputs, mesh, [Shard(1)], [R])
         with RecordCollectives() as recorded:
             flce_ops.linear_log_probs(*placed.args, **options)
@@ -314,7 +314,7 @@ def cost_of_metrics(device):
     assert flce_ops.last_path().op == one_pass.NAME
     with RecordCollectives() as recorded:
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
-    assert recorded.calls == [("all_gather", 4 * 300)], recorded.calls
+    assert recorded.calls == [("all_gather", FLOAT * 4 * 300)], recorded.calls
     with flce_ops.workspace(1):
         _, in_chunks = flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
         assert flce_ops.last_path().chunks > 1

@@ -8,15 +8,13 @@ Mesh dimensions are called by what they shard: "dp" tokens, "tp" the vocabulary.
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import LOCAL, NAMESPACES
+from collectives import RecordCollectives
 from process_pool import run_in_world, worlds
 from reference_divergence import KINDS, leaves, make_pair, run_reference
 from reference_loss import error
-from test_distributed import full, mesh_of
+from test_distributed import FLOAT, full, mesh_of
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
@@ -219,31 +217,11 @@ def half_dtypes(device):
                 assert error(full(placed[name].grad), expected[name]) < tolerance, name
 
 
-class RecordCollectives(TorchDispatchMode):
-    """Every collective and how many numbers this rank hands to it, those inside the kernels included."""
-
-    KERNELS = {
-        "linear_kl_div_forward": reference.forward,
-        "linear_kl_div_with_grad": reference.with_grad,
-        "linear_kl_div_backward": reference.backward,
-    }
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if func.namespace in NAMESPACES and name not in LOCAL:
-            name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
-            sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
-            self.calls.append((name, sent.numel()))
-        if name in self.KERNELS:  # what a kernel calls is out of a mode's sight: run it here
-            with self:
-                return self.KERNELS[name](*args, **kwargs)
-        return func(*args, **kwargs)
+KERNELS = {
+    "linear_kl_div_forward": reference.forward,
+    "linear_kl_div_with_grad": reference.with_grad,
+    "linear_kl_div_backward": reference.backward,
+}
 
 
 @pytest.mark.parametrize("world", CPU_PAIR)
@@ -255,15 +233,15 @@ def traffic(device):
     mesh = mesh_of(device, dist.get_world_size())
     tokens = B * T
     for kind, sums in (("forward", 1), ("reverse", 1), ("jsd", 2)):
-        exchange = [("all_gather", 4 * tokens), ("all_reduce", sums * tokens)]
+        exchange = [("all_gather", 4 * FLOAT * tokens), ("all_reduce", sums * FLOAT * tokens)]
         for reduction in ("none", "mean"):
             placed = place(batch(device), mesh, [R], [Shard(0)], plain=("target",))
-            with RecordCollectives() as recorded:
+            with RecordCollectives(KERNELS) as recorded:
                 loss = flce_ops.linear_kl_div(**placed, kind=kind, reduction=reduction)
             assert recorded.calls == exchange, recorded.calls
-            with RecordCollectives() as recorded:
+            with RecordCollectives(KERNELS) as recorded:
                 loss.sum().backward()
-            assert recorded.calls == [("all_reduce", tokens * D)], recorded.calls
+            assert recorded.calls == [("all_reduce", FLOAT * tokens * D)], recorded.calls
 
 
 @pytest.mark.parametrize("world", CPU_PAIR)

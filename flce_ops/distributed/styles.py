@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from flce_ops.functional import LinearCrossEntropyMetrics
 from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
@@ -88,12 +89,23 @@ class VocabParallel(ParallelStyle):
                 named[name] = DTensor.from_local(tensor, device_mesh, [layout], run_check=False)
         return (), named
 
-    def _to_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: DTensor) -> Tensor:
+    def _to_output(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: DTensor | tuple[DTensor, LinearCrossEntropyMetrics],
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
         if kwargs.get("target") is None:
             output = output.redistribute(placements=[self.logits_layouts])
             return output.to_local() if self.use_local_output else output
-        # a tensor of its own: to_local returns a view, and FSDP2 warns of views that leave its modules
-        return output.to_local().clone() if self.use_local_output else output
+        if not self.use_local_output:
+            return output
+        # tensors of their own: to_local returns a view, and FSDP2 warns of views that leave its modules
+        if isinstance(output, DTensor):
+            return output.to_local().clone()
+        loss, metrics = output
+        return loss.to_local().clone(), LinearCrossEntropyMetrics(*(part.to_local().clone() for part in metrics))
 
     def __repr__(self) -> str:
         return (
