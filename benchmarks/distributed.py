@@ -1,6 +1,6 @@
 """Several GPUs: a vocabulary-parallel step against its ideal, and a small Llama under FSDP2 at growing numbers of GPUs.
 
-    torchrun --standalone --nproc-per-node 8 -m benchmarks.distributed              # both parts, on 1, 2, 4, 8
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.distributed              # both parts, and again with 4, 2, 1
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --toy        # gloo on a CPU: seconds
     torchrun --standalone --nproc-per-node 4 -m benchmarks.distributed --parts vocabulary --shapes 16384x4096x128256
 

@@ -134,34 +134,41 @@ def overlap_rows(shape: Shape, clock: Clock, dtype: torch.dtype, setting: dict, 
     return rows
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", help="NxDxV,...; the ranks divide N")
-    parser.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ms", type=float, default=300.0, help="of steady work a round and variant")
-    parser.add_argument("--out", type=Path, help="directory of the CSV file")
-    parser.add_argument("--commit")
-    options = parser.parse_args(argv)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shapes", help="NxDxV,...; the ranks divide N")
+    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--ms", type=float, default=300.0, help="of steady work a round and variant")
+    made.add_argument("--out", type=Path, help="directory of the CSV file")
+    made.add_argument("--commit")
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
     with process_group(options.toy) as device:
-        found = environment(device, options.commit)
-        ranks, dtype = dist.get_world_size(), torch.bfloat16 if device.type == "cuda" else torch.float32
-        clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
-        out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
-        default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
-        for shape in parse_shapes(options.shapes) if options.shapes else default:
-            setting = {**vars(found), "ranks": ranks, **shape._asdict(), "dtype": str(dtype).removeprefix("torch.")}
-            rows = overlap_rows(shape, clock, dtype, setting, options.toy)
-            if dist.get_rank() != 0:
-                continue
-            KeepingReport(out / "overlap.csv", ranks=ranks, **shape._asdict()).add(rows)
-            first = rows[0]
-            say(f"{first.gpu}, {ranks} ranks, {first.N}x{first.D}x{first.V} in {first.chunks} chunks")
-            for row in rows:
-                say(
-                    f"{row.variant:16}{row.ms:10.3f} ms {row.x_after:8.4f} x after  spread {row.spread:.1%}"
-                    f"  the sum alone {row.sum_ms:.3f} ms"
-                )
+        run(options, device)
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    found = environment(device, options.commit)
+    ranks, dtype = dist.get_world_size(), torch.bfloat16 if device.type == "cuda" else torch.float32
+    clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
+    out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
+    default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
+    for shape in parse_shapes(options.shapes) if options.shapes else default:
+        setting = {**vars(found), "ranks": ranks, **shape._asdict(), "dtype": str(dtype).removeprefix("torch.")}
+        rows = overlap_rows(shape, clock, dtype, setting, options.toy)
+        if dist.get_rank() != 0:
+            continue
+        KeepingReport(out / "overlap.csv", ranks=ranks, **shape._asdict()).add(rows)
+        say(f"\n{found.gpu}, {ranks} ranks, {shape} in {rows[0].chunks} chunks")
+        for row in rows:
+            say(
+                f"{row.variant:16}{row.ms:10.3f} ms {row.x_after:8.4f} x after  spread {row.spread:.1%}"
+                f"  the sum alone {row.sum_ms:.3f} ms"
+            )
 
 
 if __name__ == "__main__":

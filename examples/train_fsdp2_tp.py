@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -120,15 +121,9 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
-    text = torch.frombuffer(bytearray(python_reference().encode()), dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(0)  # every process draws the whole batch and takes its sequences
     data = mesh["dp"]
     losses = []
-    for step in range(options.steps):
-        starts = torch.randint(len(text) - options.context - 1, (options.batch,), generator=generator)
-        windows = torch.stack([text[start : start + options.context + 1] for start in starts.tolist()]).long()
-        tokens, target = windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
-        target[tokens == ord(" ")] = -100  # what follows a space is not trained on, so counts differ by process
+    for step, (tokens, target) in enumerate(batches(options, device)):
         # FSDP averages gradients over dp: dividing by the mean count gives the mean over all tokens of all processes
         normalizer = (target != -100).sum() / data.size()
         share = options.batch // data.size()
@@ -143,6 +138,18 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
         if dist.get_rank() == 0 and (step % options.every == 0 or step == options.steps - 1):
             print(f"step {step:4}  loss {losses[-1]:.4f}", flush=True)
     return losses
+
+
+def batches(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """tokens and target of a whole batch, (B, T) each, the same in every process."""
+    text = torch.frombuffer(bytearray(python_reference().encode()), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(options.steps):
+        starts = torch.randint(len(text) - options.context - 1, (options.batch,), generator=generator)
+        windows = torch.stack([text[start : start + options.context + 1] for start in starts.tolist()]).long()
+        tokens, target = windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
+        target[tokens == ord(" ")] = -100  # what follows a space is not trained on, so counts differ by process
+        yield tokens, target
 
 
 def frequency_loss() -> float:

@@ -1,9 +1,6 @@
 """The benchmark's own rules, at toy size on a CPU: what it writes, what it survives, what it measures."""
 
 import csv
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -59,39 +56,6 @@ def test_the_command_writes_a_row_per_shape_mode_and_provider_and_plots_come_fro
     pictures = plot.main([str(path)])
     assert {picture.name for picture in pictures} >= {"run_time_fwd_bwd.png", "run_memory_none.png", "run_sweep_N.png"}
     assert all(picture.stat().st_size > 1000 for picture in pictures)
-
-
-def run_on_two_ranks(module, out):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", module, "--toy", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_distributed_steps_of_all_providers_have_one_loss_and_gradient(tmp_path):
-    run_on_two_ranks("benchmarks.distributed", tmp_path)
-    rows = {row["provider"]: row for row in rows_of(tmp_path / "distributed_vocabulary.csv")}
-    assert set(rows) == {"ours", "ours_sequence", "loss_parallel", "gather_weight", "ideal"}
-    for name in set(rows) - {"ideal"}:
-        assert rows[name]["reason"] == "" and float(rows[name]["x_ideal"]) > 0
-        for figure in ("loss", "grad_norm"):
-            assert float(rows[name][figure]) == pytest.approx(float(rows["loss_parallel"][figure]), rel=2e-5)
-
-    heads = {row["head"]: row for row in rows_of(tmp_path / "distributed_weak_scaling.csv")}
-    assert set(heads) == {"flce_ops", "F.cross_entropy"}
-    ours, dense = heads.values()
-    assert float(ours["loss"]) == pytest.approx(float(dense["loss"]), rel=1e-4)
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_overlap_times_every_place_of_the_sum(tmp_path):
-    run_on_two_ranks("benchmarks.overlap", tmp_path)
-    rows = {row["variant"]: row for row in rows_of(tmp_path / "overlap.csv")}
-    assert set(rows) == {"no_sum", "after", "beside_chunk", "beside_all", "scatter_after", "scatter_beside"}
-    assert float(rows["after"]["x_after"]) == float(rows["scatter_after"]["x_after"]) == 1
-    assert all(row["chunks"] == "2" and float(row["ms"]) > 0 for row in rows.values())
 
 
 def test_a_spent_budget_starts_nothing_and_says_what_was_left_out(tmp_path, capsys):

@@ -6,6 +6,8 @@ Mesh dimensions are called by what they shard: "dp" tokens, "tp" the vocabulary.
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -574,6 +576,34 @@ def three_dimensions(device):
     inputs = batch(device, weight=True, token_weight=True)
     placed = place(inputs, mesh, [Shard(0), Shard(1), R], [R, R, Shard(0)])
     check_same_as_one_process(placed, inputs, label_smoothing=0.1)
+
+
+# ---------------------------------------------------------------- without DTensor
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_documented_losses_without_dtensor_are_those_of_one_process(world):
+    run_in_world(world, without_dtensor)
+
+
+def without_dtensor(device):
+    page = (Path(__file__).resolve().parent.parent / "docs" / "distributed.md").read_text()
+    (recipe,) = re.findall(r"```python\n(def vocab_parallel_losses.*?)```", page, re.DOTALL)
+    namespace = {"torch": torch, "dist": dist}
+    exec(recipe, namespace)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = -(-V // size)
+    inputs = to_device(make_inputs((37, D, V)), device)
+    cotangent = torch.linspace(0.5, 1.5, 37, device=device)
+    exact = run_reference(inputs, cotangent, reduction="none")
+    hidden = inputs.input.detach().requires_grad_()
+    shard = inputs.linear_weight.detach()[rank * rows : rank * rows + rows].clone().requires_grad_()
+    losses = namespace["vocab_parallel_losses"](hidden, shard, inputs.target, V)
+    losses.backward(cotangent)
+    dist.all_reduce(hidden.grad)
+    assert error(losses, exact["loss"]) < TOLERANCE
+    assert error(hidden.grad, exact["input"]) < TOLERANCE
+    assert error(shard.grad, exact["linear_weight"][rank * rows : rank * rows + rows]) < TOLERANCE
 
 
 # ---------------------------------------------------------------- torch.compile, autocast, no_grad, half precision

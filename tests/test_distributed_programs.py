@@ -1,9 +1,10 @@
-"""The example and the benchmark of several processes, at toy size, in processes that are already there."""
+"""The example and the benchmarks of several processes, at toy size, in processes that are already there."""
 
 import csv
 import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 from process_pool import run_in_world, worlds
 
@@ -23,6 +24,19 @@ def example(device):
         losses = train_fsdp2_tp.train(options, device)
     assert losses[-1] < 0.75 * losses[0], losses
 
+    torch.manual_seed(0)
+    alone = train_fsdp2_tp.GPT(options.dim, options.depth, options.heads, options.context).to(device)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=options.learning_rate)
+    expected = []
+    for tokens, target in train_fsdp2_tp.batches(options, device):
+        loss = alone(tokens, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    tolerance = 1e-4 if device.type == "cpu" else 2e-2  # bfloat16 on GPUs
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=0)
+
 
 @pytest.mark.parametrize("world", worlds(2, 4))
 def test_benchmark_writes_its_rows_and_all_providers_agree(world, tmp_path):
@@ -41,6 +55,37 @@ def test_benchmark_writes_its_rows_and_all_providers_agree(world, tmp_path):
     assert {row["head"] for row in scaling} == {"flce_ops", "F.cross_entropy"}
     assert float(scaling[0]["loss"]) == pytest.approx(float(scaling[1]["loss"]), rel=tolerance)
     assert all(float(row["tokens_per_s"]) > 0 for row in scaling)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_overlap_times_every_place_of_the_sum(world, tmp_path):
+    run_in_world(world, overlap, str(tmp_path))
+    rows = {row["variant"]: row for row in csv.DictReader((tmp_path / "overlap.csv").open())}
+    assert set(rows) == {"no_sum", "after", "beside_chunk", "beside_all", "scatter_after", "scatter_beside"}
+    assert float(rows["after"]["x_after"]) == float(rows["scatter_after"]["x_after"]) == 1
+    assert all(row["chunks"] == "2" and float(row["ms"]) > 0 for row in rows.values())
+
+
+def overlap(device, directory):
+    from benchmarks import overlap
+    from benchmarks.shapes import Shape
+
+    step = overlap.OverlapStep(Shape(48, 32, 517), 24, torch.float32, device)
+    own = slice(24 * dist.get_rank(), 24 * dist.get_rank() + 24)
+    after = None
+    for name, variant in step.variants().items():
+        step.grad_weight.fill_(torch.nan)
+        step.grad_input.fill_(torch.nan)
+        variant()
+        if name == "after":
+            after = step.grad_input.clone(), step.grad_weight.clone()
+        elif after is not None:  # the same sums wherever they are made
+            found, exact = step.grad_input, after[0]
+            if name.startswith("scatter"):
+                found, exact = step.own_grad_input, after[0][own]
+            torch.testing.assert_close(found, exact)
+            torch.testing.assert_close(step.grad_weight, after[1])
+    overlap.run(overlap.parser().parse_args(["--toy", "--out", directory, "--commit", "test"]), device)
 
 
 def benchmark(device, directory):
