@@ -160,12 +160,16 @@ class Exchange:
             return *per_shard, *(None,) * (3 - len(per_shard)), None if largest is None else largest[1]
         smoothed = len(per_shard) == 3
         numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
-        stacked = torch.stack(numbers)
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(stacked, self.ranks, self.group)
-        gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *stacked.shape)
+        gathered = self.gather(torch.stack(numbers))
         lse, sums = gathered[:, 0].logsumexp(0), gathered[:, 1:3].sum(0)
         column = None if largest is None else argmax_of_shards(gathered[:, -2], gathered[:, -1])
         return lse, sums[0], sums[1] if smoothed else None, column
+
+    def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
+        if self.ranks == 1:
+            return numbers[None]
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(numbers, self.ranks, self.group)
+        return torch.ops._c10d_functional.wait_tensor(gathered).view(self.ranks, *numbers.shape)
 
     def terms(self, rows: slice) -> LossTerms:
         target_weight = None if self.target_weight is None else self.target_weight[rows]

@@ -1,38 +1,32 @@
 """CUDA kernel of linear_cross_entropy_vocab_parallel_with_grad: an exchange between the GEMMs of each chunk.
 
-E is taken against this rank's own reference r (base 2), so that with the lse of whole rows
+    E = exp(z - reference) of this rank's classes, row sums             Triton GEMM    triton/exponentials.py
+    two numbers a row, four with argmax                                 all_gather
+    losses, row factors c, the target's entry of E                      one kernel     triton/finish_shard_rows.py
+    grad_linear_weight += E.T @ (c input),  grad_input = c (E @ linear_weight)         as in triton/with_grad.py
 
-    G = c E'      c = scale d_lse logit_scale 2^-(lse2 - r)      E'_iy = (E_iy - f / d_lse 2^(lse2 - r)) slope_y
-
-where this rank holds the target, E' = E elsewhere; what rounding takes from E'_iy goes into grad_input by itself.
-c goes to the (n, D) operands of the two gradient GEMMs, as in flce_ops/triton/with_grad.py. Chunks are as large as the
-workspace allows, so there are few exchanges.
+Chunks are as large as the workspace allows, so there are few exchanges.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
 from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
+from flce_ops.distributed.vocab_parallel import argmax_of_shards
 from flce_ops.path import Path, record_path
 from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded, product_bytes, rows_that_fit, slices, small_bytes
+from flce_ops.triton.chunks import padded, product_bytes, rows_and_sum, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.grad_input import float32_memory, write_grad_input
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
-
-LN2 = math.log(2.0)
-# lse2 - r beyond this: this rank's classes have probabilities below 2^-30, and 2^-90 leaves c * input normal numbers.
-LARGEST_EXPONENT = 90.0
 
 
 def launch_vocab_parallel_with_grad(
@@ -64,13 +58,10 @@ def launch_vocab_parallel_with_grad(
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     want_input, want_weight, want_bias = output_mask
     tokens, hidden = input.shape
-    own = linear_weight.shape[0]
+    classes = linear_weight.shape[0]
     logits = {"softcap": softcap, "logit_scale": logit_scale}
     shard = shard_rows(vocab_size, ranks)
-    summed = shard * hidden
-    exact = want_weight and input.dtype.itemsize < 4 and float32_sum_fits(summed)
-    reserved = 4 * summed * exact + small_bytes() * argmax
-    fitting = rows_that_fit(tokens, shard, input.dtype.itemsize, reserved)
+    fitting, exact = rows_and_sum(tokens, shard, hidden, input.dtype.itemsize, want_weight=want_weight, argmax=argmax)
     chunks = slices(tokens, fitting)
     step = chunks[0].stop
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
@@ -78,20 +69,17 @@ def launch_vocab_parallel_with_grad(
         own_logit, _ = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
-        valid, hit, column = target_columns(target, ignore_index, vocab_start, own)
-        own_target_column = torch.where(hit, column.squeeze(1), -1)
-        scale = torch.where(valid, row_scale, 0.0).float()
+        _, hit, column = target_columns(target, ignore_index, vocab_start, classes)
+        own_column = torch.where(hit, column.squeeze(1), -1)
         exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
-        exponentials = torch.empty(step, padded(own, input.dtype.itemsize), dtype=input.dtype, device=input.device)
+        exponentials = torch.empty(step, padded(classes, input.dtype.itemsize), dtype=input.dtype, device=input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
         scaled_input = grad_input if want_input else torch.empty_like(input[:step])
-        # a sum over one chunk is rounded once anyway
-        several = exact and step < tokens
-        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if several else grad_weight
-        bias_sum = torch.zeros(own, dtype=torch.float32, device=input.device) if want_bias else None
+        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
+        bias_sum = torch.zeros(classes, dtype=torch.float32, device=input.device) if want_bias else None
         for rows in chunks:
             count = rows.stop - rows.start
-            chunk = exponentials[:count, :own]
+            chunk = exponentials[:count, :classes]
             reference = own_logit[rows].clone()
             row_sums = launch_exponentials(
                 input[rows],
@@ -99,41 +87,40 @@ def launch_vocab_parallel_with_grad(
                 linear_bias,
                 None,
                 reference=reference,
-                pieces=[(slice(0, own), chunk)],
+                pieces=[(slice(0, classes), chunk)],
                 logit_sum=False,
                 argmax=argmax,
                 **logits,
             )
-            at_target = torch.exp2(own_logit[rows] - reference)
-            # the sum holds the target's exponential, which was summed from another order of the same products
-            row_sum = row_sums.exponentials
-            row_sum = torch.where(hit[rows], torch.maximum(row_sum, at_target), row_sum)
-            own_lse = (reference + row_sum.log2()) * LN2
-            own_target = torch.where(hit[rows], own_logit[rows] * LN2, 0.0)
-            own_largest = (row_sums.max_logit, row_sums.argmax + vocab_start) if argmax else None
-            lse, target_logit, _, column_of_largest = exchange.whole_rows([own_lse, own_target], own_largest)
+            numbers = torch.empty(2 + 2 * argmax, count, dtype=torch.float32, device=input.device)
+            own = {"row_sum": row_sums.exponentials, "reference": reference, "own_logit": own_logit[rows]}
+            own["column"] = own_column[rows]
+            launch_shard_numbers(**own, numbers=numbers)
             if argmax:
-                largest[rows] = column_of_largest
-            terms = exchange.terms(rows)
-            losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, None), 0.0)
-
-            slope = terms.d_lse(lse) + torch.zeros_like(lse)
-            # c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)
-            slope = torch.where(slope.abs() > 1e-20, slope, 1e-20)
-            # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
-            exponent = torch.where(row_sum > 0, lse / LN2 - reference, 0.0 * lse).clamp(max=LARGEST_EXPONENT)
-            entry = at_target - terms.target_factor / slope * torch.exp2(exponent)
-            if softcap is not None:
-                entry = entry * (1.0 - (own_logit[rows] * LN2 / softcap).square())
-            rounded = entry.to(input.dtype)
-            factor = scale[rows] * slope * logit_scale * torch.exp2(-exponent)
-            factor = torch.where(valid[rows], factor, 0.0)
-            # what rounding takes from the target's entry: flce_ops/triton/finish_rows.py
-            residual = factor * (entry - rounded.float())
-            corrected = hit[rows] & (rounded != 0)
-            correction = torch.where(corrected, entry / torch.where(corrected, rounded.float(), 1.0), 1.0)
-            weight_factor = factor * correction
-            launch_set_entries(chunk, own_target_column[rows], rounded, start=0, ignore_index=-1)
+                numbers[2], numbers[3] = row_sums.max_logit, row_sums.argmax + vocab_start
+            gathered = exchange.gather(numbers)
+            if argmax:
+                largest[rows] = argmax_of_shards(gathered[:, 2], gathered[:, 3])
+            row_factor, weight_factor, residual = torch.empty(
+                3, count, dtype=torch.float32, device=input.device
+            ).unbind()
+            entry = torch.empty(count, dtype=input.dtype, device=input.device)
+            launch_finish_shard_rows(
+                gathered,
+                **own,
+                target=target[rows],
+                row_scale=row_scale[rows],
+                target_weight=None if exchange.target_weight is None else exchange.target_weight[rows],
+                entry=entry,
+                losses=losses[rows],
+                row_factor=row_factor,
+                weight_factor=weight_factor,
+                residual=residual,
+                ignore_index=ignore_index,
+                z_loss=z_loss,
+                **logits,
+            )
+            launch_set_entries(chunk, own_column[rows], entry, start=0, ignore_index=-1)
 
             if want_bias:
                 bias_sum += weighted_column_sum(chunk, weight_factor)
@@ -144,16 +131,16 @@ def launch_vocab_parallel_with_grad(
             if want_input:
                 write_grad_input(
                     grad_input[rows],
-                    [(slice(0, own), chunk)],
+                    [(slice(0, classes), chunk)],
                     linear_weight,
-                    own_target_column[rows],
-                    factor,
+                    own_column[rows],
+                    row_factor,
                     residual,
                     ignore_index=-1,
                     nbytes=product_bytes(fitting, step, shard, input.dtype.itemsize),
                     memory=float32_memory(grad_input[rows.stop :]),
                 )
-        if several:
+        if exact:
             grad_weight.copy_(weight_sum)
         if want_bias:
             grad_bias.copy_(bias_sum)

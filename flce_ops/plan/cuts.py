@@ -101,10 +101,10 @@ def one_pass_triton(head: Head) -> Cut:
 
 
 def vocabulary_parallel_triton(shard: Head) -> Cut:
-    from flce_ops.triton.chunks import product_bytes, rows_that_fit, slices
+    from flce_ops.triton.chunks import product_bytes, rows_and_sum, slices
 
-    elements, size = shard.vocab * shard.hidden, shard.dtype.itemsize
-    fitting = rows_that_fit(shard.tokens, shard.vocab, size, 4 * elements * float32_sum_fits(elements))
+    size = shard.dtype.itemsize
+    fitting, _ = rows_and_sum(shard.tokens, shard.vocab, shard.hidden, size, want_weight=True, argmax=False)
     chunks = slices(shard.tokens, fitting)
     room = product_bytes(fitting, chunks[0].stop, shard.vocab, size)
     return chunks_of(shard, chunks, room, 2 * VECTOR_BYTES)

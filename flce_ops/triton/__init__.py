@@ -7,6 +7,7 @@
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, tiles.py          the GEMM and its epilogues; tile shapes
         reference_logit.py, finish_rows.py    per row, before and after the GEMM
+        finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
         grad_input.py                         E @ linear_weight in float32 blocks, and where they wait
             finish_product.py                 a block to grad_input
         smoothing.py, columns.py              rank-1 terms, column sums

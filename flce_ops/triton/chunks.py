@@ -6,7 +6,7 @@ from torch import Tensor
 from flce_ops.path import Path, record_path
 from flce_ops.triton.logits_gemm import fits_tma
 from flce_ops.triton.tiles import tiles_for
-from flce_ops.workspace import get_workspace, matrix_bytes
+from flce_ops.workspace import float32_sum_fits, get_workspace, matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -25,6 +25,18 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int) -> in
     left = matrix_bytes(tokens) - small_bytes() - reserved
     rows = left // (padded(columns, itemsize) * itemsize)
     return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
+
+
+def rows_and_sum(
+    tokens: int, columns: int, hidden: int, itemsize: int, *, want_weight: bool, argmax: bool
+) -> tuple[int, bool]:
+    """Rows that fit, and whether grad_linear_weight is summed in float32: over one chunk it is rounded once anyway."""
+    maxima = small_bytes() * argmax  # two more numbers a tile
+    fitting = rows_that_fit(tokens, columns, itemsize, maxima)
+    exact = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
+    if exact:
+        fitting = rows_that_fit(tokens, columns, itemsize, maxima + 4 * columns * hidden)
+    return fitting, exact
 
 
 def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flce_ops.path import Path, last_path, record_path
-from flce_ops.triton.chunks import product_bytes, rows_that_fit, slices, small_bytes, triton_reason
+from flce_ops.triton.chunks import product_bytes, rows_and_sum, slices, triton_reason
 from flce_ops.triton.lead import Lead, lead_chunk
-from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -47,9 +46,7 @@ def cut_tokens(
 ) -> Cut:
     want_input, want_weight, _ = output_mask
     tokens, (num_classes, hidden), size = input.shape[0], linear_weight.shape, input.dtype.itemsize
-    exact = want_weight and size < 4 and float32_sum_fits(linear_weight.numel())
-    sums = small_bytes() * argmax  # two more numbers a tile
-    fitting = rows_that_fit(tokens, num_classes, size, 4 * linear_weight.numel() * exact + sums)
+    fitting, exact = rows_and_sum(tokens, num_classes, hidden, size, want_weight=want_weight, argmax=argmax)
     chunks = slices(tokens, fitting)
     few = len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW
     lead = None
@@ -62,7 +59,6 @@ def cut_tokens(
         chunks = slices(tokens - lead.rows, fitting)
         few = len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW
     room = product_bytes(fitting, chunks[0].stop, num_classes, size) if chunks else 0
-    exact = exact and lead is None and len(chunks) > 1
     start = lead.rows if lead else 0
     if few:
         return Cut(lead, [slice(start, tokens)], True, exact, 0)
