@@ -121,7 +121,7 @@ def forward(
     valid = target != ignore_index
     assert_on_device(
         (~valid | ((target >= 0) & (target < vocab_size))).all(),
-        f"linear_cross_entropy: expected target in [0, {vocab_size}) or ignore_index {ignore_index}",
+        f"flce_ops: expected target in [0, {vocab_size}) or ignore_index {ignore_index}",
     )
     column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
     target_logit = torch.zeros_like(target, dtype=meta.accumulation_dtype(input.dtype))

@@ -102,8 +102,12 @@ def linear_cross_entropy(
     """
     if normalizer is not None and not isinstance(normalizer, Tensor):
         normalizer = torch.full((), normalizer, dtype=meta.accumulation_dtype(input.dtype), device=input.device)
-    op = torch.ops.flce.linear_cross_entropy_metrics if return_metrics else torch.ops.flce.linear_cross_entropy
-    result = op(
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    if return_metrics:
+        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, composite_metrics, *tensors)
+    else:
+        entry = entry_of(torch.ops.flce.linear_cross_entropy, composite, *tensors)
+    result = entry(
         input,
         linear_weight,
         target,
@@ -124,6 +128,12 @@ def linear_cross_entropy(
     return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
 
 
+def entry_of(op: torch._ops.OpOverloadPacket, body: Callable, *tensors: Tensor | None) -> Callable:
+    """`op`, whose body autograd's key runs; in inference mode DTensor would see it first and refuse plain tensors."""
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return body if inference and any_dtensor(*tensors) else op
+
+
 def composite(*args, **options) -> Tensor:
     """Body of torch.ops.flce.linear_cross_entropy."""
     return loss_and_argmax(*args, **options, argmax=False)[0]
@@ -133,12 +143,14 @@ def composite_metrics(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
-    loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
     ignore_index = options.get("ignore_index", -100)
-    if any_dtensor(argmax):
-        from flce_ops.distributed import dtensor_token_accuracy
+    if any_dtensor(input, linear_weight, target):
+        from flce_ops.distributed import dtensor_token_accuracy, target_beside_tokens
 
+        target = target_beside_tokens(input, linear_weight, target)
+        loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
         return loss, dtensor_token_accuracy(argmax, target, ignore_index), argmax
+    loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
     return loss, accuracy_of(right_and_valid(argmax, target, ignore_index)), argmax
 
 

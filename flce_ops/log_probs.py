@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.arguments import check_head
-from flce_ops.functional import any_dtensor, autocast_operands
+from flce_ops.functional import any_dtensor, autocast_operands, entry_of
 
 # N tokens, D hidden, V vocabulary
 
@@ -69,7 +69,8 @@ def linear_log_probs(
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV, 4 with gradients: backward recomputes the logits. A vocabulary
         sharded over ranks exchanges 2 to 5 numbers per token. entropy and argmax cost nothing when not asked for.
     """
-    log_probs, lse, entropies, largest = torch.ops.flce.linear_log_probs(
+    entry = entry_of(torch.ops.flce.linear_log_probs, composite, input, linear_weight, target, linear_bias)
+    log_probs, lse, entropies, largest = entry(
         input,
         linear_weight,
         target,

@@ -14,12 +14,12 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> N
     if target.device.type == "cuda":
         assert_on_device(
             valid.all(),
-            f"linear_cross_entropy: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
+            f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
             "got a class index outside",
         )
     elif not bool(valid.all()):
         position = int(torch.nonzero(~valid)[0, 0])
         raise IndexError(
-            f"linear_cross_entropy: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
+            f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
             f"got {int(target[position])} at flat position {position}"
         )

@@ -178,6 +178,69 @@ def all_ignored(device):
             assert not full(leaf.grad).any(), name
 
 
+@pytest.mark.parametrize("world", worlds(2))
+def test_the_mean_over_no_token_is_nan_as_in_torch(world):
+    run_in_world(world, no_token)
+
+
+def no_token(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for tokens, rows in ((Shard(0), R), (R, Shard(0)), (R, R)):
+        for needs in (False, True):
+            placed = place(to_device(make_inputs((0, D, V), requires_grad=needs), device), mesh, [tokens], [rows])
+            assert full(flce_ops.linear_cross_entropy(*placed.args)).isnan()
+            assert full(flce_ops.linear_cross_entropy(*placed.args, reduction="sum")) == 0.0
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_token_weights_at_ignored_tokens_may_be_anything(world):
+    run_in_world(world, token_weights_at_ignored_tokens)
+
+
+def token_weights_at_ignored_tokens(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for tokens, rows in ((Shard(0), R), (R, Shard(0))):
+        for reduction in ("none", "mean"):
+            inputs = batch(device, token_weight=True)
+            ignored = inputs.target == inputs.ignore_index
+            placed = place(inputs, mesh, [tokens], [rows])
+            with torch.no_grad():
+                weights = torch.where(ignored, torch.nan, inputs.token_weight)
+                placed.token_weight = distribute_tensor(weights, mesh, [tokens]).requires_grad_()
+            check_same_as_one_process(placed, inputs, reduction=reduction)
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_flattened_sequences_keep_their_tokens_apart(world):
+    run_in_world(world, flattened)
+
+
+def flattened(device):
+    """(B, T, D) sharded along T is a strided shard of (B T, D)."""
+    size = dist.get_world_size()
+    mesh = mesh_of(device, size)
+    for plain in ((), ("target",)):
+        inputs = batch(device, tokens=16, token_weight=True)
+        placed = place(inputs, mesh, [Shard(1)], [R], plain=plain)
+        if placed.input.flatten(0, 1).placements == (R,):
+            return  # this torch gathers it
+        with FlopCounterMode(display=False) as counter, RecordCollectives() as recorded:
+            loss = flce_ops.linear_cross_entropy(
+                placed.input.flatten(0, 1),
+                placed.linear_weight,
+                placed.target.flatten(),
+                token_weight=placed.token_weight.flatten(),
+            )
+            loss.backward()
+        assert recorded.calls == [("all_reduce", FLOAT)] * 2, recorded.calls
+        assert counter.get_total_flops() == 3 * 2 * B * 16 * D * V // size
+        exact = run_reference(inputs)
+        assert error(full(loss), exact["loss"]) < TOLERANCE
+        assert placed.linear_weight.grad.placements == (Partial(),)
+        for name in ("input", "linear_weight", "token_weight"):
+            assert error(full(getattr(placed, name).grad), exact[name]) < TOLERANCE, name
+
+
 # ---------------------------------------------------------------- vocabulary sharded
 
 
@@ -386,11 +449,13 @@ def test_target_outside_the_whole_vocabulary_is_an_index_error_on_every_rank(wor
 
 
 def target_out_of_range(device):
-    inputs = batch(device)
-    inputs.target[0, 0] = V
-    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
-    with pytest.raises(IndexError, match=f"expected target in \\[0, {V}\\)"):
-        flce_ops.linear_cross_entropy(*placed.args)
+    for vocab in (V, 1):  # 1: ranks without classes
+        inputs = batch(device, vocab=vocab)
+        inputs.target[0, 0] = vocab
+        placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+        for function in (flce_ops.linear_cross_entropy, flce_ops.linear_log_probs):
+            with pytest.raises(IndexError, match=f"flce_ops: expected target in \\[0, {vocab}\\)"):
+                function(*placed.args)
 
 
 @pytest.mark.parametrize("world", worlds(2))
@@ -407,6 +472,29 @@ def second_derivatives(device):
     for leaf, expected in ((placed.input, inputs.input), (placed.linear_weight, inputs.linear_weight)):
         assert error(full(leaf.grad), expected.grad) < TOLERANCE
     assert error(full(found), exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+@pytest.mark.parametrize("function", [torch.square, torch.exp], ids=["square", "exp"])
+def test_second_derivatives_of_functions_of_the_loss(world, function):
+    run_in_world(world, second_derivatives_of_a_function, function)
+
+
+def second_derivatives_of_a_function(device, function):
+    """The gradient that reaches the loss then depends on the loss, so it has a derivative of its own."""
+    size = dist.get_world_size()
+    cases = [(mesh_of(device, size), *layouts) for layouts in (([Shard(0)], [R]), ([R], [Shard(0)]), ([R], [R]))]
+    if size == 4:
+        cases.append((mesh_of(device, 2, 2), [Shard(0), R], [R, Shard(0)]))
+    for mesh, tokens, rows in cases:
+        inputs = batch(device, dtype=torch.float64, token_weight=True)
+        placed = place(inputs, mesh, tokens, rows)
+        loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options)
+        found = squared_gradient_norm(function(loss), placed.input)
+        exact = squared_gradient_norm(function(plain_loss(*inputs.args, **inputs.options)), inputs.input)
+        assert error(full(found), exact) < 1e-12
+        for name, expected in inputs.leaves.items():
+            assert error(full(placed.leaves[name].grad), expected.grad) < 1e-12, (name, tokens, rows)
 
 
 @pytest.mark.parametrize("world", worlds(2))
@@ -679,6 +767,52 @@ def without_gradients(device):
 
 
 @pytest.mark.parametrize("world", worlds(2))
+def test_inference_mode_gives_the_loss_with_plain_arguments_too(world):
+    run_in_world(world, in_inference_mode)
+
+
+def in_inference_mode(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for tokens, rows in ((Shard(0), R), (R, Shard(0))):
+        inputs = batch(device, bias=True, weight=True, token_weight=True)
+        exact = run_reference(inputs)["loss"]
+        plain = ("target", "weight", "linear_bias", "token_weight")
+        for placed in (place(inputs, mesh, [tokens], [rows]), place(inputs, mesh, [tokens], [rows], plain=plain)):
+            head = (placed.input, placed.linear_weight)
+            with torch.inference_mode():
+                loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options)
+                same, metrics = flce_ops.linear_cross_entropy(*placed.args, **placed.options, return_metrics=True)
+                probs = flce_ops.linear_log_probs(*head, placed.target, placed.linear_bias)
+                divergence = flce_ops.linear_kl_div(*head, *head, target=placed.target)
+            assert error(full(loss), exact) < TOLERANCE and torch.equal(full(loss), full(same))
+            with torch.no_grad():
+                expected = flce_ops.linear_log_probs(*head, placed.target, placed.linear_bias)
+            assert torch.equal(full(probs.log_probs), full(expected.log_probs))
+            assert full(metrics.argmax).shape == inputs.target.shape and full(divergence).abs() < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2))
+@pytest.mark.parametrize("rows", [R, Shard(0)], ids=["replicated", "sharded"])
+def test_gradients_are_laid_out_as_their_leaves(world, rows):
+    run_in_world(world, gradient_strides, rows)
+
+
+def gradient_strides(device, rows):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, vocab=64)
+    exact = run_reference(inputs)
+    placed = place(inputs, mesh, [R], [rows])
+    transposed = placed.linear_weight.to_local().detach().t().contiguous().t()
+    layout = {"run_check": False, "shape": (64, D), "stride": (1, 64)}
+    weight = DTensor.from_local(transposed, mesh, [rows], **layout).detach().requires_grad_()
+    flce_ops.linear_cross_entropy(placed.input, weight, placed.target).backward()
+    for leaf in (placed.input, weight):
+        assert leaf.grad.stride() == leaf.stride()
+        assert leaf.grad.to_local().stride() == leaf.to_local().stride()
+    assert error(full(weight.grad), exact["linear_weight"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2))
 def test_frozen_head_or_frozen_trunk_get_only_the_gradient_asked_for(world):
     run_in_world(world, frozen)
 
@@ -806,6 +940,25 @@ def mistakes(device):
     for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
         with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
             loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
+
+
+@pytest.mark.parametrize("world", worlds(4))
+def test_a_process_outside_the_mesh_is_told_so(world):
+    run_in_world(world, outside_the_mesh)
+
+
+def outside_the_mesh(device):
+    pair = DeviceMesh(device.type, [0, 1], mesh_dim_names=("pair",))
+    inputs = batch(device)
+    for tokens, rows in ((Shard(0), R), (R, Shard(0))):
+        operands = (distribute_tensor(inputs.input.detach(), pair, [tokens], src_data_rank=None),)
+        operands += (distribute_tensor(inputs.linear_weight.detach(), pair, [rows], src_data_rank=None),)
+        if dist.get_rank() < 2:
+            loss = flce_ops.linear_cross_entropy(*operands, inputs.target)
+            assert error(full(loss), run_reference(inputs)["loss"]) < TOLERANCE
+            continue
+        with pytest.raises(ValueError, match="not part of the mesh"):
+            flce_ops.linear_cross_entropy(*operands, inputs.target)
 
 
 @pytest.mark.parametrize("world", worlds(2))

@@ -315,6 +315,11 @@ def cost_of_metrics(device):
     with RecordCollectives() as recorded:
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
     assert recorded.calls == [("all_gather", FLOAT * 4 * 300)], recorded.calls
+    placed.target = distribute_tensor(inputs.target, mesh, [Shard(0)])  # gathered once, not again for the accuracy
+    with RecordCollectives() as recorded:
+        flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
+    target = ("all_gather", 8 * 300 // size)
+    assert recorded.calls == [target, ("all_gather", FLOAT * 4 * 300)], recorded.calls
     with flce_ops.workspace(1):
         _, in_chunks = flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
         assert flce_ops.last_path().chunks > 1

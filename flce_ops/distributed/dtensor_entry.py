@@ -10,12 +10,13 @@ The result is Replicate on every mesh dimension for a scalar; for reduction="non
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
 from flce_ops.distributed import one_pass
-from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of
+from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of, splits
 from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.functional import (
@@ -97,7 +98,7 @@ def dtensor_composite(
             denominator = sum_over_tokens(layout, denominator).to_local()
 
     if layout.splits_vocabulary:
-        factor = row_factor(valid, local_token_weight, reduction, denominator, accumulate)
+        factor = row_factor(valid, local_token_weight, denominator, accumulate)
         if reduction != "none" and one_pass.applies(layout, operands, num_classes):
             local_loss, largest = one_pass.VocabParallelWithGrad.apply(
                 layout, num_classes, options, argmax, *operands, class_weight, factor
@@ -107,6 +108,8 @@ def dtensor_composite(
                 layout, *operands, class_weight, num_classes=num_classes, **options, argmax=argmax
             )
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
+        if reduction == "mean" and normalizer is None:
+            local_loss = local_loss + 0.0 / denominator  # no token at all on any rank: nan
     else:
         local_loss, largest = loss_and_argmax(
             *operands,
@@ -117,6 +120,8 @@ def dtensor_composite(
             **options,
             argmax=argmax,
         )
+        if reduction == "mean" and normalizer is None:
+            local_loss = local_loss + 0.0 / denominator
     largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
     if reduction != "none":
         return sum_over_tokens(layout, local_loss), largest
@@ -128,6 +133,14 @@ def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (
     return DTensor.from_local(local, layout.mesh, layout.tokens, run_check=False, shape=shape, stride=stride)
 
 
+def target_beside_tokens(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:  # (...) -> (...)
+    """A target DTensor in the placements that its tokens are needed in, so that it moves once for loss and accuracy."""
+    layout = layout_of(input, linear_weight)
+    if isinstance(target, DTensor) and target.device_mesh == layout.mesh:
+        return target.redistribute(layout.mesh, layout.tokens)
+    return target
+
+
 def dtensor_token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTensor:  # (...), (...) -> ()
     """Of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
     mesh, tokens = argmax.device_mesh, argmax.placements
@@ -135,7 +148,7 @@ def dtensor_token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, everywhere, run_check=False)
     counts = right_and_valid(argmax.to_local(), target.redistribute(mesh, tokens).to_local(), ignore_index)
-    shares = [Partial() if placement.is_shard() else Replicate() for placement in tokens]
+    shares = [Partial() if splits(placement) else Replicate() for placement in tokens]
     counts = DTensor.from_local(counts, mesh, shares, run_check=False).redistribute(mesh, everywhere)
     return DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)
 
@@ -143,19 +156,32 @@ def dtensor_token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -
 def row_factor(
     valid: Tensor,  # (N,)
     token_weight: Tensor | None,  # (N,)
-    reduction: str,
     denominator: Tensor | None,  # ()
     dtype: torch.dtype,
 ) -> Tensor:  # (N,)
     """What each token's loss is multiplied with before the sum."""
     factor = torch.ones_like(valid, dtype=dtype) if token_weight is None else token_weight.to(dtype)
-    if reduction != "none":
-        # the factor of an ignored token gets gradient 0, also where the denominator is 0
-        factor = torch.where(valid, factor, 0.0)
+    # the factor of an ignored token may be anything and gets gradient 0, also where the denominator is 0
+    factor = torch.where(valid, factor, 0.0)
     return factor if denominator is None else factor / denominator
 
 
 def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()
     """Sum of one number per rank over the ranks that share the tokens, on every rank."""
-    summed = DTensor.from_local(local, layout.mesh, layout.placements(tokens=Partial()), run_check=False)
-    return summed.redistribute(layout.mesh, layout.replicated)
+    return SumOverTokens.apply(layout, local)
+
+
+class SumOverTokens(Function):
+    """Partial to Replicate. Backward can be differentiated: each rank's use of the gradient is a part of a sum."""
+
+    @staticmethod
+    def forward(ctx, layout: Layout, local: Tensor) -> DTensor:
+        ctx.layout = layout
+        partial = layout.placements(tokens=Partial())
+        summed = DTensor.from_local(local.detach(), layout.mesh, partial, run_check=False)
+        return summed.redistribute(layout.mesh, layout.replicated)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor):
+        layout = ctx.layout
+        return None, localize(layout, grad, layout.replicated, gradient=layout.placements(tokens=Partial()))

@@ -25,10 +25,15 @@ FSDP_HINT = (
 )
 
 
+def splits(placement: Placement) -> bool:
+    """Shard, or the strided shard that (B, T, D) sharded along T becomes when it is flattened to (B T, D)."""
+    return not (placement.is_replicate() or placement.is_partial())
+
+
 @dataclass(frozen=True)
 class Layout:
     mesh: DeviceMesh
-    tokens: tuple[Placement, ...]  # per mesh dimension: Shard(k) of the token dimensions, or Replicate
+    tokens: tuple[Placement, ...]  # per mesh dimension: a shard of the token dimensions, or Replicate
     vocabulary: tuple[bool, ...]  # per mesh dimension
 
     def placements(
@@ -36,7 +41,7 @@ class Layout:
     ) -> tuple[Placement, ...]:
         """One placement on the dimensions that shard tokens, one on those that shard the vocabulary, else Replicate."""
         return tuple(
-            (vocabulary if shards_vocabulary else tokens if token.is_shard() else None) or Replicate()
+            (vocabulary if shards_vocabulary else tokens if splits(token) else None) or Replicate()
             for token, shards_vocabulary in zip(self.tokens, self.vocabulary)
         )
 
@@ -46,7 +51,7 @@ class Layout:
 
     @property
     def shards_tokens(self) -> bool:
-        return any(placement.is_shard() for placement in self.tokens)
+        return any(splits(placement) for placement in self.tokens)
 
     @property
     def shards_vocabulary(self) -> bool:
@@ -83,10 +88,15 @@ def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
             f"{op}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one "
             f"mesh: make input a DTensor on the weight's mesh, or the weight one on input's. {FSDP_HINT}"
         )
+    if input.device_mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{op}: this process is not part of the mesh of input and linear_weight, {input.device_mesh}; call it on "
+            "the processes of the mesh only"
+        )
     tokens, vocabulary = [], []
     for token, rows in zip(input.placements, linear_weight.placements):
         vocabulary.append(rows.is_shard())
-        stays = token.is_shard() and not rows.is_shard() and token.dim % input.dim() != input.dim() - 1
+        stays = splits(token) and not rows.is_shard() and token.dim % input.dim() != input.dim() - 1
         tokens.append(token if stays else Replicate())
     return Layout(input.device_mesh, tuple(tokens), tuple(vocabulary))
 

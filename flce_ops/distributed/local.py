@@ -81,11 +81,24 @@ class ToLocal(Function):
     def backward(ctx, grad: Tensor | None):
         if grad is None:
             return None, None, None, None
-        stride = ctx.stride
-        contiguous = torch.empty(ctx.shape, device="meta").stride()
-        if stride == contiguous:
-            grad = grad.contiguous()
+        grad, stride = laid_out_as(grad, ctx.shape, ctx.stride)
         whole = DTensor.from_local(grad, ctx.mesh, ctx.gradient, run_check=False, shape=ctx.shape, stride=stride)
         if ctx.returns != ctx.gradient:
             whole = whole.redistribute(ctx.mesh, ctx.returns)
         return whole, None, None, None
+
+
+def laid_out_as(local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """A local part with its dimensions in memory in the order of the whole's strides, which it returns.
+
+    Where those leave gaps or overlap, the part and the whole are contiguous: AccumulateGrad's rule for plain leaves.
+    """
+    contiguous = torch.empty(shape, device="meta").stride()
+    if stride == contiguous:
+        return local.contiguous(), contiguous
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    dense = torch.empty([shape[dim] for dim in order], device="meta").stride()
+    if dense != tuple(stride[dim] for dim in order):
+        return local.contiguous(), contiguous
+    back = [order.index(dim) for dim in range(len(shape))]
+    return local.permute(order).contiguous().permute(back), stride

@@ -22,6 +22,7 @@ from flce_ops.autograd import finite_in_empty_rows
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
 from flce_ops.loss import loss_terms_of
+from flce_ops.target_range import check_target_range
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -89,6 +90,9 @@ def vocab_parallel_rows(
     start, size = layout.vocabulary_range(num_classes)
     kinds = 2 + logit_sum + expected_logit + 2 * argmax
     if size == 0:
+        # the ranks with classes look in their kernel; one that goes on alone would wait for them forever
+        if not torch.compiler.is_compiling():
+            check_target_range(target, num_classes, ignore_index)
         per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax)
     else:
         target_logit, lse, sums, expected, max_logit, largest = torch.ops.flce.linear_cross_entropy_forward(

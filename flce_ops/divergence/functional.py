@@ -13,6 +13,7 @@ from flce_ops.divergence.operands import Operands, Options
 from flce_ops.functional import (
     any_dtensor,
     autocast_operands,
+    entry_of,
     fp16_power_of_two,
     gradients_in_the_same_pass,
     needs_gradient,
@@ -105,7 +106,9 @@ def linear_kl_div(
     """
     if normalizer is not None and not isinstance(normalizer, Tensor):
         normalizer = torch.full((), normalizer, dtype=accumulation_dtype(input.dtype), device=input.device)
-    return torch.ops.flce.linear_kl_div(
+    operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
+    entry = entry_of(torch.ops.flce.linear_kl_div, composite, *operands, target, token_weight, normalizer)
+    return entry(
         input,
         linear_weight,
         teacher_input,
