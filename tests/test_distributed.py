@@ -222,8 +222,11 @@ def flattened(device):
     for plain in ((), ("target",)):
         inputs = batch(device, tokens=16, token_weight=True)
         placed = place(inputs, mesh, [Shard(1)], [R], plain=plain)
-        if placed.input.flatten(0, 1).placements == (R,):
-            return  # this torch gathers it
+        try:
+            placed.input.detach().flatten(0, 1)
+        except RuntimeError as refusal:
+            assert torch.__version__ < "2.12" and "Attempted to flatten" in str(refusal)
+            return
         with FlopCounterMode(display=False) as counter, RecordCollectives() as recorded:
             loss = flce_ops.linear_cross_entropy(
                 placed.input.flatten(0, 1),
@@ -773,6 +776,12 @@ def test_inference_mode_gives_the_loss_with_plain_arguments_too(world):
 
 def in_inference_mode(device):
     mesh = mesh_of(device, dist.get_world_size())
+    try:
+        with torch.inference_mode():
+            DTensor.from_local(torch.zeros(1, device=device), mesh, [R])
+    except NotImplementedError:
+        assert torch.__version__ < "2.12"  # DTensor itself does not work in inference mode
+        return
     for tokens, rows in ((Shard(0), R), (R, Shard(0))):
         inputs = batch(device, bias=True, weight=True, token_weight=True)
         exact = run_reference(inputs)["loss"]
