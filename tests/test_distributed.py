@@ -777,8 +777,9 @@ def test_inference_mode_gives_the_loss_with_plain_arguments_too(world):
 def in_inference_mode(device):
     mesh = mesh_of(device, dist.get_world_size())
     try:
+        leaf = place(batch(device), mesh, [R], [R]).input
         with torch.inference_mode():
-            DTensor.from_local(torch.zeros(1, device=device), mesh, [R])
+            leaf.redistribute(mesh, [R])
     except NotImplementedError:
         assert torch.__version__ < "2.12"  # DTensor itself does not work in inference mode
         return
