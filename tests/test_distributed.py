@@ -945,8 +945,10 @@ def mistakes(device):
     tokens = place(inputs, mesh, [Shard(1)], [R])
     with pytest.raises(ValueError, match="the tokens of this rank only.*from_local"):
         loss(tokens.input, tokens.linear_weight, tokens.target.to_local())
-    with pytest.raises(ValueError, match="expected target of shape"):
-        loss(tokens.input, tokens.linear_weight, distribute_tensor(inputs.target[:, :2].contiguous(), mesh, [R]))
+    for metrics in (False, True):
+        short = distribute_tensor(inputs.target[:, 0].contiguous(), mesh, [R])
+        with pytest.raises(ValueError, match="expected target of shape"):
+            loss(tokens.input, tokens.linear_weight, short, return_metrics=metrics)
     for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
         with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
             loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)

@@ -136,7 +136,8 @@ def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (
 def target_beside_tokens(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:  # (...) -> (...)
     """A target DTensor in the placements that its tokens are needed in, so that it moves once for loss and accuracy."""
     layout = layout_of(input, linear_weight)
-    if isinstance(target, DTensor) and target.device_mesh == layout.mesh:
+    fits = target.shape == input.shape[:-1]  # what does not is refused by name later
+    if isinstance(target, DTensor) and target.device_mesh == layout.mesh and fits:
         return target.redistribute(layout.mesh, layout.tokens)
     return target
 
