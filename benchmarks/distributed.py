@@ -23,7 +23,6 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,13 +34,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import flce_ops
 from benchmarks.llama import Llama, LlamaSize, fully_sharded
-from benchmarks.ranks import Clock, process_group
-from benchmarks.report import REPOSITORY, Environment, KeepingReport, environment, say
-from benchmarks.shapes import Shape, parse_shapes
+from benchmarks.ranks import Clock, common_parser, process_group, setting_of
+from benchmarks.report import Environment, KeepingReport, say
+from benchmarks.shapes import Shape
 
-VOCABULARY_SHAPES = (Shape(16384, 4096, 128256), Shape(16384, 8192, 256000))
 LLAMA = LlamaSize(dim=2048, depth=8, heads=16, hidden=5632, vocab=128256, context=4096, sequences=2)
-TOY_SHAPES = (Shape(48, 32, 517),)
 TOY_LLAMA = LlamaSize(dim=32, depth=2, heads=2, hidden=64, vocab=517, context=16, sequences=2)
 
 Step = Callable[[], Tensor]  # one training step; returns the loss, the same on every rank
@@ -296,15 +293,9 @@ def weak_scaling_row(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = common_parser(__doc__, rounds=3, ms=400.0)
     made.add_argument("--parts", default="vocabulary,weak_scaling")
-    made.add_argument("--shapes", help="NxDxV,...; default: the two of the part")
-    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
     made.add_argument("--compile", action="store_true", help="weak scaling also with compiled blocks")
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--ms", type=float, default=400.0, help="of steady work a round and step")
-    made.add_argument("--out", type=Path, help="directory of the CSV files")
-    made.add_argument("--commit")
     return made
 
 
@@ -315,29 +306,24 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("ranks",))
-    found = environment(device, options.commit)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
-    out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
+    found, dtype, clock, out, shapes = setting_of(options, device)
+    size, first = dist.get_world_size(), dist.get_rank() == 0
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
     parts = options.parts.split(",")
     if unknown := set(parts) - {"vocabulary", "weak_scaling"}:
         sys.exit(f"expected --parts of vocabulary, weak_scaling; got {', '.join(sorted(unknown))}")
     if first:
-        say(f"{ranks} x {found.gpu}, torch {found.torch}, triton {found.triton}, commit {found.commit}")
+        say(f"{size} x {found.gpu}, torch {found.torch}, triton {found.triton}, commit {found.commit}")
 
     if "vocabulary" in parts:
-        default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
-        shapes = parse_shapes(options.shapes) if options.shapes else default
         bandwidth = bus_bandwidth(clock, 1 if options.toy else 256)
         for shape in shapes:
             rows = vocabulary_rows(shape, mesh, clock, found, dtype, bandwidth)
             release(device)
             if first:
                 path = out / "distributed_vocabulary.csv"
-                KeepingReport(path, ranks=ranks, torch=found.torch, **shape._asdict()).add(rows)
-                say(f"\n{shape} on {ranks}: bus bandwidth {cell(bandwidth and bandwidth / 1e9)} GB/s")
+                KeepingReport(path, ranks=size, torch=found.torch, **shape._asdict()).add(rows)
+                say(f"\n{shape} on {size}: bus bandwidth {cell(bandwidth and bandwidth / 1e9)} GB/s")
                 for row in rows:
                     say(
                         f"{row.provider:16}{cell(row.ms):>10} ms{cell(row.x_ideal):>8} x ideal{cell(row.peak_MiB):>12}"
@@ -346,14 +332,14 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
                 say(f"  ideal = {cell(rows[0].gemm_ms)} ms of GEMMs + {cell(rows[0].communication_ms)} ms of bytes")
 
     if "weak_scaling" in parts:
-        size = TOY_LLAMA if options.toy else LLAMA
+        llama = TOY_LLAMA if options.toy else LLAMA
         for compiled in (False, True) if options.compile else (False,):
             for head in ("flce_ops", "F.cross_entropy"):
-                row = weak_scaling_row(size, head, mesh, clock, found, compiled)
+                row = weak_scaling_row(llama, head, mesh, clock, found, compiled)
                 release(device)
                 if first:
                     path = out / "distributed_weak_scaling.csv"
-                    KeepingReport(path, ranks=ranks, torch=found.torch, head=row.head).add([row])
+                    KeepingReport(path, ranks=size, torch=found.torch, head=row.head).add([row])
                     say(
                         f"{row.head:26}{cell(row.ms):>10} ms{cell(row.tokens_per_s, ',.0f'):>12} tokens/s"
                         f"{cell(row.tokens_per_s_per_rank, ',.0f'):>10} per rank{cell(row.peak_MiB, '.0f'):>9} MiB"

@@ -21,17 +21,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import flce_ops
-from benchmarks.distributed import TOY_SHAPES, VOCABULARY_SHAPES
-from benchmarks.ranks import Clock, process_group
-from benchmarks.report import REPOSITORY, KeepingReport, environment, say
-from benchmarks.shapes import Shape, parse_shapes
+from benchmarks.ranks import Clock, common_parser, process_group, setting_of
+from benchmarks.report import KeepingReport, say
+from benchmarks.shapes import Shape
 
 TOY_CHUNKS = 2
 
@@ -116,8 +114,7 @@ class OverlapStep:
 
 def overlap_rows(shape: Shape, clock: Clock, dtype: torch.dtype, setting: dict, toy: bool) -> list[OverlapRow]:
     N, _, V = shape
-    ranks = dist.get_world_size()
-    fitting = flce_ops.get_workspace() // (dtype.itemsize * -(-V // ranks))
+    fitting = flce_ops.get_workspace() // (dtype.itemsize * -(-V // dist.get_world_size()))
     chunks = TOY_CHUNKS if toy else -(-N // min(N, fitting))
     step = OverlapStep(shape, -(-N // chunks), dtype, clock.device)
     alone = {
@@ -135,14 +132,7 @@ def overlap_rows(shape: Shape, clock: Clock, dtype: torch.dtype, setting: dict, 
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--shapes", help="NxDxV,...; the ranks divide N")
-    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--ms", type=float, default=300.0, help="of steady work a round and variant")
-    made.add_argument("--out", type=Path, help="directory of the CSV file")
-    made.add_argument("--commit")
-    return made
+    return common_parser(__doc__, rounds=5, ms=300.0)
 
 
 def main() -> None:
@@ -152,18 +142,15 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    found = environment(device, options.commit)
-    ranks, dtype = dist.get_world_size(), torch.bfloat16 if device.type == "cuda" else torch.float32
-    clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
-    out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
-    default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
-    for shape in parse_shapes(options.shapes) if options.shapes else default:
-        setting = {**vars(found), "ranks": ranks, **shape._asdict(), "dtype": str(dtype).removeprefix("torch.")}
+    found, dtype, clock, out, shapes = setting_of(options, device)
+    size = dist.get_world_size()
+    for shape in shapes:
+        setting = {**vars(found), "ranks": size, **shape._asdict(), "dtype": str(dtype).removeprefix("torch.")}
         rows = overlap_rows(shape, clock, dtype, setting, options.toy)
         if dist.get_rank() != 0:
             continue
-        KeepingReport(out / "overlap.csv", ranks=ranks, **shape._asdict()).add(rows)
-        say(f"\n{found.gpu}, {ranks} ranks, {shape} in {rows[0].chunks} chunks")
+        KeepingReport(out / "overlap.csv", ranks=size, **shape._asdict()).add(rows)
+        say(f"\n{found.gpu}, {size} ranks, {shape} in {rows[0].chunks} chunks")
         for row in rows:
             say(
                 f"{row.variant:16}{row.ms:10.3f} ms {row.x_after:8.4f} x after  spread {row.spread:.1%}"

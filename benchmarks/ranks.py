@@ -1,19 +1,39 @@
-"""Benchmarks of several ranks: their process group, and steps timed against each other."""
+"""Benchmarks of several ranks: their options and process group, and steps timed against each other."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.report import REPOSITORY, Environment, environment
+from benchmarks.shapes import Shape, parse_shapes
+
+VOCABULARY_SHAPES = (Shape(16384, 4096, 128256), Shape(16384, 8192, 256000))
+TOY_SHAPES = (Shape(48, 32, 517),)
+
 # NVLink multicast, which NCCL turns on where it can, needs the whole fabric of the host to itself.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def common_parser(description: str, *, rounds: int, ms: float) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shapes", help="NxDxV,...; the ranks divide N")
+    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--ms", type=float, default=ms, help="of steady work a round and step")
+    made.add_argument("--out", type=Path, help="directory of the CSV files")
+    made.add_argument("--commit")
+    return made
 
 
 @contextmanager
@@ -75,3 +95,22 @@ class Clock:
                 kept[name].append(1e3 * self.seconds(steps[name], calls[name]))
         middles = {name: statistics.median(times) for name, times in kept.items()}
         return {name: (middles[name], (max(times) - min(times)) / middles[name]) for name, times in kept.items()}
+
+
+class Setting(NamedTuple):
+    """What the options and the machine decide."""
+
+    found: Environment
+    dtype: torch.dtype
+    clock: Clock
+    out: Path
+    shapes: Sequence[Shape]
+
+
+def setting_of(options: argparse.Namespace, device: torch.device) -> Setting:
+    found = environment(device, options.commit)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
+    out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
+    default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
+    return Setting(found, dtype, clock, out, parse_shapes(options.shapes) if options.shapes else default)

@@ -143,15 +143,13 @@ def composite_metrics(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
-    ignore_index = options.get("ignore_index", -100)
     if any_dtensor(input, linear_weight, target):
-        from flce_ops.distributed import dtensor_token_accuracy, target_beside_tokens
+        from flce_ops.distributed import dtensor_composite_metrics
 
-        target = target_beside_tokens(input, linear_weight, target)
-        loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
-        return loss, dtensor_token_accuracy(argmax, target, ignore_index), argmax
+        return dtensor_composite_metrics(input, linear_weight, target, linear_bias, **options)
     loss, argmax = loss_and_argmax(input, linear_weight, target, linear_bias, **options, argmax=True)
-    return loss, accuracy_of(right_and_valid(argmax, target, ignore_index)), argmax
+    right = right_and_valid(argmax, target, options.get("ignore_index", -100))
+    return loss, accuracy_of(right), argmax
 
 
 def right_and_valid(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
@@ -219,7 +217,7 @@ def loss_and_argmax(
     accumulate = meta.accumulation_dtype(input.dtype)
     valid = target != ignore_index
     if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(accumulate)
+        token_weight = token_weight.reshape(-1)
     loss_options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -233,16 +231,11 @@ def loss_and_argmax(
             input, linear_weight, target, linear_bias, weight, **loss_options, argmax=argmax
         )
         if token_weight is not None:
-            losses = losses * torch.where(valid, token_weight, 0.0)
+            losses = losses * row_factor(valid, token_weight, None, accumulate)
         return losses.reshape(target_shape), largest.reshape(target_shape) if argmax else None
 
-    factor = torch.ones_like(valid, dtype=accumulate) if token_weight is None else token_weight
     denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
-    # a token weight at an ignored token gets gradient 0, also where the denominator is 0
-    row_scale = torch.where(valid, factor, 0.0)
-    if denominator is not None:
-        row_scale = row_scale / denominator
-
+    row_scale = row_factor(valid, token_weight, denominator, accumulate)
     operands = (input, linear_weight, target, linear_bias, weight)
     if gradients_in_the_same_pass(input, linear_weight, linear_bias):
         mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
@@ -257,8 +250,7 @@ def loss_and_argmax(
     else:
         losses, largest = losses_from_forward(*operands, **loss_options, argmax=argmax)
         loss = (row_scale * losses).sum()
-    # the mean over no token at all is 0 / 0, as F.cross_entropy's
-    loss = loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
+    loss = nan_without_tokens(loss, reduction, normalizer, denominator)
     return loss, largest.reshape(target_shape) if argmax else None
 
 
@@ -310,6 +302,26 @@ def mean_denominator(
     if weight is None:
         return valid.sum().to(dtype)
     return torch.where(valid, class_weight_of(target, weight, dtype), 0.0).sum()
+
+
+def row_factor(
+    valid: Tensor,  # (N,)
+    token_weight: Tensor | None,  # (N,)
+    denominator: Tensor | None,  # ()
+    dtype: torch.dtype,
+) -> Tensor:  # (N,)
+    """What each token's loss is multiplied with before the sum."""
+    factor = torch.ones_like(valid, dtype=dtype) if token_weight is None else token_weight.to(dtype)
+    # the factor of an ignored token may be anything and gets gradient 0, also where the denominator is 0
+    factor = torch.where(valid, factor, 0.0)
+    return factor if denominator is None else factor / denominator
+
+
+def nan_without_tokens(
+    loss: Tensor, reduction: str, normalizer: Tensor | None, denominator: Tensor | None
+) -> Tensor:  # () -> ()
+    """The mean over no token at all is 0 / 0, as F.cross_entropy's, also where nothing was summed."""
+    return loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
 
 
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:

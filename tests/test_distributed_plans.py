@@ -10,7 +10,7 @@ from process_pool import run_in_world, worlds
 from reference_loss import dense_logits, error, run_reference
 from test_distributed import ANY, FLOAT, TOLERANCE, D, V, batch, full, mesh_of
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -29,8 +29,9 @@ def owner_with_weights(module, inputs):
     return nn.ModuleDict({"head": module})
 
 
-def local_sequence(tensor: torch.Tensor, size: int) -> torch.Tensor:  # (B, T, ...) -> (B, T / size, ...)
-    return tensor.detach().chunk(size, 1)[dist.get_rank()].clone()
+def local_part(tensor: torch.Tensor, layout: Placement) -> torch.Tensor:  # (B, T, ...) -> (B, T / size, ...) or all
+    parts = dist.get_world_size() if layout == Shard(1) else 1
+    return tensor.detach().chunk(parts, 1)[dist.get_rank() % parts].clone()
 
 
 @pytest.mark.parametrize("world", ANY)
@@ -40,8 +41,7 @@ def test_vocab_parallel_gives_the_loss_and_gradients_of_one_process(world, layou
 
 
 def vocab_parallel(device, layout):
-    size = dist.get_world_size()
-    mesh = mesh_of(device, size)
+    mesh = mesh_of(device, dist.get_world_size())
     options = {"label_smoothing": 0.1, "softcap": 6.0, "z_loss": 1e-3}
     for head in (True, False):
         for target_layout in {Replicate(), layout}:
@@ -55,20 +55,16 @@ def vocab_parallel(device, layout):
             parent = owner_with_weights(module, inputs)
             plan = flce_ops.VocabParallel(input_layouts=layout, target_layouts=target_layout)
             parallelize_module(parent, mesh, {"head": plan})
-            sharded = layout == Shard(1)
-            hidden = local_sequence(inputs.input, size) if sharded else inputs.input.detach().clone()
-            hidden.requires_grad_()
-            target, token_weight = inputs.target, inputs.token_weight.detach()
-            if target_layout == Shard(1):
-                target, token_weight = local_sequence(target, size), local_sequence(token_weight, size)
+            hidden = local_part(inputs.input, layout).requires_grad_()
+            target = local_part(inputs.target, target_layout)
+            token_weight = local_part(inputs.token_weight, target_layout)
             more = {"weight": inputs.weight} if head else {}
             loss = parent["head"](hidden, target, token_weight=token_weight, **more)
             assert type(loss) is torch.Tensor
             loss.backward()
             exact = run_reference(inputs, **options)
             assert error(loss, exact["loss"]) < TOLERANCE
-            exact_hidden = local_sequence(exact["input"], size) if sharded else exact["input"]
-            assert error(hidden.grad, exact_hidden) < TOLERANCE
+            assert error(hidden.grad, local_part(exact["input"], layout)) < TOLERANCE
             linear = module if head else module.linear
             assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
             assert error(full(linear.bias.grad), exact["linear_bias"]) < TOLERANCE
@@ -82,13 +78,12 @@ def test_vocab_parallel_takes_normalizers_and_returns_metrics_and_losses_per_tok
 
 
 def arguments_of_forward(device, layout):
-    size = dist.get_world_size()
-    mesh = mesh_of(device, size)
+    mesh = mesh_of(device, dist.get_world_size())
 
     def sharded(module, inputs):
         parent = owner_with_weights(module, inputs)
         parallelize_module(parent, mesh, {"head": flce_ops.VocabParallel(input_layouts=layout)})
-        return module, local_sequence(inputs.input, size) if layout == Shard(1) else inputs.input.detach()
+        return module, local_part(inputs.input, layout)
 
     inputs = batch(device, tokens=TOKENS, token_weight=True, normalizer=True)
     head, hidden = sharded(flce_ops.LinearCrossEntropyHead(D, V, z_loss=1e-2, device=device), inputs)
@@ -115,20 +110,18 @@ def test_colwise_parallel_on_the_head_takes_targets_by_keyword(world):
 
 
 def colwise_parallel(device):
-    size = dist.get_world_size()
-    mesh = mesh_of(device, size)
+    mesh = mesh_of(device, dist.get_world_size())
     for layout in (Replicate(), Shard(1)):
         inputs = batch(device, tokens=TOKENS)
         parent = owner_with_weights(flce_ops.LinearCrossEntropyHead(D, V, device=device), inputs)
         plan = ColwiseParallel(input_layouts=layout, output_layouts=Replicate())
         parallelize_module(parent, mesh, {"head": plan})
-        hidden = local_sequence(inputs.input, size) if layout == Shard(1) else inputs.input.detach().clone()
-        loss = parent["head"](hidden.requires_grad_(), target=inputs.target)
+        hidden = local_part(inputs.input, layout).requires_grad_()
+        loss = parent["head"](hidden, target=inputs.target)
         loss.backward()
         exact = run_reference(inputs)
         assert error(loss, exact["loss"]) < TOLERANCE
-        exact_hidden = local_sequence(exact["input"], size) if layout == Shard(1) else exact["input"]
-        assert error(hidden.grad, exact_hidden) < TOLERANCE
+        assert error(hidden.grad, local_part(exact["input"], layout)) < TOLERANCE
         assert error(full(parent["head"].weight.grad), exact["linear_weight"]) < TOLERANCE
 
 
@@ -159,8 +152,7 @@ def test_a_sharded_head_compiles_as_one_graph_and_under_checkpoint(world):
 
 
 def compiled_head(device):
-    size = dist.get_world_size()
-    mesh = mesh_of(device, size)
+    mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, tokens=TOKENS)
     exact = run_reference(inputs)
     for compiled, checkpointed in ((True, False), (False, True), (True, True)):
@@ -168,7 +160,7 @@ def compiled_head(device):
         head = flce_ops.LinearCrossEntropyHead(D, V, device=device)
         parent = owner_with_weights(head, inputs)
         parallelize_module(parent, mesh, {"head": flce_ops.VocabParallel(input_layouts=Shard(1))})
-        hidden = local_sequence(inputs.input, size).requires_grad_()
+        hidden = local_part(inputs.input, Shard(1)).requires_grad_()
 
         def step(hidden, target, head=head, checkpointed=checkpointed):
             hidden = hidden * 1.0
@@ -181,7 +173,7 @@ def compiled_head(device):
         loss = step(hidden, inputs.target)
         loss.backward()
         assert error(loss, exact["loss"]) < TOLERANCE
-        assert error(hidden.grad, local_sequence(exact["input"], size)) < TOLERANCE
+        assert error(hidden.grad, local_part(exact["input"], Shard(1))) < TOLERANCE
         assert error(full(head.weight.grad), exact["linear_weight"]) < TOLERANCE
 
 
@@ -191,8 +183,7 @@ def test_sharded_loss_modules_and_colwise_heads_compile_as_one_graph(world):
 
 
 def other_modules_compiled(device):
-    size = dist.get_world_size()
-    mesh = mesh_of(device, size)
+    mesh = mesh_of(device, dist.get_world_size())
     options = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-2}
     for colwise in (False, True):
         torch._dynamo.reset()
@@ -210,12 +201,12 @@ def other_modules_compiled(device):
             fullgraph=True,
             backend="aot_eager",
         )
-        hidden = local_sequence(inputs.input, size).requires_grad_()
+        hidden = local_part(inputs.input, Shard(1)).requires_grad_()
         loss = step(hidden, inputs.target)
         loss.backward()
         exact = run_reference(inputs, **options)
         assert error(loss, exact["loss"]) < TOLERANCE
-        assert error(hidden.grad, local_sequence(exact["input"], size)) < TOLERANCE
+        assert error(hidden.grad, local_part(exact["input"], Shard(1))) < TOLERANCE
         assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
 
 
@@ -230,7 +221,7 @@ def plan_traffic(device):
     head = flce_ops.LinearCrossEntropyHead(D, V, device=device)
     parent = owner_with_weights(head, inputs)
     parallelize_module(parent, mesh_of(device, size), {"head": flce_ops.VocabParallel(input_layouts=Shard(1))})
-    hidden = local_sequence(inputs.input, size).requires_grad_()
+    hidden = local_part(inputs.input, Shard(1)).requires_grad_()
     with RecordCollectives() as recorded:
         head(hidden, inputs.target).backward()
     N = inputs.target.numel()

@@ -8,8 +8,8 @@ one_pass*.py        scalar losses of a sharded vocabulary with their gradients, 
 styles.py           VocabParallel, the ParallelStyle for the two modules
 """
 
-from flce_ops.distributed.dtensor_entry import dtensor_composite, dtensor_token_accuracy, target_beside_tokens
+from flce_ops.distributed.dtensor_entry import dtensor_composite, dtensor_composite_metrics
 from flce_ops.distributed.log_probs import dtensor_log_probs
 from flce_ops.distributed.styles import VocabParallel
 
-__all__ = ["VocabParallel", "dtensor_composite", "dtensor_log_probs", "dtensor_token_accuracy", "target_beside_tokens"]
+__all__ = ["VocabParallel", "dtensor_composite", "dtensor_composite_metrics", "dtensor_log_probs"]

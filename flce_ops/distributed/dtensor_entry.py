@@ -24,7 +24,9 @@ from flce_ops.functional import (
     autocast_operands,
     loss_and_argmax,
     mean_denominator,
+    nan_without_tokens,
     right_and_valid,
+    row_factor,
 )
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
@@ -108,8 +110,6 @@ def dtensor_composite(
                 layout, *operands, class_weight, num_classes=num_classes, **options, argmax=argmax
             )
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
-        if reduction == "mean" and normalizer is None:
-            local_loss = local_loss + 0.0 / denominator  # no token at all on any rank: nan
     else:
         local_loss, largest = loss_and_argmax(
             *operands,
@@ -120,12 +120,19 @@ def dtensor_composite(
             **options,
             argmax=argmax,
         )
-        if reduction == "mean" and normalizer is None:
-            local_loss = local_loss + 0.0 / denominator
     largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
     if reduction != "none":
-        return sum_over_tokens(layout, local_loss), largest
+        return sum_over_tokens(layout, nan_without_tokens(local_loss, reduction, normalizer, denominator)), largest
     return per_token(layout, local_loss.reshape(tokens_shape), target_shape), largest
+
+
+def dtensor_composite_metrics(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """flce_ops.functional.composite_metrics when an argument is a DTensor."""
+    target = target_beside_tokens(input, linear_weight, target)
+    loss, argmax = dtensor_composite(input, linear_weight, target, linear_bias, **options, argmax=True)
+    return loss, token_accuracy(argmax, target, options.get("ignore_index", -100)), argmax
 
 
 def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (...), sharded as the tokens are
@@ -142,7 +149,7 @@ def target_beside_tokens(input: Tensor, linear_weight: Tensor, target: Tensor) -
     return target
 
 
-def dtensor_token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTensor:  # (...), (...) -> ()
+def token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTensor:  # (...), (...) -> ()
     """Of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
     mesh, tokens = argmax.device_mesh, argmax.placements
     everywhere = (Replicate(),) * mesh.ndim
@@ -152,19 +159,6 @@ def dtensor_token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -
     shares = [Partial() if splits(placement) else Replicate() for placement in tokens]
     counts = DTensor.from_local(counts, mesh, shares, run_check=False).redistribute(mesh, everywhere)
     return DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)
-
-
-def row_factor(
-    valid: Tensor,  # (N,)
-    token_weight: Tensor | None,  # (N,)
-    denominator: Tensor | None,  # ()
-    dtype: torch.dtype,
-) -> Tensor:  # (N,)
-    """What each token's loss is multiplied with before the sum."""
-    factor = torch.ones_like(valid, dtype=dtype) if token_weight is None else token_weight.to(dtype)
-    # the factor of an ignored token may be anything and gets gradient 0, also where the denominator is 0
-    factor = torch.where(valid, factor, 0.0)
-    return factor if denominator is None else factor / denominator
 
 
 def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()

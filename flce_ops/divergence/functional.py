@@ -16,6 +16,7 @@ from flce_ops.functional import (
     entry_of,
     fp16_power_of_two,
     gradients_in_the_same_pass,
+    nan_without_tokens,
     needs_gradient,
 )
 from flce_ops.meta import accumulation_dtype
@@ -178,8 +179,7 @@ def composite(
     if reduction == "none":
         return row_divergences(operands, options, factor).reshape(shape)
     loss = weighted_sum(operands, options, factor)
-    # the mean over no token at all is 0 / 0, as F.cross_entropy's
-    return loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
+    return nan_without_tokens(loss, reduction, normalizer, denominator)
 
 
 def resolve_kind(kind: str, beta: float) -> str:

@@ -29,6 +29,7 @@ from flce_ops.divergence.functional import (
     weighted_sum,
 )
 from flce_ops.divergence.operands import Operands, Options
+from flce_ops.functional import nan_without_tokens
 from flce_ops.meta import accumulation_dtype
 
 # N tokens of this rank, D and E hidden sizes of student and teacher, V vocabulary, v of them on this rank
@@ -78,9 +79,7 @@ def dtensor_composite(
     factor = row_factor(operands, token_weight, denominator)
     if reduction != "none":
         loss = weighted_sum(operands, options, factor)
-        if reduction == "mean" and normalizer is None:
-            loss = loss + 0.0 / denominator  # no token at all on any rank: nan
-        return sum_over_tokens(layout, loss)
+        return sum_over_tokens(layout, nan_without_tokens(loss, reduction, normalizer, denominator))
     contiguous = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         row_divergences(operands, options, factor).reshape(local_shape),

@@ -13,6 +13,51 @@ from flce_ops.triton.logits_gemm import LN2
 
 
 @triton.jit
+def with_target(row_sum, reference, target_logit, hit):
+    """The row sum and the target's share of it: it was summed from another order of the same products."""
+    at_target = tl.exp2(target_logit - reference)
+    return tl.where(hit & (row_sum < at_target), at_target, row_sum), at_target
+
+
+@triton.jit
+def apart_from_zero(slope):
+    """c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)."""
+    return tl.where(tl.abs(slope) > 1e-20, slope, 1e-20)
+
+
+@triton.jit
+def store_target_entry(
+    entry,  # E'_iy, before softcap's slope
+    row_factor,  # c_i
+    target_logit,
+    hit,
+    softcap,
+    entry_ptr,
+    row_factor_ptr,
+    weight_factor_ptr,
+    residual_ptr,
+    rows,
+    mask,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """The target's entry dominates its row, and its rounding the error of the gradients. grad_linear_weight's factor
+    takes it up: E_iy comes out exact, the other entries of the row, each for another class, move by less than 2^-8
+    together. In grad_input they add up, along whatever linear_weight's rows share, so there the residual is
+    added by itself.
+    """
+    if HAS_SOFTCAP:
+        tanh = target_logit * LN2 / softcap
+        entry *= 1.0 - tanh * tanh
+    rounded = entry.to(entry_ptr.dtype.element_ty)
+    tl.store(entry_ptr + rows, rounded, mask=mask)
+    rounded = rounded.to(tl.float32)
+    correction = tl.where(hit & (rounded != 0.0), entry / rounded, 1.0)
+    tl.store(row_factor_ptr + rows, row_factor, mask=mask)
+    tl.store(weight_factor_ptr + rows, row_factor * correction, mask=mask)
+    tl.store(residual_ptr + rows, row_factor * (entry - rounded), mask=mask)
+
+
+@triton.jit
 def finish_rows_kernel(
     row_sum_ptr,  # (n,) s_i = sum_j exp2(z2_ij - reference_i)
     reference_ptr,  # (n,)
@@ -47,10 +92,6 @@ def finish_rows_kernel(
                                                             E'_iy = (E_iy - s f / L) slope_y,  E' = E elsewhere
 
     so the row factor goes to the (n, D) sides of the two GEMMs and E is not read again.
-
-    The target's entry dominates its row, and its rounding the error of the gradients. grad_linear_weight's factor takes
-    it up: E_iy comes out exact, the other entries of the row, each for another class, move by less than 2^-8 together.
-    In grad_input they add up, along whatever linear_weight's rows share, so there the residual is added by itself.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < n
@@ -61,9 +102,7 @@ def finish_rows_kernel(
     valid = mask & (target != ignore_index)
     column = tl.where(valid & (target >= 0) & (target < V), target, 0)
 
-    # The sum holds the target's exponential, which was summed from another order of the same products.
-    at_target = tl.exp2(target_logit - reference)
-    row_sum = tl.where(row_sum < at_target, at_target, row_sum)
+    row_sum, at_target = with_target(row_sum, reference, target_logit, mask)
 
     target_factor = tl.full((BLOCK_N,), 1.0, tl.float32) - label_smoothing
     weight_sum = V * 1.0
@@ -81,23 +120,24 @@ def finish_rows_kernel(
         slope += smoothing * weight_sum
     loss += z_loss * lse * lse
     slope += 2.0 * z_loss * lse
-    # c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)
-    slope = tl.where(tl.abs(slope) > 1e-20, slope, 1e-20)
+    slope = apart_from_zero(slope)
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
     scale = tl.where(valid, tl.load(row_scale_ptr + rows, mask=mask, other=0.0), 0.0)
-    gradient = at_target - tl.where(valid, row_sum * target_factor / slope, 0.0)
-    if HAS_SOFTCAP:
-        tanh = target_logit * LN2 / softcap
-        gradient *= 1.0 - tanh * tanh
-    rounded = gradient.to(entry_ptr.dtype.element_ty)
-    tl.store(entry_ptr + rows, rounded, mask=mask)
-    rounded = rounded.to(tl.float32)
-    row_factor = tl.where(valid, scale * slope * logit_scale / row_sum, 0.0)
-    correction = tl.where(rounded != 0.0, gradient / rounded, 1.0)
-    tl.store(row_factor_ptr + rows, row_factor, mask=mask)
-    tl.store(weight_factor_ptr + rows, row_factor * correction, mask=mask)
-    tl.store(residual_ptr + rows, row_factor * (gradient - rounded), mask=mask)
+    store_target_entry(
+        at_target - tl.where(valid, row_sum * target_factor / slope, 0.0),
+        tl.where(valid, scale * slope * logit_scale / row_sum, 0.0),
+        target_logit,
+        mask,
+        softcap,
+        entry_ptr,
+        row_factor_ptr,
+        weight_factor_ptr,
+        residual_ptr,
+        rows,
+        mask,
+        HAS_SOFTCAP,
+    )
 
 
 def launch_finish_rows(

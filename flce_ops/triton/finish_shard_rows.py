@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.finish_rows import apart_from_zero, store_target_entry, with_target
 from flce_ops.triton.logits_gemm import LN2
 
 # n rows of a chunk, R ranks that share the vocabulary, k numbers a row of each
@@ -24,9 +25,7 @@ def own_row_sum(row_sum_ptr, reference_ptr, own_logit_ptr, column_ptr, rows, mas
     own_logit = tl.load(own_logit_ptr + rows, mask=mask, other=0.0)
     hit = tl.load(column_ptr + rows, mask=mask, other=-1) >= 0
     row_sum = tl.load(row_sum_ptr + rows, mask=mask, other=1.0)
-    at_target = tl.exp2(own_logit - reference)
-    # the sum holds the target's exponential, which was summed from another order of the same products
-    row_sum = tl.where(hit & (row_sum < at_target), at_target, row_sum)
+    row_sum, at_target = with_target(row_sum, reference, own_logit, hit)
     return row_sum, at_target, reference, own_logit, hit
 
 
@@ -119,25 +118,25 @@ def finish_shard_rows_kernel(
     loss = target_factor * (lse2 - target_logit) * LN2 + z_loss * lse * lse
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    slope = target_factor + 2.0 * z_loss * lse
-    # c E' must stay finite where the slope vanishes (class weight 0, or z_loss against a very negative lse)
-    slope = tl.where(tl.abs(slope) > 1e-20, slope, 1e-20)
+    slope = apart_from_zero(target_factor + 2.0 * z_loss * lse)
     # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
     exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
-    entry = at_target - target_factor / slope * tl.exp2(exponent)
-    if HAS_SOFTCAP:
-        tanh = own_logit * LN2 / softcap
-        entry *= 1.0 - tanh * tanh
-    rounded = entry.to(entry_ptr.dtype.element_ty)
-    tl.store(entry_ptr + rows, rounded, mask=mask)
-    rounded = rounded.to(tl.float32)
     scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
-    row_factor = tl.where(valid, scale * slope * logit_scale * tl.exp2(-exponent), 0.0)
-    correction = tl.where(hit & (rounded != 0.0), entry / rounded, 1.0)
-    tl.store(row_factor_ptr + rows, row_factor, mask=mask)
-    tl.store(weight_factor_ptr + rows, row_factor * correction, mask=mask)
-    tl.store(residual_ptr + rows, row_factor * (entry - rounded), mask=mask)
+    store_target_entry(
+        at_target - target_factor / slope * tl.exp2(exponent),
+        tl.where(valid, scale * slope * logit_scale * tl.exp2(-exponent), 0.0),
+        own_logit,
+        hit,
+        softcap,
+        entry_ptr,
+        row_factor_ptr,
+        weight_factor_ptr,
+        residual_ptr,
+        rows,
+        mask,
+        HAS_SOFTCAP,
+    )
 
 
 def launch_finish_shard_rows(
