@@ -217,7 +217,7 @@ def loss_and_argmax(
     accumulate = meta.accumulation_dtype(input.dtype)
     valid = target != ignore_index
     if token_weight is not None:
-        token_weight = token_weight.reshape(-1)
+        token_weight = token_weight.reshape(-1).to(accumulate)
     loss_options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -231,11 +231,13 @@ def loss_and_argmax(
             input, linear_weight, target, linear_bias, weight, **loss_options, argmax=argmax
         )
         if token_weight is not None:
-            losses = losses * row_factor(valid, token_weight, None, accumulate)
+            losses = losses * row_factor(valid, token_weight, None)
         return losses.reshape(target_shape), largest.reshape(target_shape) if argmax else None
 
+    if token_weight is None:
+        token_weight = torch.ones_like(valid, dtype=accumulate)
     denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
-    row_scale = row_factor(valid, token_weight, denominator, accumulate)
+    row_scale = row_factor(valid, token_weight, denominator)
     operands = (input, linear_weight, target, linear_bias, weight)
     if gradients_in_the_same_pass(input, linear_weight, linear_bias):
         mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
@@ -306,14 +308,12 @@ def mean_denominator(
 
 def row_factor(
     valid: Tensor,  # (N,)
-    token_weight: Tensor | None,  # (N,)
+    token_weight: Tensor,  # (N,)
     denominator: Tensor | None,  # ()
-    dtype: torch.dtype,
 ) -> Tensor:  # (N,)
     """What each token's loss is multiplied with before the sum."""
-    factor = torch.ones_like(valid, dtype=dtype) if token_weight is None else token_weight.to(dtype)
-    # the factor of an ignored token may be anything and gets gradient 0, also where the denominator is 0
-    factor = torch.where(valid, factor, 0.0)
+    # the weight of an ignored token may be anything and gets gradient 0, also where the denominator is 0
+    factor = torch.where(valid, token_weight, 0.0)
     return factor if denominator is None else factor / denominator
 
 

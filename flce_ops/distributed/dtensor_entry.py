@@ -78,10 +78,11 @@ def dtensor_composite(
     target_shape = target.shape
     tokens_shape, operands = localize_head(layout, input, linear_weight, target, linear_bias)
     local_input, _, local_target, _ = operands
+    accumulate = meta.accumulation_dtype(local_input.dtype)
     class_weight = localize(layout, weight, layout.replicated)
     local_token_weight = localize(layout, token_weight, layout.tokens)
     if local_token_weight is not None:
-        local_token_weight = local_token_weight.reshape(-1)
+        local_token_weight = local_token_weight.reshape(-1).to(accumulate)
     number_gradient = layout.placements(tokens=Partial())
     local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
     options = {
@@ -91,7 +92,6 @@ def dtensor_composite(
         "logit_scale": logit_scale,
         "z_loss": z_loss,
     }
-    accumulate = meta.accumulation_dtype(local_input.dtype)
     valid = local_target != ignore_index
     denominator = None
     if reduction != "none":
@@ -100,7 +100,9 @@ def dtensor_composite(
             denominator = sum_over_tokens(layout, denominator).to_local()
 
     if layout.splits_vocabulary:
-        factor = row_factor(valid, local_token_weight, denominator, accumulate)
+        if local_token_weight is None:
+            local_token_weight = torch.ones_like(valid, dtype=accumulate)
+        factor = row_factor(valid, local_token_weight, denominator)
         if reduction != "none" and one_pass.applies(layout, operands, num_classes):
             local_loss, largest = one_pass.VocabParallelWithGrad.apply(
                 layout, num_classes, options, argmax, *operands, class_weight, factor
