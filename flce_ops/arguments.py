@@ -10,6 +10,7 @@ from flce_ops.meta.checks import (
     check_per_class,
     check_target_dtype,
 )
+from flce_ops.scalars import Number
 
 OP = "linear_cross_entropy"
 REDUCTIONS = ("none", "mean", "sum")
@@ -23,11 +24,12 @@ def check_arguments(
     weight: Tensor | None,  # (V,)
     reduction: str,
     label_smoothing: float,
-    softcap: float | None,
+    softcap: Number | None,
+    temperature: Number,
     token_weight: Tensor | None,  # (...)
     normalizer: Tensor | None,  # ()
 ) -> None:
-    check_head(OP, input, linear_weight, target, linear_bias, softcap)
+    check_head(OP, input, linear_weight, target, linear_bias, softcap, temperature)
     check_per_class(OP, "weight", weight, linear_weight.shape[0])
     check_device(OP, input, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
@@ -49,7 +51,8 @@ def check_head(
     linear_weight: Tensor,  # (V, D)
     target: Tensor,  # (...)
     linear_bias: Tensor | None,  # (V,)
-    softcap: float | None,
+    softcap: Number | None,
+    temperature: Number,
 ) -> None:
     """The arguments that make logits, and the targets among them."""
     if input.dim() < 1:
@@ -64,8 +67,14 @@ def check_head(
     check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
     check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{op}: expected softcap to be positive or None, got {softcap}")
+    check_positive(op, softcap=softcap, temperature=temperature)
+
+
+def check_positive(op: str, **numbers: Number | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not number > 0.0:
+            or_none = " or None" if name.endswith("softcap") else ""
+            raise ValueError(f"{op}: expected {name} to be positive{or_none}, got {number}")
 
 
 def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor) -> None:

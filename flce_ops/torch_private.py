@@ -25,6 +25,11 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def saved_tensor_hooks_are_active() -> bool:
     """True inside a non-reentrant checkpoint region or any other `saved_tensors_hooks` context, such as offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -38,6 +43,11 @@ def tracing_a_checkpointed_region() -> bool:
 def graph_is_kept_after_this_backward() -> bool:
     """True when the running backward was asked to retain its graph, so that saved tensors may be read again."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def runs_in_this_backward(node) -> bool:
+    """Whether the running backward goes on to `node`, an entry of next_functions: whether its gradient is wanted."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

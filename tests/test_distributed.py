@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, scalars
 from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run_reference
 from torch import Tensor
@@ -594,7 +594,7 @@ def triton_one_pass(device):
         own = slice(start, start + size)
         row_scale = torch.linspace(-0.2, 1.0, 140)
         sharing = {"group": mesh.get_group().group_name, "ranks": mesh.size(), "vocab_start": start}
-        arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **options}
+        arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **scalars(options)}
         arguments["argmax"] = scale == 1.0
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
             if scale != 1.0:

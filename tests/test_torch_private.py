@@ -102,6 +102,45 @@ def test_graph_is_kept_after_this_backward_reads_retain_graph():
     assert seen == [True, False]
 
 
+def test_is_batched_knows_the_batches_of_is_grads_batched():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch_private.is_batched(grad))
+            return grad
+
+    x = torch.ones((), requires_grad=True)
+    torch.autograd.grad(Probe.apply(x), x, torch.ones(3), is_grads_batched=True)
+    torch.autograd.grad(Probe.apply(x), x)
+    assert seen == [True, False]
+
+
+def test_runs_in_this_backward_tells_wanted_gradients_from_others():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x * y
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append([torch_private.runs_in_this_backward(node) for node, _ in ctx.next_functions])
+            return grad, grad
+
+    x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True).exp()
+    torch.autograd.grad(Probe.apply(x, y), y, retain_graph=True)
+    torch.autograd.grad(Probe.apply(x, y), x, retain_graph=True)
+    Probe.apply(x, y).backward()
+    assert seen == [[False, True], [True, False], [True, True]]
+
+
 def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):

@@ -62,7 +62,7 @@ def check_operands(op: str, operands: Operands, options: Options) -> None:
     if linear_weight.shape[0] == 0 and options.group is None:  # the last of several ranks may have no class
         raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
     check_teacher(op, operands)
-    check_kind(op, options.kind, options.beta)
+    check_kind(op, options.kind)
     if operands.valid is not None and (
         operands.valid.dtype != torch.bool or operands.valid.dim() != 1 or operands.valid.shape[0] != input.shape[0]
     ):
@@ -112,11 +112,9 @@ def check_teacher(op: str, operands: Operands) -> None:
         )
 
 
-def check_kind(op: str, kind: str, beta: float) -> None:
+def check_kind(op: str, kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"{op}: expected kind to be one of {', '.join(KINDS)}, got {kind!r}")
-    if kind == "jsd" and not 0.0 < beta < 1.0:
-        raise ValueError(f"{op}: expected beta in (0, 1), got {beta}")
 
 
 def check_no_teacher_gradient(op: str, **tensors) -> None:
@@ -135,8 +133,6 @@ def check_arguments(
     token_weight: Tensor | None,  # (...)
     reduction: str,
     normalizer: Tensor | None,  # ()
-    softcap: float | None,
-    teacher_softcap: float | None,
 ) -> None:
     """What only the entry knows, or must say before it reshapes."""
     input = operands.input
@@ -157,7 +153,4 @@ def check_arguments(
     check_device(OP, input, target=target, token_weight=token_weight)
     if reduction not in REDUCTIONS:
         raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if cap is not None and not cap > 0.0:
-            raise ValueError(f"{OP}: expected {name} to be positive or None, got {cap}")
     check_normalizer(OP, normalizer, reduction, input)

@@ -59,7 +59,7 @@ def dtensor_composite(
     if target is not None:
         check_plain_target(target, operands.input, OP)
     operands = autocast_pairs(operands)
-    check_arguments(operands, target, token_weight, reduction, normalizer, options.softcap, options.teacher_softcap)
+    check_arguments(operands, target, token_weight, reduction, normalizer)
     shape = operands.input.shape[:-1]
     options = share_columns(layout, options, operands.linear_weight.shape[0])
     operands = local_operands(layout, operands)
