@@ -241,8 +241,8 @@ def test_a_block_of_classes_that_are_switched_off():
     inputs.target.fill_(3)
     expected = ops.linear_cross_entropy_forward(*inputs.args, expected_logit=True, argmax=True)
     *found, _ = decompositions.forward(*inputs.args, expected_logit=True, argmax=True)
-    for found, exact in zip(found, expected):
-        assert exact.isfinite().all() and error(found, exact) < 1e-14
+    for ours, exact in zip(found, expected):
+        assert exact.isfinite().all() and error(ours, exact) < 1e-14
 
 
 # cotangents (of target_logit, lse, logit_sum, expected_logit), output_mask
