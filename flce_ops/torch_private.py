@@ -69,3 +69,13 @@ def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
         module._backward_pre_hooks,
     )
     return [hook for hooks in groups for hook in hooks.values()]
+
+
+def register_without_leaves(value: object) -> None:
+    """Let `value`, the only one of its class, be a part of outputs that holds no tensor, in maps over their tensors."""
+    torch.utils._pytree.register_pytree_node(
+        type(value),
+        lambda found: ([], None),
+        lambda leaves, context: value,
+        serialized_type_name=f"{type(value).__module__}.{type(value).__qualname__}",
+    )

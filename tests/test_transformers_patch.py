@@ -165,7 +165,8 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_logits_that_were_not_computed_say_so_when_used(use):
-    with pytest.raises((AttributeError, RuntimeError), match=r"flce_ops has patched .* patch\(model, eval_logits=True\)"):
+    message = r"flce_ops has patched the model, .* patch\(model, eval_logits=True\)"
+    with pytest.raises((AttributeError, RuntimeError), match=message):
         USES[use](LOGITS_NOT_COMPUTED)
 
 
@@ -190,6 +191,7 @@ def test_outputs_without_logits_pass_through_what_carries_outputs():
         assert list(copied) == ["loss", "logits"], how
         assert copied.logits is LOGITS_NOT_COMPUTED, how
         assert torch.equal(copied.loss, output.loss), how
+    assert all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
     of_replicas = torch.nn.parallel.gather([output.logits, output.logits], "cpu")  # DataParallel
     with pytest.raises(AttributeError, match="flce_ops has patched"):
         of_replicas.shape  # noqa: B018

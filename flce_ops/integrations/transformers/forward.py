@@ -44,7 +44,7 @@ class WithoutLogits:
     def __getattr__(self, name: str):
         return getattr(self.flce_model, name)
 
-    def flce_keep_hidden(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0), or (B, T, V) where logits are wanted
+    def flce_keep_hidden(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0), or the logits (B, T, V)
         self.flce_hidden = hidden
         if self.flce_with_logits:
             return getattr(self.flce_model, self.flce_head.name)(hidden)
@@ -148,6 +148,4 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
 def without_logits(output: ModelOutput) -> ModelOutput:
     if torch.compiler.is_exporting():  # an exported program returns tensors only
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
-    return type(output)(
-        **{name: LOGITS_NOT_COMPUTED if name == "logits" else value for name, value in output.items()}
-    )
+    return type(output)(**{name: LOGITS_NOT_COMPUTED if name == "logits" else value for name, value in output.items()})

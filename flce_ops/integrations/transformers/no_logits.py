@@ -6,6 +6,8 @@ next one for the logits, and an error about None names nothing.
 
 from collections.abc import Iterator
 
+from flce_ops import torch_private
+
 MESSAGE = (
     "this output has no logits: flce_ops has patched the model, and its loss was computed without them. Call the model "
     "without labels, patch it with patch(model, eval_logits=True) to have logits beside the loss in eval mode, or "
@@ -41,11 +43,25 @@ def refuse(self, *args):
     raise RuntimeError(MESSAGE)
 
 
-for name in (
-    *("array", "bool", "call", "contains", "getitem", "len", "setitem", "float", "int", "index", "neg", "pos", "abs"),
-    *("lt", "le", "gt", "ge", "invert"),
-    *(side + name for side in ("", "r") for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
-):
-    setattr(LogitsNotComputed, f"__{name}__", refuse)
+BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
+OPERATORS = (
+    "array",
+    "bool",
+    "len",
+    "getitem",
+    "setitem",
+    "contains",
+    "float",
+    "int",
+    "neg",
+    "abs",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
+for operator in (*OPERATORS, *BINARY, *(f"r{name}" for name in BINARY)):
+    setattr(LogitsNotComputed, f"__{operator}__", refuse)
 
 LOGITS_NOT_COMPUTED = LogitsNotComputed()
+torch_private.register_without_leaves(LOGITS_NOT_COMPUTED)

@@ -36,8 +36,8 @@ def wants_logits(head: nn.Module, model_name: str) -> bool:
     if hooks and not torch.compiler.is_compiling():
         names = ", ".join(dict.fromkeys(name_of(hook) for hook in hooks))
         message = (
-            f"{model_name}: the patched model computes its loss from logits, as unpatched, since there are hooks on its "
-            f"output embedding that see them: {names}"
+            f"{model_name}: the patched model computes its loss from logits, as unpatched, since there are hooks on "
+            f"its output embedding that see them: {names}"
         )
         if message not in _logged:
             _logged.add(message)
