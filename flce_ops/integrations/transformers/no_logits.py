@@ -43,23 +43,8 @@ def refuse(self, *args):
     raise RuntimeError(MESSAGE)
 
 
-BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
-OPERATORS = (
-    "array",
-    "bool",
-    "len",
-    "getitem",
-    "setitem",
-    "contains",
-    "float",
-    "int",
-    "neg",
-    "abs",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-)
+OPERATORS = "array bool len getitem setitem contains float int neg abs lt le gt ge".split()
+BINARY = "add sub mul matmul truediv floordiv mod pow".split()
 for operator in (*OPERATORS, *BINARY, *(f"r{name}" for name in BINARY)):
     setattr(LogitsNotComputed, f"__{operator}__", refuse)
 
