@@ -5,6 +5,7 @@ torch release which drops a name fails there first, with the name in the message
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -64,3 +65,27 @@ def key_compiled_graphs(function: str, key: str) -> None:
     config = sys.modules.get("torch._inductor.config")
     if config is not None and config.unsafe_marked_cacheable_functions.get(function) != key:
         config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}
+
+
+def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
+    """Forward hooks and backward hooks that a call of `module` runs, those on all modules included."""
+    everywhere = torch.nn.modules.module
+    groups = (
+        everywhere._global_forward_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return [hook for hooks in groups for hook in hooks.values()]
+
+
+def register_without_leaves(value: object) -> None:
+    """Let `value`, the only one of its class, be a part of outputs that holds no tensor, in maps over their tensors."""
+    torch.utils._pytree.register_pytree_node(
+        type(value),
+        lambda found: ([], None),
+        lambda leaves, context: value,
+        serialized_type_name=f"{type(value).__module__}.{type(value).__qualname__}",
+    )

@@ -5,6 +5,7 @@ import uuid
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from flce_ops import torch_private
@@ -168,3 +169,41 @@ def test_key_compiled_graphs_separates_what_torch_compile_has_cached():
         assert compile_again(torch.ones(2, 2)) == (0, 1)
         torch_private.key_compiled_graphs("flce_test", "1")
         assert compile_again(torch.ones(2, 2)) == (1, 0)
+
+
+def test_hooks_on_the_output_are_those_of_the_module_and_of_all_modules():
+    module, handles = torch.nn.Linear(2, 2), []
+    everywhere = torch.nn.modules.module
+
+    def add(register):
+        def hook(*args):
+            return None
+
+        handles.append(register(hook))
+        return hook
+
+    try:
+        added = [
+            add(module.register_forward_hook),
+            add(module.register_full_backward_hook),
+            add(module.register_full_backward_pre_hook),
+            add(everywhere.register_module_forward_hook),
+            add(everywhere.register_module_full_backward_hook),
+            add(everywhere.register_module_full_backward_pre_hook),
+        ]
+        add(module.register_forward_pre_hook)
+        assert set(torch_private.hooks_on_the_output(module)) == set(added)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch_private.hooks_on_the_output(module) == []
+
+
+def test_a_value_registered_without_leaves_is_kept_by_maps_over_tensors():
+    class Marker:
+        pass
+
+    marker = Marker()
+    torch_private.register_without_leaves(marker)
+    doubled = tree_map(lambda leaf: 2 * leaf, {"loss": 3, "marker": marker})
+    assert doubled == {"loss": 6, "marker": marker}

@@ -9,7 +9,12 @@ import sys
 from torch import Tensor, nn
 
 from flce_ops.functional import linear_cross_entropy
-from flce_ops.integrations.transformers.instance_forward import is_replaced, replace_forward, restore_forward
+from flce_ops.integrations.transformers.instance_forward import (
+    BoundForward,
+    is_replaced,
+    replace_forward,
+    restore_forward,
+)
 
 # B batch, T tokens, D hidden, V vocabulary
 
@@ -49,6 +54,10 @@ def linear_or_loss(
 linear_or_loss.flce_original = nn.Linear.forward
 
 
+def forward_of_head(linear: nn.Linear) -> BoundForward:
+    return BoundForward(linear_or_loss, linear, forward_of_head)
+
+
 def prepare_head(head: nn.Module, model_name: str) -> None:
     """Make `head(hidden, target, ...)` return the loss, or refuse.
 
@@ -56,7 +65,7 @@ def prepare_head(head: nn.Module, model_name: str) -> None:
     """
     for linear in linears_of(head, model_name):
         if not is_replaced(linear):
-            replace_forward(linear, linear_or_loss)
+            replace_forward(linear, forward_of_head(linear))
 
 
 def restore_head(head: nn.Module) -> None:
