@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from flce_ops.meta.checks import (
+    check_dense,
     check_device,
     check_dtypes,
     check_linear_weight,
     check_per_class,
+    check_real,
     check_target_dtype,
 )
 
@@ -27,6 +29,7 @@ def check_arguments(
     token_weight: Tensor | None,  # (...)
     normalizer: Tensor | None,  # ()
 ) -> None:
+    check_dense(OP, weight=weight, token_weight=token_weight, normalizer=normalizer)
     check_head(OP, input, linear_weight, target, linear_bias, softcap)
     check_per_class(OP, "weight", weight, linear_weight.shape[0])
     check_device(OP, input, weight=weight, token_weight=token_weight)
@@ -36,6 +39,7 @@ def check_arguments(
         raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{OP}: expected label_smoothing in [0, 1], got {label_smoothing}")
+    check_real(OP, token_weight=token_weight)
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(
             f"{OP}: expected token_weight of target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
@@ -52,6 +56,7 @@ def check_head(
     softcap: float | None,
 ) -> None:
     """The arguments that make logits, and the targets among them."""
+    check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     if input.dim() < 1:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
     check_linear_weight(op, linear_weight, input.shape[-1])
@@ -77,6 +82,7 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
         raise ValueError(
             f"{op}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
         )
+    check_real(op, normalizer=normalizer)
     if normalizer.device != input.device and normalizer.device.type != "cpu":
         raise ValueError(
             f"{op}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"

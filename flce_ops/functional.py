@@ -16,6 +16,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
 from flce_ops.loss import class_weight_of, loss_terms_of
+from flce_ops.meta.checks import is_dense
 from flce_ops.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
@@ -364,7 +365,7 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype)
-        if tensor is not None and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+        if tensor is not None and is_dense(tensor) and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
         else tensor
         for tensor in operands
     )
