@@ -1,5 +1,7 @@
 """Refusals of the public function's arguments by name, before any work and without reading tensor data."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,8 @@ def check_arguments(
     check_device(OP, input, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{OP}: expected label_smoothing in [0, 1], got {label_smoothing}")
+    check_reduction(OP, reduction)
+    check_label_smoothing(OP, label_smoothing)
     check_real(OP, token_weight=token_weight)
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(
@@ -69,8 +69,38 @@ def check_head(
     check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
     check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    check_softcap(op, softcap)
+
+
+def check_softcap(op: str, softcap: float | None) -> None:
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"{op}: expected softcap to be positive or None, got {softcap}")
+
+
+def check_reduction(op: str, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+def check_label_smoothing(op: str, label_smoothing: float) -> None:
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: expected label_smoothing in [0, 1], got {label_smoothing}")
+
+
+def check_ignore_index(op: str, ignore_index: int | None) -> None:
+    if ignore_index is not None and not isinstance(ignore_index, Integral):
+        raise TypeError(f"{op}: expected ignore_index to be an integer or None, got {ignore_index!r}")
+
+
+def resolve_ignore_index(op: str, ignore_index: int | None, target: Tensor | None) -> int:
+    """None is the default of torch.nn.functional.linear_cross_entropy, and means -100 there; no class is negative."""
+    if ignore_index is None:
+        return -100
+    beyond_int32 = isinstance(ignore_index, int) and not -(2**31) <= ignore_index < 2**31
+    # compared with such targets it would wrap around, 2^32 - 100 to -100
+    if beyond_int32 and target is not None and target.dtype == torch.int32:
+        raise ValueError(f"{op}: expected ignore_index in the range of target's dtype torch.int32, got {ignore_index}")
+    return ignore_index
 
 
 def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor) -> None:

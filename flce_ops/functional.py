@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.arguments import check_arguments
+from flce_ops.arguments import OP, check_arguments, resolve_ignore_index
 from flce_ops.loss import class_weight_of, loss_terms_of
 from flce_ops.meta.checks import is_dense
 from flce_ops.torch_private import (
@@ -47,7 +47,7 @@ def linear_cross_entropy(
     *,
     weight: Tensor | None = None,  # (V,)
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -74,7 +74,7 @@ def linear_cross_entropy(
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
             ignored, or by the sum of their class weights. "sum".
-        ignore_index: target value that contributes neither loss nor gradient.
+        ignore_index: target value that contributes neither loss nor gradient. None is -100, as torch's.
         label_smoothing: in [0, 1].
         softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
         logit_scale: factor on the logits (Cohere, Granite; 1 / temperature).
@@ -115,7 +115,7 @@ def linear_cross_entropy(
         linear_bias,
         weight=weight,
         reduction=reduction,
-        ignore_index=ignore_index,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
         label_smoothing=label_smoothing,
         softcap=softcap,
         logit_scale=logit_scale,

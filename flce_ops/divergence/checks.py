@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flce_ops.arguments import REDUCTIONS, check_normalizer
+from flce_ops.arguments import check_normalizer, check_reduction
 from flce_ops.divergence.operands import TEACHER, Operands, Options
 from flce_ops.divergence.rows import KINDS
 from flce_ops.meta.checks import (
@@ -166,8 +166,7 @@ def check_arguments(
             )
     check_device(OP, input, target=target, token_weight=token_weight)
     check_real(OP, token_weight=token_weight)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    check_reduction(OP, reduction)
     for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
         if cap is not None and not cap > 0.0:
             raise ValueError(f"{OP}: expected {name} to be positive or None, got {cap}")
