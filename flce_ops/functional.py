@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.arguments import check_arguments
+from flce_ops.arguments import OP, check_arguments, resolve_ignore_index
 from flce_ops.dtensor import any_dtensor
 from flce_ops.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.loss import class_weight_of, loss_terms_of
+from flce_ops.meta.checks import is_dense
 from flce_ops.scalars import Number, logit_scalars, normalizer_tensor, scalar_unless
 from flce_ops.torch_private import (
     functorch_is_active,
@@ -26,8 +27,6 @@ from flce_ops.torch_private import (
 )
 
 # N tokens, D hidden, V vocabulary
-
-OP = "linear_cross_entropy"
 
 # float16 gradients made before the upstream gradient is known are scaled by a power of two: entries of p - onehot over
 # N tokens must stay normal numbers, and sums over tokens finite. The largest |gradient| of a loss with unit slopes
@@ -50,7 +49,7 @@ def linear_cross_entropy(
     *,
     weight: Tensor | None = None,  # (V,)
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
@@ -79,7 +78,7 @@ def linear_cross_entropy(
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
             ignored, or by the sum of their class weights. "sum".
-        ignore_index: target value that contributes neither loss nor gradient.
+        ignore_index: target value that contributes neither loss nor gradient. None is -100, as torch's.
         label_smoothing: in [0, 1].
         softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
@@ -125,7 +124,7 @@ def linear_cross_entropy(
         linear_bias,
         weight=weight,
         reduction=reduction,
-        ignore_index=ignore_index,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
         label_smoothing=label_smoothing,
         softcap=softcap,
         logit_scale=logit_scale,
@@ -377,7 +376,7 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype)
-        if tensor is not None and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+        if tensor is not None and is_dense(tensor) and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
         else tensor
         for tensor in operands
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.arguments import check_head
+from flce_ops.arguments import check_head, resolve_ignore_index
 from flce_ops.dtensor import any_dtensor
 from flce_ops.functional import autocast_operands, entry_of
 from flce_ops.learnt_scale import apply_learnt_scale, refuse_tensors
@@ -36,7 +36,7 @@ def linear_log_probs(
     target: Tensor,  # (...)
     linear_bias: Tensor | None = None,  # (V,)
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
@@ -56,7 +56,7 @@ def linear_log_probs(
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
         target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``.
         linear_bias: (V,), in input's dtype.
-        ignore_index: target value of tokens without results: 0, and no gradient.
+        ignore_index: target value of tokens without results: 0, and no gradient. None is -100.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias.
@@ -85,7 +85,7 @@ def linear_log_probs(
         linear_weight,
         target,
         linear_bias,
-        ignore_index=ignore_index,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=temperature,

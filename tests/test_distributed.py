@@ -16,6 +16,7 @@ from collectives import RecordCollectives
 from inputs import Inputs, make_inputs, scalars
 from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run_reference
+from test_tensor_kinds import Quantized
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -952,6 +953,28 @@ def mistakes(device):
     for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
         with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
             loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_shards_that_are_quantized_are_refused_by_name(world):
+    run_in_world(world, quantized_shards)
+
+
+def quantized_shards(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for rows in (Shard(0), R):
+        whole = place(batch(device), mesh, [R], [rows])
+        weight = whole.linear_weight.detach()
+        shard = Quantized(weight.to_local())
+        shards = DTensor.from_local(shard, mesh, [rows], run_check=False, shape=weight.shape, stride=weight.stride())
+        words = "linear_weight to be a dense tensor, got a quantized one"
+        for function in (flce_ops.linear_cross_entropy, flce_ops.linear_log_probs):
+            with pytest.raises(TypeError, match=f"{function.__name__}: expected {words}"):
+                function(whole.input, shards, whole.target)
+        with pytest.raises(TypeError, match=f"linear_kl_div: expected {words}"):
+            flce_ops.linear_kl_div(whole.input, shards, whole.input.detach(), weight)
+        with pytest.raises(TypeError, match="linear_kl_div: expected teacher_weight to be a dense tensor"):
+            flce_ops.linear_kl_div(whole.input, weight, whole.input.detach(), shards)
 
 
 @pytest.mark.parametrize("world", worlds(4))

@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
-from flce_ops.arguments import REDUCTIONS, check_normalizer
+from flce_ops.arguments import check_normalizer, check_reduction
 from flce_ops.divergence.operands import TEACHER, Operands, Options
 from flce_ops.divergence.rows import KINDS
-from flce_ops.meta.checks import SUPPORTED_DTYPES, check_device, check_target_dtype
+from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
+    check_dense,
+    check_device,
+    check_real,
+    check_target_dtype,
+    check_unpacked,
+)
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -25,6 +32,7 @@ def check_pair(
     if input.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
+    check_unpacked(op, of_weight, weight)
     if weight.dim() != 2:
         raise ValueError(
             f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}"
@@ -55,6 +63,7 @@ def check_pair(
 
 def check_operands(op: str, operands: Operands, options: Options) -> None:
     """Shapes (N, D), dtypes and devices that every operator relies on."""
+    check_dense(op, **operands._asdict())
     input, linear_weight = operands.input, operands.linear_weight
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
@@ -135,6 +144,7 @@ def check_arguments(
     normalizer: Tensor | None,  # ()
 ) -> None:
     """What only the entry knows, or must say before it reshapes."""
+    check_dense(OP, **operands._asdict(), target=target, token_weight=token_weight, normalizer=normalizer)
     input = operands.input
     if input.dim() < 1:
         raise ValueError(f"{OP}: expected input of shape (..., D), got a 0-d tensor")
@@ -151,6 +161,6 @@ def check_arguments(
                 f"got {tuple(tensor.shape)}"
             )
     check_device(OP, input, target=target, token_weight=token_weight)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    check_real(OP, token_weight=token_weight)
+    check_reduction(OP, reduction)
     check_normalizer(OP, normalizer, reduction, input)

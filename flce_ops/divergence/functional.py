@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.arguments import check_positive
+from flce_ops.arguments import check_positive, resolve_ignore_index
 from flce_ops.divergence.checks import OP, check_arguments, check_kind
 from flce_ops.divergence.operands import Operands, Options
 from flce_ops.dtensor import any_dtensor
@@ -43,7 +43,7 @@ def linear_kl_div(
     kind: str = "forward",
     beta: float = 0.5,
     target: Tensor | None = None,  # (...)
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     token_weight: Tensor | None = None,  # (...)
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,  # ()
@@ -80,6 +80,7 @@ def linear_kl_div(
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
         target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
+        ignore_index: None is -100.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable.
         reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
             tokens not ignored (F.kl_div's "batchmean" of flattened tokens). "sum".
@@ -138,7 +139,7 @@ def linear_kl_div(
         kind=kind,
         beta=beta,
         target=target,
-        ignore_index=ignore_index,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
         token_weight=token_weight,
         reduction=reduction,
         normalizer=normalizer,
