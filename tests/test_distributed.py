@@ -502,6 +502,48 @@ def second_derivatives_of_a_function(device, function):
 
 
 @pytest.mark.parametrize("world", worlds(2))
+def test_derivatives_of_hidden_states_made_with_the_sharded_head(world):
+    run_in_world(world, dependent_operands)
+
+
+def dependent_operands(device):
+    """A path from linear_weight to input is taken once, with and without create_graph."""
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, dtype=torch.float64)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+
+    def derivatives(made: Inputs, loss_function) -> list[Tensor]:
+        hidden = (made.input @ made.linear_weight.T).tanh() @ made.linear_weight
+        if isinstance(hidden, DTensor):
+            hidden = hidden.redistribute(mesh, [R])
+        loss = loss_function(hidden, made.linear_weight, made.target)
+        (first,) = torch.autograd.grad(loss, made.linear_weight, retain_graph=True)
+        (with_graph,) = torch.autograd.grad(loss, made.linear_weight, create_graph=True)
+        return [first, with_graph, *torch.autograd.grad(with_graph.square().sum(), made.linear_weight)]
+
+    found = derivatives(placed, flce_ops.linear_cross_entropy)
+    for ours, exact in zip(found, derivatives(inputs, plain_loss), strict=True):
+        assert error(full(ours), exact) < 1e-12
+
+
+@pytest.mark.parametrize("world", worlds(2))
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_rows_of_a_sharded_logit_gradient_add_up_to_zero_at_any_magnitude(world, offset):
+    run_in_world(world, sums_of_sharded_rows, offset)
+
+
+def sums_of_sharded_rows(device, offset):
+    """Each shard's lse is rounded, to 5e-4 at 10^4, but their shares of the softmax add up to 1."""
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, bias=True)
+    inputs.linear_bias.data += offset
+    for reduction in ("sum", "none"):
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        flce_ops.linear_cross_entropy(*placed.args, reduction=reduction).sum().backward()
+        assert abs(float(full(placed.linear_bias.grad).double().sum())) / inputs.target.numel() < 5e-7, reduction
+
+
+@pytest.mark.parametrize("world", worlds(2))
 def test_second_derivatives_beside_a_rank_of_padded_classes(world):
     run_in_world(world, second_derivatives_with_padding)
 
@@ -920,7 +962,16 @@ def test_mistakes_are_refused_with_what_to_do(world):
     run_in_world(world, mistakes)
 
 
+def learnt_scale_is_refused(device):
+    inputs = batch(device)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="tensor as logit_scale.*DTensors.*number"):
+        flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale)
+
+
 def mistakes(device):
+    learnt_scale_is_refused(device)
     mesh = mesh_of(device, dist.get_world_size())
     other = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
     inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
