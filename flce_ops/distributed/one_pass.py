@@ -124,9 +124,8 @@ class VocabParallelWithGrad(Function):
 
     @staticmethod
     def differentiable_gradients(ctx, operands, row_scale, grad_loss) -> list[Tensor | None]:
-        # Aliases, which nothing else is made from: the operands carry the graph that made them, and a path from one to
-        # another would be taken here and again by the caller.
-        *operands, row_scale = (None if tensor is None else tensor.view_as(tensor) for tensor in (*operands, row_scale))
+        # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal, nothing else is made
+        # from it, so no path leads from one to another.
         input, linear_weight, _, linear_bias, _ = operands
         losses, _ = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
         leaves = (input, linear_weight, linear_bias, row_scale)
