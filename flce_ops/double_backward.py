@@ -26,8 +26,7 @@ from flce_ops import meta
 from flce_ops.chunks import row_chunks, rows_per_chunk
 from flce_ops.reference import (
     add_target_and_sum,
-    chunk_logits,
-    logit_slope,
+    chunk_logits_with_slope,
     target_columns,
     weighted_sum,
 )
@@ -80,8 +79,7 @@ def double_backward(
         if grad_grad_linear_bias is not None:
             h += grad_grad_linear_bias.to(lse.dtype)
 
-        z = chunk_logits(x, linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(z, logit_scale, softcap)
+        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
         p = torch.exp(z - lse[rows, None])
         k = h * slope
         pk = (p * k).sum(1)

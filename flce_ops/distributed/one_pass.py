@@ -30,9 +30,8 @@ from flce_ops.loss import LossTerms, class_weight_of, loss_terms
 from flce_ops.reference import (
     add_target_and_sum,
     apply_slope,
-    chunk_logits,
+    chunk_logits_with_slope,
     exponentiate_rows,
-    logit_slope,
     target_columns,
     weighted_sum,
 )
@@ -210,8 +209,7 @@ def aten_kernel(
     step = rows_beside_gradients(input, shard_rows(vocab_size, ranks), output_mask[1], matrices=matrices)
     gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
     for rows in row_chunks(NAME, input, step):
-        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(logits, logit_scale, softcap)
+        logits, slope = chunk_logits_with_slope(input[rows], linear_weight, linear_bias, logit_scale, softcap)
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
         if label_smoothing:
             per_shard.append(weighted_sum(logits, own_weight))

@@ -29,9 +29,8 @@ def apart_from_zero(slope):
 def store_target_entry(
     entry,  # E'_iy, before softcap's slope
     row_factor,  # c_i
-    target_logit,
     hit,
-    softcap,
+    target_slope_ptr,
     entry_ptr,
     row_factor_ptr,
     weight_factor_ptr,
@@ -46,8 +45,7 @@ def store_target_entry(
     added by itself.
     """
     if HAS_SOFTCAP:
-        tanh = target_logit * LN2 / softcap
-        entry *= 1.0 - tanh * tanh
+        entry *= tl.load(target_slope_ptr + rows, mask=mask, other=0.0)
     rounded = entry.to(entry_ptr.dtype.element_ty)
     tl.store(entry_ptr + rows, rounded, mask=mask)
     rounded = rounded.to(tl.float32)
@@ -62,6 +60,7 @@ def finish_rows_kernel(
     row_sum_ptr,  # (n,) s_i = sum_j exp2(z2_ij - reference_i)
     reference_ptr,  # (n,)
     target_logit_ptr,  # (n,) z2 of the target
+    target_slope_ptr,  # (n,) dz/du / logit_scale there, with a softcap
     target_ptr,  # (n,)
     row_scale_ptr,  # (n,) a_i
     class_weight_ptr,  # (V,) float32
@@ -78,7 +77,6 @@ def finish_rows_kernel(
     label_smoothing,
     z_loss,
     logit_scale,
-    softcap,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -127,9 +125,8 @@ def finish_rows_kernel(
     store_target_entry(
         at_target - tl.where(valid, row_sum * target_factor / slope, 0.0),
         tl.where(valid, scale * slope * logit_scale / row_sum, 0.0),
-        target_logit,
         mask,
-        softcap,
+        target_slope_ptr,
         entry_ptr,
         row_factor_ptr,
         weight_factor_ptr,
@@ -145,6 +142,7 @@ def launch_finish_rows(
     row_sum: Tensor,  # (n,)
     reference: Tensor,  # (n,)
     target_logit: Tensor,  # (n,)
+    target_slope: Tensor | None,  # (n,)
     target: Tensor,  # (n,)
     row_scale: Tensor,  # (n,)
     class_weight: Tensor | None,  # (V,)
@@ -160,7 +158,6 @@ def launch_finish_rows(
     label_smoothing: float,
     z_loss: float,
     logit_scale: float,
-    softcap: float | None,
 ) -> None:
     rows = row_sum.shape[0]
     block = 64
@@ -168,6 +165,7 @@ def launch_finish_rows(
         row_sum,
         reference,
         target_logit,
+        target_slope,
         target,
         row_scale,
         class_weight,
@@ -184,10 +182,9 @@ def launch_finish_rows(
         label_smoothing,
         z_loss,
         logit_scale,
-        0.0 if softcap is None else softcap,
         HAS_CLASS_WEIGHT=class_weight is not None,
         HAS_SMOOTHING=label_smoothing != 0.0,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_SOFTCAP=target_slope is not None,
         BLOCK_N=block,
         num_warps=2,
     )

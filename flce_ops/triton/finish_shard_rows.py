@@ -66,6 +66,7 @@ def finish_shard_rows_kernel(
     row_sum_ptr,  # (n,)
     reference_ptr,  # (n,) r_i
     own_logit_ptr,  # (n,)
+    target_slope_ptr,  # (n,) dz/du / logit_scale at own_logit, with a softcap
     column_ptr,  # (n,) int64
     target_ptr,  # (n,)
     row_scale_ptr,  # (n,) a_i
@@ -81,7 +82,6 @@ def finish_shard_rows_kernel(
     ignore_index,
     z_loss,
     logit_scale,
-    softcap,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,7 +108,7 @@ def finish_shard_rows_kernel(
     lse2 = finite + tl.log2(total)
     lse = lse2 * LN2
 
-    row_sum, at_target, reference, own_logit, hit = own_row_sum(
+    row_sum, at_target, reference, _, hit = own_row_sum(
         row_sum_ptr, reference_ptr, own_logit_ptr, column_ptr, rows, mask
     )
     valid = mask & (tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64) != ignore_index)
@@ -126,9 +126,8 @@ def finish_shard_rows_kernel(
     store_target_entry(
         at_target - target_factor / slope * tl.exp2(exponent),
         tl.where(valid, scale * slope * logit_scale * tl.exp2(-exponent), 0.0),
-        own_logit,
         hit,
-        softcap,
+        target_slope_ptr,
         entry_ptr,
         row_factor_ptr,
         weight_factor_ptr,
@@ -145,6 +144,7 @@ def launch_finish_shard_rows(
     row_sum: Tensor,  # (n,)
     reference: Tensor,  # (n,)
     own_logit: Tensor,  # (n,)
+    target_slope: Tensor | None,  # (n,)
     column: Tensor,  # (n,)
     target: Tensor,  # (n,)
     row_scale: Tensor,  # (n,)
@@ -157,7 +157,6 @@ def launch_finish_shard_rows(
     ignore_index: int,
     z_loss: float,
     logit_scale: float,
-    softcap: float | None,
 ) -> None:
     rows = row_sum.shape[0]
     finish_shard_rows_kernel[(triton.cdiv(rows, BLOCK_N),)](
@@ -165,6 +164,7 @@ def launch_finish_shard_rows(
         row_sum,
         reference,
         own_logit,
+        target_slope,
         column,
         target,
         row_scale,
@@ -180,9 +180,8 @@ def launch_finish_shard_rows(
         ignore_index,
         z_loss,
         logit_scale,
-        0.0 if softcap is None else softcap,
         HAS_CLASS_WEIGHT=target_weight is not None,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_SOFTCAP=target_slope is not None,
         BLOCK_N=BLOCK_N,
         num_warps=2,
     )
