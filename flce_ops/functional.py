@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from flce_ops import meta
 from flce_ops.arguments import check_arguments
@@ -231,29 +232,46 @@ def loss_and_argmax(
             input, linear_weight, target, linear_bias, weight, **loss_options, argmax=argmax
         )
         if token_weight is not None:
-            losses = losses * row_factor(valid, token_weight, None)
+            losses = losses * torch.where(valid, token_weight, 0.0)
         return losses.reshape(target_shape), largest.reshape(target_shape) if argmax else None
 
     if token_weight is None:
         token_weight = torch.ones_like(valid, dtype=accumulate)
     denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
-    row_scale = row_factor(valid, token_weight, denominator)
+    if reduction == "mean" and normalizer is None:
+        denominator = nan_for_nothing(denominator)
+    loss, total, largest = weighted_loss(
+        input, linear_weight, target, linear_bias, weight, token_weight, denominator, **loss_options, argmax=argmax
+    )
+    return quotient(loss, total, denominator), largest.reshape(target_shape) if argmax else None
+
+
+def weighted_loss(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (N,)
+    linear_bias: Tensor | None,  # (V,)
+    weight: Tensor | None,  # (V,)
+    token_weight: Tensor,  # (N,)
+    denominator: Tensor | None,  # ()
+    **options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
     operands = (input, linear_weight, target, linear_bias, weight)
-    if gradients_in_the_same_pass(input, linear_weight, linear_bias):
-        mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
-        power = (
-            fp16_power_of_two(row_scale, input, linear_weight, logit_scale) if input.dtype == torch.float16 else None
-        )
-        scaled = row_scale if power is None else row_scale * power
-        loss, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
-            *operands, scaled, **loss_options, output_mask=mask, argmax=argmax
-        )
-        loss = loss if power is None else loss / power
-    else:
-        losses, largest = losses_from_forward(*operands, **loss_options, argmax=argmax)
-        loss = (row_scale * losses).sum()
-    loss = nan_without_tokens(loss, reduction, normalizer, denominator)
-    return loss, largest.reshape(target_shape) if argmax else None
+    valid = target != options["ignore_index"]
+    row_scale = row_factor(valid, token_weight, denominator)
+    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+        losses, largest = losses_from_forward(*operands, **options)
+        return (row_scale * losses).sum(), weighted_sum(valid, token_weight, losses), largest
+    mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
+    power = None
+    if input.dtype == torch.float16:
+        power = fp16_power_of_two(row_scale, input, linear_weight, options["logit_scale"])
+    scaled = row_scale if power is None else row_scale * power
+    loss, losses, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
+        *operands, scaled, **options, output_mask=mask
+    )
+    return loss if power is None else loss / power, weighted_sum(valid, token_weight, losses), largest
 
 
 def losses_from_forward(
@@ -306,22 +324,57 @@ def mean_denominator(
     return torch.where(valid, class_weight_of(target, weight, dtype), 0.0).sum()
 
 
+def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
+    """F.cross_entropy's mean over no token, or over targets whose class weights are 0, is nan, and so are its gradients
+    by tokens that are not ignored: it divides the targets' part apart, which is 0 / 0.
+    """
+    return torch.where(denominator == 0.0, torch.nan, denominator)
+
+
 def row_factor(
-    valid: Tensor,  # (N,)
+    valid: Tensor | None,  # (N,), None where every token counts
     token_weight: Tensor,  # (N,)
     denominator: Tensor | None,  # ()
 ) -> Tensor:  # (N,)
-    """What each token's loss is multiplied with before the sum."""
-    # the weight of an ignored token may be anything and gets gradient 0, also where the denominator is 0
-    factor = torch.where(valid, token_weight, 0.0)
-    return factor if denominator is None else factor / denominator
+    """The slope of the loss by each token's own: inf or nan over a denominator of 0, but 0 where ignored."""
+    if valid is not None:
+        # the weight of an ignored token may be anything and gets gradient 0, also where the denominator is 0
+        token_weight = torch.where(valid, token_weight, 0.0)
+    if denominator is None:
+        return token_weight
+    return token_weight / (denominator if valid is None else torch.where(valid, denominator, 1.0))
 
 
-def nan_without_tokens(
-    loss: Tensor, reduction: str, normalizer: Tensor | None, denominator: Tensor | None
-) -> Tensor:  # () -> ()
-    """The mean over no token at all is 0 / 0, as F.cross_entropy's, also where nothing was summed."""
-    return loss + 0.0 / denominator if reduction == "mean" and normalizer is None else loss
+def weighted_sum(valid: Tensor | None, token_weight: Tensor, losses: Tensor) -> Tensor:  # (N,) each -> ()
+    """What the denominator divides; a constant, as `quotient` wants it."""
+    return (row_factor(valid, token_weight, None) * losses).detach().sum()
+
+
+def quotient(loss: Tensor, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each
+    """total / denominator with the gradient of `loss`, the sum of the tokens' own quotients.
+
+    The same number but over 0: sum() / 0 is nan only where the sum is 0 too, the quotients of single tokens may be nan
+    before.
+    """
+    return ValueOf.apply(loss, total if denominator is None else total / denominator.detach())
+
+
+class ValueOf(Function):
+    """The second argument, with the gradient of the first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(loss: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:

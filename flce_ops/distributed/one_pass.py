@@ -76,7 +76,9 @@ def shard_rows(num_classes: int, ranks: int) -> int:
 
 
 class VocabParallelWithGrad(Function):
-    """loss of the operator; its gradients wait for the upstream scalar, as in flce_ops/autograd.py."""
+    """loss of the operator, the tokens' losses and argmax, both constants; its gradients wait for the upstream scalar,
+    as in flce_ops/autograd.py.
+    """
 
     @staticmethod
     def forward(
@@ -100,14 +102,14 @@ class VocabParallelWithGrad(Function):
             argmax=argmax,
             **options,
         )
-        ctx.mark_non_differentiable(largest)
+        ctx.mark_non_differentiable(losses, largest)
         ctx.layout, ctx.num_classes, ctx.options, ctx.mask = layout, num_classes, options, mask
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, linear_weight, target, linear_bias, weight, row_scale, losses, *grads)
-        return loss, largest
+        return loss, losses, largest
 
     @staticmethod
-    def backward(ctx, grad_loss, _):
+    def backward(ctx, grad_loss, *_):
         if grad_loss is None:
             return (None,) * 10
         *operands, row_scale, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors

@@ -58,7 +58,9 @@ def kept_rows(tensor: Tensor, rows: slice, valid: Tensor | None, fill: float = 0
     return tensor[rows] if valid is None else torch.where(valid[rows, None], tensor[rows], fill)
 
 
-def kept_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
+def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
+    """0 where ignored. The softmax's gradient subtracts a row's sum: over a factor of inf every entry is inf - inf."""
+    factors = factors.masked_fill(factors.isinf(), torch.nan)
     return factors if valid is None else torch.where(valid, factors, 0.0)
 
 
@@ -102,7 +104,7 @@ def with_grad(*tensors: Tensor | None, output_mask: list[bool], **options) -> tu
     per_row = (divergence, *meta.row_statistics(operands, options))
     rows = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), output_mask, rows)
-    scale = kept_factors(row_scale, operands.valid).to(divergence.dtype)
+    scale = gradient_factors(row_scale, operands.valid).to(divergence.dtype)
     stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale * options.logit_scale)
     torch.sum(scale * divergence, dim=0, out=loss)
     return loss, divergence, *grads
@@ -162,7 +164,7 @@ def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **o
     *tensors, shift, teacher_shift, student_kl = tensors
     grads = meta.backward_outputs(grad, *tensors, shift, teacher_shift, student_kl, output_mask=output_mask, **options)
     operands, options = Operands(*tensors), Options(**options)
-    scale = kept_factors(grad, operands.valid).to(shift.dtype) * options.logit_scale
+    scale = gradient_factors(grad, operands.valid).to(shift.dtype) * options.logit_scale
     step = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, output_mask, step)
     for rows in row_chunks("linear_kl_div_backward", operands.input, step):

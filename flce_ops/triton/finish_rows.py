@@ -26,6 +26,14 @@ def apart_from_zero(slope):
 
 
 @triton.jit
+def row_factor_of(scale, slope):
+    """(c_i s_i / logit_scale, L) for a scale a_i and a slope L. inf times a slope of 0 stays the nan it is in ATen."""
+    exact = scale * slope
+    slope = apart_from_zero(slope)
+    return tl.where(exact == exact, scale * slope, exact), slope
+
+
+@triton.jit
 def store_target_entry(
     entry,  # E'_iy, before softcap's slope
     row_factor,  # c_i
@@ -43,13 +51,16 @@ def store_target_entry(
     takes it up: E_iy comes out exact, the other entries of the row, each for another class, move by less than 2^-8
     together. In grad_input they add up, along whatever linear_weight's rows share, so there the residual is
     added by itself.
+
+    A row factor of inf (a normalizer of 0) times the target's entry is inf - inf, and so is what sums over it.
     """
+    entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
     if HAS_SOFTCAP:
         entry *= tl.load(target_slope_ptr + rows, mask=mask, other=0.0)
     rounded = entry.to(entry_ptr.dtype.element_ty)
     tl.store(entry_ptr + rows, rounded, mask=mask)
     rounded = rounded.to(tl.float32)
-    correction = tl.where(hit & (rounded != 0.0), entry / rounded, 1.0)
+    correction = tl.where(hit & (tl.abs(rounded) > 0.0), entry / rounded, 1.0)  # 1 for nan, too
     tl.store(row_factor_ptr + rows, row_factor, mask=mask)
     tl.store(weight_factor_ptr + rows, row_factor * correction, mask=mask)
     tl.store(residual_ptr + rows, row_factor * (entry - rounded), mask=mask)
@@ -118,13 +129,12 @@ def finish_rows_kernel(
         slope += smoothing * weight_sum
     loss += z_loss * lse * lse
     slope += 2.0 * z_loss * lse
-    slope = apart_from_zero(slope)
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    scale = tl.where(valid, tl.load(row_scale_ptr + rows, mask=mask, other=0.0), 0.0)
+    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope)
     store_target_entry(
         at_target - tl.where(valid, row_sum * target_factor / slope, 0.0),
-        tl.where(valid, scale * slope * logit_scale / row_sum, 0.0),
+        tl.where(valid, factor * logit_scale / row_sum, 0.0),
         mask,
         target_slope_ptr,
         entry_ptr,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.finish_rows import apart_from_zero, store_target_entry, with_target
+from flce_ops.triton.finish_rows import row_factor_of, store_target_entry, with_target
 from flce_ops.triton.logits_gemm import LN2
 
 # n rows of a chunk, R ranks that share the vocabulary, k numbers a row of each
@@ -118,14 +118,14 @@ def finish_shard_rows_kernel(
     loss = target_factor * (lse2 - target_logit) * LN2 + z_loss * lse * lse
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    slope = apart_from_zero(target_factor + 2.0 * z_loss * lse)
+    slope = target_factor + 2.0 * z_loss * lse
+    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope)
     # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
     exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
-    scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
     store_target_entry(
         at_target - target_factor / slope * tl.exp2(exponent),
-        tl.where(valid, scale * slope * logit_scale * tl.exp2(-exponent), 0.0),
+        tl.where(valid, factor * logit_scale * tl.exp2(-exponent), 0.0),
         hit,
         target_slope_ptr,
         entry_ptr,
