@@ -101,7 +101,9 @@ def dtensor_composite(
     if reduction != "none":
         denominator = mean_denominator(reduction, local_normalizer, local_target, valid, class_weight, accumulate)
         if local_normalizer is None and denominator is not None:
-            denominator = nan_for_nothing(sum_over_tokens(layout, denominator).to_local())
+            denominator = sum_over_tokens(layout, denominator).to_local()
+            if class_weight is not None:
+                denominator = nan_for_nothing(denominator)
 
     if local_token_weight is None:
         local_token_weight = torch.ones_like(valid, dtype=accumulate)

@@ -14,7 +14,6 @@ from flce_ops.functional import (
     any_dtensor,
     autocast_operands,
     entry_of,
-    fp16_power_of_two,
     gradients_in_the_same_pass,
     needs_gradient,
     quotient,
@@ -24,10 +23,6 @@ from flce_ops.functional import (
 from flce_ops.meta import accumulation_dtype
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
-
-# |G| of the reverse divergence is at most q |log q - log p - KL|, that of the others at most 1: room for a row in which
-# the two disagree by 32 nats.
-FP16_ROOM_FOR_LOG_RATIOS = 32.0
 
 
 def linear_kl_div(
@@ -80,7 +75,7 @@ def linear_kl_div(
         target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable.
         reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
-            tokens not ignored (F.kl_div's "batchmean" of flattened tokens). "sum".
+            tokens not ignored (F.kl_div's "batchmean" of flattened tokens; nan without one). "sum".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
         logit_scale: factor on the logits: 1 / temperature. The factor temperature ** 2 that keeps the gradient's size
             (Hinton et al.) is yours to multiply the loss with.
@@ -101,7 +96,7 @@ def linear_kl_div(
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, DTensor with tokens
         or vocabulary sharded. Gradients of a scalar loss are made during forward, in the same pass over the logits;
-        under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
+        in float16, under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
 
     Source:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
@@ -248,10 +243,5 @@ def weighted_loss(
         divergence = torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
         return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
     mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
-    power = None
-    if input.dtype == torch.float16 and linear_weight.numel() > 0:
-        room = FP16_ROOM_FOR_LOG_RATIOS if options.kind == "reverse" else 1.0
-        power = fp16_power_of_two(room * factor, input, linear_weight, options.logit_scale)
-    scaled = factor if power is None else factor * power
-    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(*operands, scaled, **vars(options), output_mask=mask)
-    return loss if power is None else loss / power, weighted_sum(operands.valid, token_weight, divergence)
+    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(*operands, factor, **vars(options), output_mask=mask)
+    return loss, weighted_sum(operands.valid, token_weight, divergence)
