@@ -16,8 +16,8 @@ def replace_forward(module: nn.Module, forward: Callable) -> None:
     place = HOOKED if HOOKED in module.__dict__ else PLAIN
     if has_another_forward(module, forward.flce_original):
         raise NotImplementedError(
-            f"this {type(module).__name__} has a forward of its own, {module.__dict__[place]!r}, which patch would put "
-            "out of action; patch first, then set it"
+            f"this {type(module).__name__} has a forward of its own, {name_of(module.__dict__[place])}, which patch would "
+            "put out of action; patch first, then set it"
         )
     setattr(module, place, MethodType(forward, module))
 
@@ -38,6 +38,14 @@ def restore_forward(module: nn.Module) -> None:
         module._old_forward = MethodType(type(module).forward, module)
     elif hasattr(function_of(module.__dict__.get(PLAIN)), "flce_original"):
         del module.forward
+
+
+def name_of(function: Callable) -> str:
+    """Short: the repr of a bound method would have its whole module in it."""
+    function = function_of(function)
+    if hasattr(function, "__qualname__"):
+        return f"{function.__module__}.{function.__qualname__}"
+    return f"a {type(function).__module__}.{type(function).__qualname__}"
 
 
 def function_of(method: Callable | None) -> Callable | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from flce_ops.integrations.transformers.forward import ACTIVE, check_loss_function, forward_without_logits
+from flce_ops.integrations.transformers.forward import ACTIVE, check_loss, forward_without_logits
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
 from flce_ops.integrations.transformers.instance_forward import (
     has_another_forward,
@@ -82,7 +82,7 @@ def patch_class(cls: type) -> None:
 def patch_instance(model: PreTrainedModel) -> None:
     cls = type(model)
     head = head_of(cls)
-    check_loss_function(model)
+    check_loss(model, head)
     prepare_head(getattr(model, head.name), cls.__name__)
     original = original_of(cls)
     held_by_a_wrapper = hasattr(model, ACTIVE) and has_another_forward(model, original)
@@ -96,8 +96,7 @@ def head_of(cls: type) -> Head:
         return read_head(original_of(cls))
     except NotUnderstood as error:
         raise NotImplementedError(
-            f"{cls.__name__}: {error}. Its loss without logits would differ from its own, so it is left as it is; call "
-            "flce_ops.linear_cross_entropy on its last hidden state and lm_head.weight instead"
+            f"{cls.__name__}: {error}. Its loss without logits would differ from its own, so leave it unpatched"
         ) from error
 
 
