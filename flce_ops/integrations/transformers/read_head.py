@@ -171,6 +171,8 @@ class _Reader:
         path = path_of(call.func)
         if path is not None:  # of the model, which is looked at when it is there
             return CrossEntropy(module=path[0]) if len(path) == 1 else None
+        if global_object(call.func, self.globals) is F.cross_entropy:
+            return CrossEntropy()
         constructed = call.func
         if isinstance(constructed, ast.Name):
             constructed = self.only_assigned(constructed.id)
@@ -279,7 +281,7 @@ class _Reader:
         loss_statement, unless = self.statement_of(self.loss_call), []
         for use in self.uses():
             outer = self.parent[use]
-            if isinstance(outer, ast.Attribute) and outer.attr in ("device", "dtype"):
+            if self.is_asked_where(use):
                 continue
             if use.lineno <= self.loss_call.end_lineno and self.outermost(use) is not self.outermost(loss_statement):
                 continue  # head_assignment and steps_before_loss have read these
@@ -332,7 +334,11 @@ class _Reader:
         return node is self.head_call or (isinstance(node, ast.Name) and node.id == self.logits)
 
     def mentions_logits(self, node: ast.AST) -> bool:
-        return any(self.is_logits(inner) for inner in ast.walk(node))
+        return any(self.is_logits(inner) and not self.is_asked_where(inner) for inner in ast.walk(node))
+
+    def is_asked_where(self, logits: ast.AST) -> bool:
+        outer = self.parent[logits]
+        return isinstance(outer, ast.Attribute) and outer.attr in ("device", "dtype")
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         return statement_of(node, self.parent)

@@ -46,13 +46,13 @@ def inner_of(head: nn.Module) -> Inner:
 
 def transform_then_loss(
     self: nn.Module,
-    input: Tensor,
+    *args,
     target: Tensor | None = None,
     **options,
 ) -> Tensor:  # logits, or the loss ()
     if target is None:
-        return type(self).forward(self, input, **options)
-    return type(self).forward(WithTargets(self, inner_of(self), target, options), input)
+        return type(self).forward(self, *args, **options)
+    return type(self).forward(WithTargets(self, inner_of(self), target, options), *args)
 
 
 transform_then_loss.flce_original = nn.Module.forward
