@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-import transformers
 import torch.nn.functional as F
+import transformers
 from tiny_models import SIZES, check_same, loss_and_gradients, make_batch, make_model
 from torch import nn
 from torch.nn import CrossEntropyLoss
@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 from flce_ops.integrations.transformers import patch
 from flce_ops.integrations.transformers.cross_entropy_call import CrossEntropy
-from flce_ops.integrations.transformers.read_head import Head, NotUnderstood, read_head
+from flce_ops.integrations.transformers.definition import NotUnderstood
+from flce_ops.integrations.transformers.read_head import Head, read_head
 from flce_ops.integrations.transformers.transform_head import Inner, read_inner
 
 # ---------------------------------------------------------------- models of Transformers
@@ -66,9 +67,7 @@ def test_every_language_model_named_in_the_guide_is_understood():
         "Gemma4ForConditionalGeneration": Head("lm_head", (), TEXT_SOFTCAP),
         "PaliGemmaForConditionalGeneration": Head("lm_head", (), (*TEXT_SOFTCAP[:-1], "final_logit_softcapping?")),
         "RecurrentGemmaForCausalLM": Head("lm_head", (), ("config", "logits_soft_cap")),
-        "T5GemmaForConditionalGeneration": Head(
-            "lm_head", (), ("get_decoder()", "config", "final_logit_softcapping")
-        ),
+        "T5GemmaForConditionalGeneration": Head("lm_head", (), ("get_decoder()", "config", "final_logit_softcapping")),
         "CohereCompassForConditionalGeneration": Head("lm_head", (("*?", ("logit_scale",)),)),
         "MambaForCausalLM": Head("lm_head"),
         "Mamba2ForCausalLM": Head("lm_head"),
@@ -122,7 +121,8 @@ def test_a_refusal_is_short():
 
 
 def test_a_term_of_the_loss_that_needs_the_logits_is_refused_where_it_is_on():
-    model, batch = transformers.BambaForCausalLM(transformers.BambaConfig(**BAMBA, z_loss_coefficient=0.1)), make_batch()
+    config, batch = transformers.BambaConfig(**BAMBA, z_loss_coefficient=0.1), make_batch()
+    model = transformers.BambaForCausalLM(config)
     with pytest.raises(NotImplementedError, match="BambaForCausalLM: self.z_loss_coefficient is 0.1, and above 0"):
         patch(model)
     model.z_loss_coefficient = 0.0

@@ -157,7 +157,7 @@ def check_same(ours, theirs, tolerance: float = 2e-5) -> None:
     """
     torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=0)
     assert ours[1].keys() == theirs[1].keys()
-    largest = max(gradient.abs().max().item() for gradient in theirs[1].values() if gradient is not None)
+    largest = max((gradient.abs().max().item() for gradient in theirs[1].values() if gradient is not None), default=0)
     for name, expected in theirs[1].items():
         if expected is None:
             assert ours[1][name] is None, name

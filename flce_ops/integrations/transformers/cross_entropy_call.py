@@ -1,6 +1,6 @@
 """A loss that a forward computes by itself: `CrossEntropyLoss()(logits.view(-1, vocab_size), labels.view(-1))`.
 
-Nobody can stand in for a name of the model's module, so the forward is compiled again with that one expression replaced:
+Nothing can stand in for a name of the model's module, so the forward is compiled again with that expression replaced:
 
     self.flce_cross_entropy(logits, labels.view(-1), vocab_size)
 
@@ -29,8 +29,8 @@ class CrossEntropy:
         plain = type(loss) is nn.CrossEntropyLoss and loss.weight is None
         if not plain or loss.reduction != "mean" or loss.label_smoothing != 0:
             raise NotImplementedError(
-                f"{type(model).__name__}: expected self.{self.module} to be nn.CrossEntropyLoss() without class weights "
-                f"and label smoothing, got {type(loss).__name__}; leave the model unpatched"
+                f"{type(model).__name__}: expected self.{self.module} to be nn.CrossEntropyLoss() without class "
+                f"weights and label smoothing, got {loss!r}; leave the model unpatched"
             )
 
     def ignore_index_of(self, model: nn.Module) -> int:

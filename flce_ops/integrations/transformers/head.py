@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from flce_ops.functional import linear_cross_entropy
+from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.instance_forward import is_replaced, replace_forward, restore_forward
-from flce_ops.integrations.transformers.read_head import NotUnderstood
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
@@ -95,9 +95,10 @@ def forwards_of(head: nn.Module, model_name: str) -> Iterator[tuple[nn.Module, C
             return
     advice = "leave the model unpatched"
     if hasattr(head, "base_layer"):
+        why = ""
         advice = "leave the head out of the adapter's target_modules, or train it whole through modules_to_save"
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise NotImplementedError(
-        f"{model_name}: expected its output embedding to be a plain nn.Linear or a module that ends in one, got {kind}, "
-        f"whose result is not input @ weight.T + bias{why}; {advice}"
+        f"{model_name}: expected its output embedding to be a plain nn.Linear, got {kind}, whose result is not "
+        f"input @ weight.T + bias{why}; {advice}"
     )

@@ -16,8 +16,9 @@ def replace_forward(module: nn.Module, forward: Callable) -> None:
     place = HOOKED if HOOKED in module.__dict__ else PLAIN
     if has_another_forward(module, forward.flce_original):
         raise NotImplementedError(
-            f"this {type(module).__name__} has a forward of its own, {name_of(module.__dict__[place])}, which patch would "
-            "put out of action; patch first, then set it"
+            f"this {type(module).__name__} has a forward of its own, {name_of(module.__dict__[place])}, which patch "
+            "would put out of action; set it after patch if it calls the forward it replaces, or leave the model "
+            "unpatched"
         )
     setattr(module, place, MethodType(forward, module))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
+from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.forward import ACTIVE, check_loss, forward_without_logits
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
 from flce_ops.integrations.transformers.instance_forward import (
@@ -14,7 +15,7 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.read_head import Head, NotUnderstood, read_head
+from flce_ops.integrations.transformers.read_head import Head, read_head
 
 
 def patch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type[PreTrainedModel]:

@@ -21,8 +21,6 @@ also in models and versions that did not exist when this was written.
 
 import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +33,17 @@ from flce_ops.integrations.transformers.cross_entropy_call import (
     flattened_logits,
     global_object,
     with_loss_of_self,
+)
+from flce_ops.integrations.transformers.definition import (
+    NotUnderstood,
+    check_self,
+    first_line,
+    function_of,
+    is_name,
+    is_named,
+    parents_in,
+    statement_of,
+    without_casts,
 )
 from flce_ops.integrations.transformers.operand import Names, Operand, Path, lookup, number, path_of, written
 
@@ -72,15 +81,11 @@ class Head:
         for path in self.unless:
             if lookup(model, path) > 0:
                 raise NotImplementedError(
-                    f"{type(model).__name__}: {written(path)} is {lookup(model, path)}, and above 0 its loss has a term "
-                    "that needs the logits; leave the model unpatched"
+                    f"{type(model).__name__}: {written(path)} is {lookup(model, path)}, and above 0 its loss has a "
+                    "term that needs the logits; leave the model unpatched"
                 )
         if self.cross_entropy is not None:
             self.cross_entropy.check(model)
-
-
-class NotUnderstood(Exception):
-    """Why this forward cannot run without logits."""
 
 
 def read_head(forward: Callable) -> Head:
@@ -104,30 +109,6 @@ def read(forward: Callable) -> tuple[Head, Callable]:
     return head, rewritten
 
 
-def function_of(forward: Callable) -> tuple[ast.FunctionDef, Callable]:
-    """Its definition, and the function inside of its decorators."""
-    inner = inspect.unwrap(forward)
-    try:
-        source = textwrap.dedent(inspect.getsource(inner))
-    except (OSError, TypeError) as error:
-        raise NotUnderstood(f"the source of its forward cannot be read ({error})") from error
-    function = ast.parse(source).body[0]
-    if not isinstance(function, ast.FunctionDef):
-        raise NotUnderstood("its forward is not a plain function")
-    return function, inner
-
-
-def check_self(function: ast.FunctionDef, parent: dict[ast.AST, ast.AST]) -> None:
-    """forward sees a stand-in for self, so it may only read attributes of it."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == "super":
-            raise NotUnderstood("its forward calls super()")
-        if isinstance(node, ast.Name) and node.id == "self":
-            outer = parent[node]
-            if not (isinstance(outer, ast.Attribute) and isinstance(outer.ctx, ast.Load)):
-                raise NotUnderstood(f"its forward passes on or changes self: `{first_line(statement_of(node, parent))}`")
-
-
 class _Reader:
     """Statements of one forward, in the order of its lines."""
 
@@ -138,7 +119,7 @@ class _Reader:
         self.parent = parents_in(function)
 
     def head(self) -> Head:
-        check_self(self.function, self.parent)
+        check_self(self.function)
         self.loss_call, cross_entropy = self.find_loss()
         assigned = self.head_assignment()
         name = path_of(self.head_call.func)[0]
@@ -298,7 +279,7 @@ class _Reader:
         return tuple(dict.fromkeys(unless))
 
     def flattens_for_loss(self, use: ast.Name) -> bool:
-        """In `logits.view(-1, logits.size(-1))`, the loss's first argument; flattened_logits has read the rest of it."""
+        """In `logits.view(-1, logits.size(-1))`, the loss's first argument, which flattened_logits has read."""
         return flattened_logits(self.loss_call) is not None and use in ast.walk(self.loss_call.args[0])
 
     def is_returned(self, node: ast.AST) -> bool:
@@ -380,37 +361,3 @@ def head_call_in(expression: ast.expr) -> ast.Call | None:
         if isinstance(call, ast.Call) and len(path_of(call.func) or ()) == 1:
             return call if len(call.args) == 1 and not call.keywords else None
     return None
-
-
-def without_casts(expression: ast.expr) -> ast.expr:
-    """Logits in float32 are what the operator computes anyway; nothing changes by moving to the logits' own device."""
-    while isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute) and not expression.keywords:
-        arguments = [argument.attr for argument in expression.args if isinstance(argument, ast.Attribute)]
-        plain = expression.func.attr in ("float", "contiguous") and not expression.args
-        moved = expression.func.attr == "to" and arguments == ["device"]
-        if not plain and not moved:
-            break
-        expression = expression.func.value
-    return expression
-
-
-def parents_in(function: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
-    return {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
-
-
-def statement_of(node: ast.AST, parent: dict[ast.AST, ast.AST]) -> ast.stmt:
-    while not isinstance(node, ast.stmt):
-        node = parent[node]
-    return node
-
-
-def first_line(statement: ast.stmt) -> str:
-    return ast.unparse(statement).splitlines()[0]
-
-
-def is_name(targets: list[ast.expr], name: str) -> bool:
-    return len(targets) == 1 and is_named(targets[0], name)
-
-
-def is_named(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

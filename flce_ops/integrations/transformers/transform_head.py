@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from flce_ops.integrations.transformers.operand import path_of
-from flce_ops.integrations.transformers.read_head import (
+from flce_ops.integrations.transformers.definition import (
     NotUnderstood,
     check_self,
     first_line,
     function_of,
     is_name,
     is_named,
-    parents_in,
 )
+from flce_ops.integrations.transformers.operand import path_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class WithTargets:
 def read_inner(forward: Callable) -> Inner:
     """Of a forward that ends in `return self.decoder(hidden)`, on one line or several."""
     function, _ = function_of(forward)
-    check_self(function, parents_in(function))
+    check_self(function)
     returns = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
     if len(returns) != 1 or returns[0] is not function.body[-1] or returns[0].value is None:
         raise NotUnderstood("it does not end in the one return of a head")
