@@ -42,11 +42,15 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def name_of(function: Callable) -> str:
-    """Short: the repr of a bound method would have its whole module in it."""
+    """And where it is written, as functools.wraps gives a wrapper the name of what it wraps.
+
+    The repr of a bound method would have its whole module in it.
+    """
     function = function_of(function)
-    if hasattr(function, "__qualname__"):
-        return f"{function.__module__}.{function.__qualname__}"
-    return f"a {type(function).__module__}.{type(function).__qualname__}"
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"a {type(function).__module__}.{type(function).__qualname__}"
+    return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def function_of(method: Callable | None) -> Callable | None:

@@ -19,7 +19,7 @@ from flce_ops.integrations.transformers.read_head import Head, read_head
 
 
 def patch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type[PreTrainedModel]:
-    """Make a causal language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
+    """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
 
     With labels, the output has the loss and no logits; without labels it is what it was. Everything else that the
     model's forward takes and returns stays: num_items_in_batch, shift_labels, ignore_index, logits_to_keep, router
