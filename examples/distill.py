@@ -38,7 +38,7 @@ def distillation_loss(
         teacher_weight.detach(),
         kind=kind,
         target=target,  # tokens ignored here are ignored there
-        logit_scale=1 / temperature,
+        temperature=temperature,
     )
     text = flce_ops.linear_cross_entropy(hidden, linear_weight, target)
     # the divergence's gradient shrinks with the square of the temperature

@@ -9,7 +9,7 @@ Each step samples a group of completions per prompt, scores them, and takes a fe
     KL (k3)    k = exp(ref_log_prob - log_prob) - (ref_log_prob - log_prob) - 1
     loss       mean over completion tokens of  -min(r A, clip(r, 1 - eps, 1 + eps) A) + beta k
 
-`flce_ops.linear_log_probs` gives the three log-probabilities; the temperature of sampling is its logit_scale. The toy
+`flce_ops.linear_log_probs` gives the three log-probabilities; the temperature is the one of sampling. The toy
 reward is the share of a completion's tokens that lie in the first half of the vocabulary.
 """
 
@@ -35,7 +35,7 @@ def log_probs_of(model: Decoder, tokens: Tensor, prompt: int, temperature: float
     target[:, : prompt - 1] = IGNORE
     hidden = model(tokens[:, :-1])
     return flce_ops.linear_log_probs(
-        hidden, model.token.weight, target, ignore_index=IGNORE, logit_scale=1 / temperature
+        hidden, model.token.weight, target, ignore_index=IGNORE, temperature=temperature
     ).log_probs
 
 

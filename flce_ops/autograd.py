@@ -16,9 +16,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from flce_ops.torch_private import below_autograd, functorch_is_active, graph_is_kept_after_this_backward
+from flce_ops.backward_tangent import Direction, backward_tangent
+from flce_ops.loss import loss_terms_of
+from flce_ops.torch_private import (
+    below_autograd,
+    functorch_is_active,
+    graph_is_kept_after_this_backward,
+    is_batched,
+    runs_in_this_backward,
+)
 
 # N tokens, D hidden, V vocabulary
+
+# Constants of an operator (flce_ops/scalars.py); flce_ops/learnt_scale.py is the way to a gradient.
+SCALAR_OPTIONS = ("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap")
 
 FORWARD_MODE_REFUSAL = (
     "linear_cross_entropy: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
@@ -77,19 +88,15 @@ class Forward(ReverseModeOnly):
     def setup_context(ctx, inputs, output):
         *operands, ignore_index, logit_sum, softcap, logit_scale, vocab_start, vocab_size, expected_logit, _ = inputs
         _, lse, *others = output
-        ctx.options = {
-            "ignore_index": ignore_index,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "vocab_start": vocab_start,
-        }
+        expected, lse_rest = others[1], others[-1]
+        ctx.options = {"ignore_index": ignore_index, "vocab_start": vocab_start}
         ctx.set_materialize_grads(False)
         linear_bias = operands[3]
         ctx.may_be_empty = vocab_size is not None and linear_bias is not None
         ctx.asked_for = (logit_sum, expected_logit)
-        has_gradient = (logit_sum, expected_logit, False, False)
+        has_gradient = (logit_sum, expected_logit, False, False, False)
         ctx.mark_non_differentiable(*(result for result, has in zip(others, has_gradient) if not has))
-        ctx.save_for_backward(*operands, lse, others[1])
+        ctx.save_for_backward(*operands, lse, softcap, logit_scale, expected, lse_rest)
 
     @staticmethod
     def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit, *_):
@@ -100,7 +107,8 @@ class Forward(ReverseModeOnly):
         if grad_expected_logit is None and all(cotangent is None for cotangent in cotangents):
             return (None,) * 13
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-        *operands, lse, expected_logit = ctx.saved_tensors
+        *operands, lse, softcap, logit_scale, expected_logit, lse_rest = ctx.saved_tensors
+        options = {**ctx.options, "softcap": softcap, "logit_scale": logit_scale, "lse_rest": lse_rest}
         expectations = {}
         if grad_expected_logit is not None:
             if ctx.may_be_empty:
@@ -109,7 +117,7 @@ class Forward(ReverseModeOnly):
         if ctx.may_be_empty:
             lse = finite_in_empty_rows(lse, lse)
         grads = torch.ops.flce.linear_cross_entropy_backward(
-            *cotangents, *operands, lse, **ctx.options, output_mask=mask, **expectations
+            *cotangents, *operands, lse, **options, output_mask=mask, **expectations
         )
         grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, mask))
         return grad_input, grad_weight, None, grad_bias, *(None,) * 9
@@ -141,6 +149,7 @@ class Backward(ReverseModeOnly):
         output_mask,
         grad_expected_logit,
         expected_logit,
+        lse_rest,
     ):
         return torch.ops.flce.linear_cross_entropy_backward(
             grad_target_logit,
@@ -159,39 +168,36 @@ class Backward(ReverseModeOnly):
             output_mask=output_mask,
             grad_expected_logit=grad_expected_logit,
             expected_logit=expected_logit,
+            lse_rest=lse_rest,
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *operands, ignore_index, softcap, logit_scale, vocab_start, output_mask, grad_expected_logit, _ = inputs
-        ctx.options = {
-            "ignore_index": ignore_index,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "vocab_start": vocab_start,
-        }
+        *operands, ignore_index, softcap, logit_scale, vocab_start, output_mask, grad_expected_logit, _, rest = inputs
+        ctx.options = {"ignore_index": ignore_index, "vocab_start": vocab_start}
         ctx.output_mask = output_mask
         ctx.has_expectation = grad_expected_logit is not None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(result for result, wanted in zip(output, output_mask) if not wanted))
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*operands, softcap, logit_scale, rest)
 
     @staticmethod
     def backward(ctx, *grad_grads):
         grad_grads = tuple(grad if wanted else None for grad, wanted in zip(grad_grads, ctx.output_mask))
         if all(grad is None for grad in grad_grads):
-            return (None,) * 16
+            return (None,) * 17
         if ctx.has_expectation:
             raise NotImplementedError(
                 "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "
                 "compute it from F.linear's logits"
             )
+        *operands, softcap, logit_scale, lse_rest = ctx.saved_tensors
         *per_row, lse, grad_input, grad_weight, grad_bias = torch.ops.flce.linear_cross_entropy_double_backward(
-            *grad_grads, *ctx.saved_tensors, **ctx.options
+            *grad_grads, *operands, **ctx.options, softcap=softcap, logit_scale=logit_scale, lse_rest=lse_rest
         )
         grads = (*per_row, grad_input, grad_weight, None, grad_bias, None, lse)
         wanted = ctx.needs_input_grad
-        return *(grad if wanted[i] else None for i, grad in enumerate(grads)), *(None,) * 7
+        return *(grad if wanted[i] else None for i, grad in enumerate(grads)), *(None,) * 8
 
 
 class WithGrad(ReverseModeOnly):
@@ -235,21 +241,31 @@ class WithGrad(ReverseModeOnly):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *operands, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.softcap, ctx.logit_scale, mask, _ = inputs
-        ctx.output_mask = mask
+        *operands, ctx.ignore_index, ctx.label_smoothing, z_loss, softcap, logit_scale, ctx.output_mask, _ = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*operands, *output[1:5])
+        ctx.save_for_backward(*operands, z_loss, softcap, logit_scale, *output[1:5])
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         if grad_loss is None:
             return (None,) * 13
-        *operands, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
+        *operands, z_loss, softcap, logit_scale, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_row_scale = None
-        if torch.is_grad_enabled():
-            grads, grad_row_scale = WithGrad.differentiable_gradients(ctx, operands, grad_loss)
+        if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
+            *operands, row_scale = operands
+            grads, grad_row_scale = differentiable_gradients(
+                *operands,
+                row_scale,
+                grad_loss,
+                ignore_index=ctx.ignore_index,
+                label_smoothing=ctx.label_smoothing,
+                z_loss=z_loss,
+                softcap=softcap,
+                logit_scale=logit_scale,
+                output_mask=ctx.output_mask,
+            )
         else:
             made = [grad if want else None for grad, want in zip((grad_input, grad_weight, grad_bias), ctx.output_mask)]
             input, linear_weight, _, linear_bias, *_ = operands
@@ -262,54 +278,88 @@ class WithGrad(ReverseModeOnly):
         )
         return grad_input, grad_weight, None, grad_bias, None, grad_row_scale, *(None,) * 7
 
-    @staticmethod
-    def differentiable_gradients(ctx, operands, grad_loss):
-        """create_graph=True: saved gradients have no graph, so go through the differentiable backward operator."""
-        from flce_ops.functional import losses_from_forward
 
-        input, linear_weight, target, linear_bias, weight, row_scale = operands
-        wanted = [
-            tensor
-            for tensor in (input, linear_weight, linear_bias, row_scale)
-            if tensor is not None and tensor.requires_grad
-        ]
-        losses, _ = losses_from_forward(
-            input,
-            linear_weight,
-            target,
-            linear_bias,
-            weight,
-            ignore_index=ctx.ignore_index,
-            label_smoothing=ctx.label_smoothing,
-            softcap=ctx.softcap,
-            logit_scale=ctx.logit_scale,
-            z_loss=ctx.z_loss,
-        )
-        loss = (row_scale * losses).sum()
-        grads = torch.autograd.grad(loss, wanted, grad_loss, create_graph=True)
-        by_tensor = {id(tensor): grad for tensor, grad in zip(wanted, grads)}
-        return [by_tensor.get(id(t)) for t in (input, linear_weight, linear_bias)], by_tensor.get(id(row_scale))
+def differentiable_gradients(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (N,)
+    linear_bias: Tensor | None,  # (V,)
+    weight: Tensor | None,  # (V,)
+    row_scale: Tensor,  # (N,)
+    grad_loss: Tensor,  # ()
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
+    output_mask: list[bool],
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The gradients of sum_i row_scale_i loss_i, and that of row_scale, as functions of the operands.
+
+    They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
+    these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
+    """
+    operands = (input, linear_weight, target, linear_bias, weight)
+    logits = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    target_logit, lse, logit_sum, *_, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
+        *operands, logit_sum=label_smoothing != 0.0, **logits
+    )
+    terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
+    valid = target != ignore_index
+    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None, lse_rest), 0.0)
+    cotangents = terms.cotangents(lse, torch.where(valid, row_scale, 0.0) * grad_loss)
+    grads = torch.ops.flce.linear_cross_entropy_backward(
+        *cotangents, *operands, lse, **logits, output_mask=output_mask, lse_rest=lse_rest
+    )
+    return grads, losses * grad_loss
 
 
 class DoubleBackward(ReverseModeOnly):
-    """Results of linear_cross_entropy_double_backward, which has no derivative of its own."""
+    """Results of linear_cross_entropy_double_backward, which has derivatives by its first three arguments only.
+
+    They are cotangents, in which it is linear: torch.autograd.functional.hvp differentiates by them.
+    """
 
     @staticmethod
     def forward(*args):
-        *operands, ignore_index, softcap, logit_scale, vocab_start = args
+        *operands, ignore_index, softcap, logit_scale, vocab_start, lse_rest = args
         return torch.ops.flce.linear_cross_entropy_double_backward(
-            *operands, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_start=vocab_start
+            *operands,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            vocab_start=vocab_start,
+            lse_rest=lse_rest,
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        *operands, ignore_index, softcap, logit_scale, vocab_start, lse_rest = inputs
+        ctx.options = {"ignore_index": ignore_index, "vocab_start": vocab_start}
+        ctx.tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands[3:], softcap, logit_scale, lse_rest)
 
     @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(
-            "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for them"
+    def backward(ctx, *direction):
+        edges = zip(ctx.tensors, ctx.next_functions)
+        others = any(runs_in_this_backward(node) for index, (node, _) in edges if index >= 3 and node is not None)
+        if others or torch.is_grad_enabled():
+            raise NotImplementedError(
+                "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for "
+                "them"
+            )
+        *operands, softcap, logit_scale, lse_rest = ctx.saved_tensors
+        changes = backward_tangent(
+            Direction(*direction),
+            *operands,
+            **ctx.options,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            lse_rest=lse_rest,
         )
+        return *(change if need else None for change, need in zip(changes, ctx.needs_input_grad)), *(None,) * 14
 
 
 FORMULAS = {
@@ -322,6 +372,8 @@ FORMULAS = {
 
 def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor, leaf: Tensor) -> list[Tensor | None]:
     """grads * factor, in the same memory where these are the last users of it."""
+    if is_batched(factor):  # is_grads_batched: a batch of factors
+        return [None if grad is None else grad * factor for grad in grads]
     plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)
     if not plain:
         # A subclass is a tracer (functional, fake): record ordinary multiplications. AOTAutograd refuses a second
@@ -359,6 +411,7 @@ def kernel(op: torch._ops.OpOverload, function: type[Function]) -> Callable:
     """The kernel of `op` on the autograd keys: `function` when a gradient can flow, straight down otherwise."""
     schema = op._schema
     names = [argument.name for argument in schema.arguments]
+    scalars = [names.index(name) for name in SCALAR_OPTIONS if name in names]
     defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
 
     def run(*args, **kwargs):
@@ -366,6 +419,9 @@ def kernel(op: torch._ops.OpOverload, function: type[Function]) -> Callable:
         flat = [values[name] for name in names]
         tensors = [value for value in flat if isinstance(value, Tensor)]
         refuse_forward_mode(tensors)
+        for index in scalars:
+            if flat[index] is not None and flat[index].requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(f"{schema.name}: {names[index]} gets no gradient here; pass it detached")
         if functorch_is_active() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
             return function.apply(*flat)
         with below_autograd():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flce_ops import functional, log_probs, meta, ops
 from flce_ops.loss import loss_terms_of
+from flce_ops.reference import exact_sum
 from flce_ops.torch_private import assert_on_device
 
 # N tokens, D hidden, V vocabulary, v classes of a block
@@ -77,13 +78,13 @@ def block_logits(
     input: Tensor,  # (N, D)
     linear_weight: Tensor,  # (v, D)
     linear_bias: Tensor | None,  # (v,)
-    logit_scale: float,
-    softcap: float | None,
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
 ) -> Tensor:  # (N, v) in the accumulation dtype
     logits = product(input, linear_weight.T)
     if linear_bias is not None:
         logits = logits + linear_bias.to(logits.dtype)
-    if logit_scale != 1.0:
+    if logit_scale is not None:
         logits = logits * logit_scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -109,13 +110,13 @@ def forward(
     *,
     ignore_index: int = -100,
     logit_sum: bool = False,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     vocab_size: int | None = None,
     expected_logit: bool = False,
     argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if vocab_size is None:
         vocab_size = linear_weight.shape[0]
     valid = target != ignore_index
@@ -126,7 +127,7 @@ def forward(
     column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
     target_logit = torch.zeros_like(target, dtype=meta.accumulation_dtype(input.dtype))
     sums = torch.zeros_like(target_logit)
-    lse_of, expected_of, max_of, argmax_of = [], [], [], []  # blocks
+    max_of, sum_of, expected_of, argmax_of = [], [], [], []  # blocks
     for start, stop in class_blocks(linear_weight):
         bias = block_of(linear_bias, start, stop)
         logits = block_logits(input, linear_weight[start:stop], bias, logit_scale, softcap)
@@ -136,23 +137,26 @@ def forward(
         if logit_sum:
             class_weight = block_of(weight, start, stop)
             sums = sums + (logits if class_weight is None else logits * class_weight.to(logits.dtype)).sum(1)
-        lse_of.append(torch.logsumexp(logits, 1))
+        max_of.append(logits.amax(1))
+        exponentials = torch.exp(logits - at_least_finite(max_of[-1]).unsqueeze(1))
+        sum_of.append(exponentials.sum(1))
         if expected_logit:
-            p = torch.exp(logits - at_least_finite(lse_of[-1]).unsqueeze(1))
-            expected_of.append((p * at_least_finite(logits)).sum(1))
+            expected_of.append((exponentials * at_least_finite(logits)).sum(1))
         if argmax:
-            max_of.append(logits.amax(1))
             argmax_of.append(logits.argmax(1) + start)
-    lse_of_blocks = torch.stack(lse_of, 1)
-    lse = torch.logsumexp(lse_of_blocks, 1)
+    max_of_blocks = at_least_finite(torch.stack(max_of, 1))
+    row_max = max_of_blocks.amax(1)
+    weights = torch.exp(max_of_blocks - row_max.unsqueeze(1))
+    row_sum = (weights * torch.stack(sum_of, 1)).sum(1)
+    lse, lse_rest = exact_sum(row_max, row_sum.log())
     expected = max_logit = lse.new_zeros(0)
     largest = target.new_zeros(0, dtype=torch.int64)
     if expected_logit:
-        expected = (torch.exp(lse_of_blocks - lse.unsqueeze(1)) * torch.stack(expected_of, 1)).sum(1)
+        expected = (weights * torch.stack(expected_of, 1)).sum(1) / row_sum
     if argmax:
         max_logit, block = torch.stack(max_of, 1).max(1)
         largest = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
-    return target_logit, lse, sums if logit_sum else lse.new_zeros(0), expected, max_logit, largest
+    return target_logit, lse, sums if logit_sum else lse.new_zeros(0), expected, max_logit, largest, lse_rest
 
 
 def at_least_finite(logits: Tensor) -> Tensor:
@@ -172,12 +176,13 @@ def backward(
     lse: Tensor,
     *,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     output_mask: list[bool],
     grad_expected_logit: Tensor | None = None,
     expected_logit: Tensor | None = None,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     want_input, want_weight, want_bias = output_mask
     valid = target != ignore_index
@@ -190,6 +195,10 @@ def backward(
     if grad_expected_logit is not None:
         p_factor = grad_expected_logit * (1.0 + lse - expected_logit).unsqueeze(1)
         p_factor = p_factor if grad_lse is None else p_factor + grad_lse
+    p_expected = grad_expected_logit
+    if lse_rest is not None:  # of exp(z - lse): what lse lacks
+        share = torch.exp(-lse_rest).unsqueeze(1)
+        p_factor, p_expected = (None if factor is None else factor * share for factor in (p_factor, p_expected))
     grad_input = torch.zeros_like(input, dtype=lse.dtype) if want_input else None
     grad_weight, grad_bias = [], []
     for start, stop in class_blocks(linear_weight):
@@ -199,16 +208,18 @@ def backward(
         if p_factor is not None:
             log_p = logits - lse.unsqueeze(1)
             grad_logits = torch.exp(log_p) * p_factor
-            if grad_expected_logit is not None:
-                grad_logits = grad_logits + torch.exp(log_p) * (grad_expected_logit * log_p.clamp(min=-1e4))
+            if p_expected is not None:
+                grad_logits = grad_logits + torch.exp(log_p) * (p_expected * log_p.clamp(min=-1e4))
         if grad_logit_sum is not None:
             class_weight = block_of(weight, start, stop)
             grad_logits = grad_logits + (grad_logit_sum if class_weight is None else grad_logit_sum * class_weight)
         if grad_target_logit is not None:
             classes = torch.arange(start, stop, device=target.device)
             grad_logits = grad_logits + torch.where(column == classes, grad_target_logit, 0.0)
-        slope = logit_scale if softcap is None else logit_scale * (1.0 - (logits / softcap).square())
-        grad_logits = grad_logits * slope
+        if softcap is not None:
+            grad_logits = grad_logits * (1.0 - (logits / softcap).square())
+        if logit_scale is not None:
+            grad_logits = grad_logits * logit_scale
         rounded = grad_logits.to(input.dtype)
         if want_input:
             grad_input = grad_input + product(rounded, block)
@@ -233,20 +244,20 @@ def with_grad(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    z_loss: Tensor | None = None,  # ()
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     output_mask: list[bool],
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight)
     logit_options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    target_logit, lse, logit_sum, _, _, largest = forward(
+    target_logit, lse, logit_sum, _, _, largest, lse_rest = forward(
         *operands, logit_sum=label_smoothing != 0.0, argmax=argmax, **logit_options
     )
     valid = target != ignore_index
     terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
-    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0)
+    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None, lse_rest), 0.0)
     scale = torch.where(valid, row_scale, 0.0).to(lse.dtype)
     grads = backward(
         *terms.cotangents(lse, scale),
@@ -254,6 +265,7 @@ def with_grad(
         lse,
         **logit_options,
         output_mask=output_mask,
+        lse_rest=lse_rest,
     )
     return (row_scale * losses).sum(), losses, *grads, largest
 

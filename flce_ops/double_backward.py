@@ -16,7 +16,7 @@ operator):
     S = dL/du = (l p K) f' + d f'' H           f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
     dL/dinput = S @ linear_weight + G @ C      dL/dlinear_weight = S.T @ input + G.T @ A      dL/dlinear_bias = S.T @ 1
 
-Nothing differentiates this operator in turn: third derivatives are refused by name.
+A, C and c alone have derivatives in turn (flce_ops/backward_tangent.py): third derivatives are refused by name.
 """
 
 import torch
@@ -26,8 +26,10 @@ from flce_ops import meta
 from flce_ops.chunks import row_chunks, rows_per_chunk
 from flce_ops.reference import (
     add_target_and_sum,
+    apply_slope,
     chunk_logits,
     logit_slope,
+    probabilities,
     target_columns,
     weighted_sum,
 )
@@ -50,9 +52,10 @@ def double_backward(
     lse: Tensor,
     *,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     cotangents = (grad_grad_input, grad_grad_linear_weight, grad_grad_linear_bias)
     upstream = (grad_target_logit, grad_lse, grad_logit_sum)
@@ -82,8 +85,8 @@ def double_backward(
 
         z = chunk_logits(x, linear_weight, linear_bias, logit_scale, softcap)
         slope = logit_slope(z, logit_scale, softcap)
-        p = torch.exp(z - lse[rows, None])
-        k = h * slope
+        p = probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows])
+        k = h if slope is None else h * slope
         pk = (p * k).sum(1)
         out_target[rows] = torch.where(hit[rows], k.gather(1, column[rows]).squeeze(1), 0.0)
         out_lse_cotangent[rows] = torch.where(valid[rows], pk, 0.0)
@@ -91,11 +94,11 @@ def double_backward(
         out_lse[rows] = -l[rows] * pk
 
         d = p * l[rows, None]
-        grad_u = d * k * slope
+        grad_u = apply_slope(d * k, slope)
         add_target_and_sum(d, column[rows], a[rows], s[rows], weight)
         if softcap is not None:
-            grad_u += d * h * (-2.0 * logit_scale / softcap**2) * z * slope
-        grad_logits = (d * slope).to(x.dtype)
+            grad_u += d * h * slope_derivative(z, slope, logit_scale, softcap)
+        grad_logits = apply_slope(d, slope).to(x.dtype)
         grad_u = grad_u.to(x.dtype)
         out_input[rows] = grad_u @ linear_weight
         weight_sum_over_chunks += grad_u.T @ x
@@ -108,3 +111,9 @@ def double_backward(
     out_weight.copy_(weight_sum_over_chunks)
     out_bias.copy_(bias_sum_over_chunks)
     return outputs
+
+
+def slope_derivative(z: Tensor, slope: Tensor, logit_scale: Tensor | None, softcap: Tensor) -> Tensor:  # (n, V)
+    """f'' of capped logits."""
+    derivative = z * slope * (-2.0 / softcap**2)
+    return derivative if logit_scale is None else derivative * logit_scale

@@ -6,7 +6,6 @@ The entry is CompositeImplicitAutograd, as ATen's scaled_dot_product_attention: 
 tensor subclasses, and everything it does beyond the inner operators is ordinary differentiable ATen over N numbers.
 """
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +13,12 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.arguments import check_arguments
+from flce_ops.arguments import OP, check_arguments, resolve_ignore_index
+from flce_ops.dtensor import any_dtensor
+from flce_ops.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.loss import class_weight_of, loss_terms_of
+from flce_ops.meta.checks import is_dense
+from flce_ops.scalars import Number, logit_scalars, normalizer_tensor, scalar_unless
 from flce_ops.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
@@ -46,10 +49,11 @@ def linear_cross_entropy(
     *,
     weight: Tensor | None = None,  # (V,)
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
@@ -60,6 +64,7 @@ def linear_cross_entropy(
     Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::
 
         z    = logit_scale * u                    then, with softcap:  softcap * tanh(z / softcap)
+        z    = z / temperature
         lse  = logsumexp_j z_j
         loss = token_weight * [ (1 - label_smoothing) * weight_y * (lse - z_y)
                                 + label_smoothing / V * sum_j weight_j * (lse - z_j)
@@ -73,10 +78,12 @@ def linear_cross_entropy(
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
             ignored, or by the sum of their class weights. "sum".
-        ignore_index: target value that contributes neither loss nor gradient.
+        ignore_index: target value that contributes neither loss nor gradient. None is -100, as torch's.
         label_smoothing: in [0, 1].
         softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
-        logit_scale: factor on the logits (Cohere, Granite; 1 / temperature).
+        logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
+            gets its gradient and is multiplied into input and linear_bias.
+        temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...); it does not enter the denominator of "mean".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
@@ -100,8 +107,11 @@ def linear_cross_entropy(
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
     """
-    if normalizer is not None and not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=meta.accumulation_dtype(input.dtype), device=input.device)
+    refuse_tensors(OP, softcap=softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
+        OP, input, linear_bias, logit_scale, temperature, softcap
+    )
+    normalizer = normalizer_tensor(normalizer, input)
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
     if return_metrics:
         entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, composite_metrics, *tensors)
@@ -114,10 +124,11 @@ def linear_cross_entropy(
         linear_bias,
         weight=weight,
         reduction=reduction,
-        ignore_index=ignore_index,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
         label_smoothing=label_smoothing,
         softcap=softcap,
         logit_scale=logit_scale,
+        temperature=temperature,
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
@@ -172,9 +183,10 @@ def loss_and_argmax(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    z_loss: Number = 0.0,
     token_weight: Tensor | None = None,
     normalizer: Tensor | None = None,
     argmax: bool,
@@ -193,6 +205,7 @@ def loss_and_argmax(
             label_smoothing=label_smoothing,
             softcap=softcap,
             logit_scale=logit_scale,
+            temperature=temperature,
             z_loss=z_loss,
             token_weight=token_weight,
             normalizer=normalizer,
@@ -208,6 +221,7 @@ def loss_and_argmax(
         reduction,
         label_smoothing,
         softcap,
+        temperature,
         token_weight,
         normalizer,
     )
@@ -221,9 +235,8 @@ def loss_and_argmax(
     loss_options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
+        "z_loss": scalar_unless(0.0, z_loss, input),
+        **logit_scalars(logit_scale, softcap, temperature, input),
     }
 
     if reduction == "none":
@@ -241,9 +254,9 @@ def loss_and_argmax(
     operands = (input, linear_weight, target, linear_bias, weight)
     if gradients_in_the_same_pass(input, linear_weight, linear_bias):
         mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
-        power = (
-            fp16_power_of_two(row_scale, input, linear_weight, logit_scale) if input.dtype == torch.float16 else None
-        )
+        power = None
+        if input.dtype == torch.float16:
+            power = fp16_power_of_two(row_scale, input, linear_weight, loss_options["logit_scale"])
         scaled = row_scale if power is None else row_scale * power
         loss, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
             *operands, scaled, **loss_options, output_mask=mask, argmax=argmax
@@ -265,14 +278,14 @@ def losses_from_forward(
     *,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
+    z_loss: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)
     """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
     num_classes = linear_weight.shape[0]
-    target_logit, lse, logit_sum, _, _, largest = torch.ops.flce.linear_cross_entropy_forward(
+    target_logit, lse, logit_sum, _, _, largest, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
         input,
         linear_weight,
         target,
@@ -285,7 +298,7 @@ def losses_from_forward(
         argmax=argmax,
     )
     terms = loss_terms_of(target, weight, num_classes, label_smoothing, z_loss, lse.dtype)
-    losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None)
+    losses = terms.loss(target_logit, lse, logit_sum if label_smoothing else None, lse_rest)
     return torch.where(target != ignore_index, losses, 0.0), largest
 
 
@@ -342,19 +355,18 @@ def needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def fp16_power_of_two(row_scale: Tensor, input: Tensor, linear_weight: Tensor, logit_scale: float) -> Tensor:  # ()
+def fp16_power_of_two(
+    row_scale: Tensor, input: Tensor, linear_weight: Tensor, logit_scale: Tensor | None
+) -> Tensor:  # ()
     """The factor that brings the largest gradient a float16 loss of weight 1 can have near FP16_LARGEST_LOG2."""
     largest_input = torch.linalg.vector_norm(input.detach(), torch.inf, dim=1).float()  # (N,)
     largest_weight = torch.linalg.vector_norm(linear_weight.detach(), torch.inf).float()  # ()
     per_row = row_scale.detach().abs() * torch.maximum(largest_input, largest_weight)
-    largest = torch.where(row_scale != 0.0, per_row, 0.0).sum() * abs(logit_scale)  # ignored rows may hold anything
+    largest = torch.where(row_scale != 0.0, per_row, 0.0).sum()  # ignored rows may hold anything
+    if logit_scale is not None:
+        largest = largest * logit_scale.abs()
     exponent = FP16_LARGEST_LOG2 - torch.ceil(torch.log2(largest))
     return torch.exp2(torch.nan_to_num(exponent, nan=0.0, posinf=0.0, neginf=0.0).clamp(-60, 60))
-
-
-def any_dtensor(*tensors: Tensor | None) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -364,7 +376,7 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype)
-        if tensor is not None and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+        if tensor is not None and is_dense(tensor) and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
         else tensor
         for tensor in operands
     )

@@ -29,20 +29,26 @@ class LossTerms:
     target_factor: Tensor | float  # (1 - eps) w_y
     smoothing: float | Tensor  # eps / V
     smoothing_lse_factor: Tensor | float  # eps / V * W
-    z_loss: float
+    z_loss: Tensor | None  # ()
 
-    def loss(self, target_logit: Tensor, lse: Tensor, logit_sum: Tensor | None) -> Tensor:
-        loss = self.target_factor * (lse - target_logit)
+    def loss(
+        self, target_logit: Tensor, lse: Tensor, logit_sum: Tensor | None, lse_rest: Tensor | None = None
+    ) -> Tensor:
+        """`lse_rest` is what the rounding of lse took from it."""
+        distance = lse - target_logit
+        if lse_rest is not None:
+            distance = distance + lse_rest
+        loss = self.target_factor * distance
         if logit_sum is not None:
             loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
-        if self.z_loss:
+        if self.z_loss is not None:
             loss = loss + self.z_loss * lse * lse
         return loss
 
     def d_lse(self, lse: Tensor) -> Tensor | float:
         """d loss / d lse; the derivatives by z_y and logit_sum are `-target_factor` and `-smoothing`."""
         slope = self.target_factor + self.smoothing_lse_factor
-        return slope + 2.0 * self.z_loss * lse if self.z_loss else slope
+        return slope if self.z_loss is None else slope + 2.0 * self.z_loss * lse
 
     def cotangents(self, lse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # (N,) each
         """Of target_logit, lse and logit_sum (None where it is not read) in sum_i scale_i loss_i."""
@@ -54,7 +60,7 @@ def loss_terms_of(
     weight: Tensor | None,  # (V,)
     num_classes: int,
     label_smoothing: float,
-    z_loss: float,
+    z_loss: Tensor | None,  # ()
     dtype: torch.dtype,
 ) -> LossTerms:
     """The terms of N tokens from the class weights."""
@@ -69,7 +75,7 @@ def loss_terms(
     weight_sum: Tensor | None,  # () sum of the class weights, None for V
     num_classes: int,
     label_smoothing: float,
-    z_loss: float,
+    z_loss: Tensor | None,  # ()
 ) -> LossTerms:
     keep = 1.0 - label_smoothing
     smoothing = label_smoothing / num_classes if label_smoothing else 0.0

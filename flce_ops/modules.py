@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from flce_ops.arguments import check_ignore_index, check_label_smoothing, check_positive, check_reduction
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
+from flce_ops.meta.checks import check_per_class
 
 # D in_features, V classes
 
@@ -13,14 +15,23 @@ def loss_repr(module: nn.Module) -> str:
     return ", ".join(f"{name}={getattr(module, name)}" for name in names)
 
 
+def check_options(op: str, ignore_index: int | None, label_smoothing: float, softcap: float | None) -> None:
+    """What can never be right, where it was written rather than at the first loss."""
+    check_ignore_index(op, ignore_index)
+    check_label_smoothing(op, label_smoothing)
+    check_positive(op, softcap=softcap)
+
+
 class LinearCrossEntropyLoss(nn.Module):
-    """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits; torch.nn has one of this name.
+    """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits.
+
+    In place of torch.nn's module of this name: its arguments but for out_features and options, and its state dict.
 
     Args:
         in_features: D.
         num_classes: V.
         bias: whether the linear layer adds a learnable bias.
-        weight: class weights, (V,); a buffer that is not part of the state dict.
+        weight: class weights, (V,); a buffer, part of the state dict.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
 
     Shapes: input (..., D), target (...); loss () or, for reduction="none", target's; with return_metrics the pair
@@ -31,21 +42,25 @@ class LinearCrossEntropyLoss(nn.Module):
         self,
         in_features: int,
         num_classes: int,
-        bias: bool = False,
         *,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
+        op = type(self).__name__
+        self.register_buffer("weight", weight)
+        check_per_class(op, "weight", weight, num_classes)
+        check_reduction(op, reduction)
+        check_options(op, ignore_index, label_smoothing, softcap)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-        self.register_buffer("weight", weight, persistent=False)
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
@@ -104,12 +119,13 @@ class LinearCrossEntropyHead(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
     ) -> None:
+        check_options(type(self).__name__, ignore_index, label_smoothing, softcap)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing

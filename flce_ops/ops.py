@@ -31,35 +31,40 @@ from flce_ops.torch_private import below_autograd
 library = torch.library.Library("flce", "DEF")
 
 _OPERANDS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias{default}, Tensor? weight{default}"
-_LOGITS = "int ignore_index=-100, {extra}float? softcap=None, float logit_scale=1.0"
+# numbers as 0-d tensors: flce_ops/scalars.py
+_LOGITS = "int ignore_index=-100, {extra}Tensor? softcap=None, Tensor? logit_scale=None"
 _SHARD = ", SymInt vocab_start=0"
 _COTANGENTS = "Tensor? grad_target_logit, Tensor? grad_lse, Tensor? grad_logit_sum, "
 _ENTRY = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, Tensor? weight=None, "
-    "str reduction='mean', int ignore_index=-100, float label_smoothing=0.0, float? softcap=None, "
-    "float logit_scale=1.0, float z_loss=0.0, Tensor? token_weight=None, Tensor? normalizer=None"
+    "str reduction='mean', int ignore_index=-100, Scalar label_smoothing=0.0, Scalar? softcap=None, "
+    "Scalar logit_scale=1.0, Scalar temperature=1.0, Scalar z_loss=0.0, Tensor? token_weight=None, "
+    "Tensor? normalizer=None"
 )
 
 SCHEMAS = {
     "linear_cross_entropy": f"({_ENTRY}) -> Tensor",
     "linear_cross_entropy_metrics": f"({_ENTRY}) -> (Tensor loss, Tensor token_accuracy, Tensor argmax)",
     "linear_log_probs": "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
-    "int ignore_index=-100, float? softcap=None, float logit_scale=1.0, bool entropy=False, bool argmax=False) "
+    "int ignore_index=-100, Scalar? softcap=None, Scalar logit_scale=1.0, Scalar temperature=1.0, "
+    "bool entropy=False, bool argmax=False) "
     "-> (Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax)",
     "linear_cross_entropy_forward": f"({_OPERANDS.format(default='=None')}, *, "
     f"{_LOGITS.format(extra='bool logit_sum=False, ')}{_SHARD}, SymInt? vocab_size=None, "
     "bool expected_logit=False, bool argmax=False) -> (Tensor target_logit, Tensor lse, Tensor logit_sum, "
-    "Tensor expected_logit, Tensor max_logit, Tensor argmax)",
+    "Tensor expected_logit, Tensor max_logit, Tensor argmax, Tensor lse_rest)",
     "linear_cross_entropy_backward": f"({_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
     f"{_LOGITS.format(extra='')}{_SHARD}, bool[3] output_mask, Tensor? grad_expected_logit=None, "
-    "Tensor? expected_logit=None) -> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    "Tensor? expected_logit=None, Tensor? lse_rest=None) -> (Tensor grad_input, Tensor grad_linear_weight, "
+    "Tensor grad_linear_bias)",
     "linear_cross_entropy_with_grad": f"({_OPERANDS.format(default='')}, Tensor row_scale, *, "
-    f"{_LOGITS.format(extra='float label_smoothing=0.0, float z_loss=0.0, ')}, bool[3] output_mask, "
+    f"{_LOGITS.format(extra='float label_smoothing=0.0, Tensor? z_loss=None, ')}, bool[3] output_mask, "
     "bool argmax=False) -> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, "
     "Tensor grad_linear_bias, Tensor argmax)",
     "linear_cross_entropy_double_backward": "(Tensor? grad_grad_input, Tensor? grad_grad_linear_weight, "
     f"Tensor? grad_grad_linear_bias, {_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
-    f"{_LOGITS.format(extra='')}{_SHARD}) -> (Tensor grad_target_logit, Tensor grad_lse, Tensor grad_logit_sum, "
+    f"{_LOGITS.format(extra='')}{_SHARD}, Tensor? lse_rest=None) -> (Tensor grad_target_logit, Tensor grad_lse, "
+    "Tensor grad_logit_sum, "
     "Tensor lse_cotangent, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
     "linear_cross_entropy_upstream": "(Tensor factor, Tensor leaf) -> Tensor",
 }

@@ -8,7 +8,7 @@ logger = logging.getLogger("flce_ops")
 
 @dataclass(frozen=True)
 class Path:
-    """What the last kernel call of this process did."""
+    """What the last kernel call of this process did, in any thread: on CUDA backward runs in one of autograd's."""
 
     op: str  # "linear_cross_entropy_with_grad", ...
     implementation: str  # "triton" | "aten"

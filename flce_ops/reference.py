@@ -29,13 +29,13 @@ from flce_ops.target_range import check_target_range
 def activate(
     product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
     linear_bias: Tensor | None,  # (V,)
-    logit_scale: float,
-    softcap: float | None,
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
 ) -> Tensor:  # (n, V) in the accumulation dtype
     logits = product.to(meta.accumulation_dtype(product.dtype))
     if linear_bias is not None:
         logits += linear_bias
-    if logit_scale != 1.0:
+    if logit_scale is not None:
         logits *= logit_scale
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
@@ -46,17 +46,18 @@ def chunk_logits(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    logit_scale: float,
-    softcap: float | None,
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
 ) -> Tensor:  # (n, V) in the accumulation dtype
     return activate(chunk_product(input, linear_weight), linear_bias, logit_scale, softcap)
 
 
-def logit_slope(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor | float:
-    """dz/du from z, (n, V), or one number where it is the same for all."""
+def logit_slope(logits: Tensor, logit_scale: Tensor | None, softcap: Tensor | None) -> Tensor | None:
+    """dz/du from z, (n, V); where it is the same for all one number, (), or None for 1."""
     if softcap is None:
         return logit_scale
-    return (logits / softcap).square_().neg_().add_(1.0).mul_(logit_scale)
+    slope = (logits / softcap).square_().neg_().add_(1.0)
+    return slope if logit_scale is None else slope.mul_(logit_scale)
 
 
 def target_columns(
@@ -78,16 +79,16 @@ def forward(
     *,
     ignore_index: int = -100,
     logit_sum: bool = False,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     vocab_size: int | None = None,
     expected_logit: bool = False,
     argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wanted = {"logit_sum": logit_sum, "expected_logit": expected_logit, "argmax": argmax}
     outputs = meta.forward_outputs(input, linear_weight, target, linear_bias, weight, **wanted)
-    target_logit, lse, sums, expected, max_logit, largest = outputs
+    target_logit, lse, sums, expected, max_logit, largest, lse_rest = outputs
     num_classes = linear_weight.shape[0]
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     _, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
@@ -103,9 +104,10 @@ def forward(
             if argmax:
                 max_logit[rows], largest[rows] = logits.max(1)
             if expected_logit:
-                expected[rows], lse[rows] = expectation(logits)
+                expected[rows], row_max, row_sum = expectation(logits)
             else:
-                lse[rows] = exponentiate_rows(logits)[0]
+                row_max, row_sum = exponentiate_rows(logits)
+            lse[rows], lse_rest[rows] = exact_sum(row_max, row_sum.log())
             del logits  # before the next block is allocated
     return outputs
 
@@ -120,12 +122,22 @@ def weighted_sum(logits: Tensor, weight: Tensor | None) -> Tensor:
     return logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
 
 
-def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns z into exp(z - row_max) in place; returns lse, row_max and the row sums, (n,) each."""
+def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns z into exp(z - row_max) in place; returns row_max and the row sums, (n,) each."""
     row_max = finite_maximum(logits)
     row_sum = logits.sub_(row_max).exp_().sum(1)
-    row_max = row_max.squeeze(1)
-    return row_max + row_sum.log(), row_max, row_sum
+    return row_max.squeeze(1), row_sum
+
+
+def exact_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum and what rounding took from it (Knuth's two-sum; 0 where the sum is not finite).
+
+    An lse of 1000 is right to 3e-5 in float32, and so would be every probability exp(z - lse) of its row.
+    """
+    total = large + small
+    part = total - large
+    rest = (large - (total - part)) + (small - part)
+    return total, torch.where(total.isfinite(), rest, 0.0)
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
@@ -133,14 +145,20 @@ def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
     return logits.amax(1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
 
 
-def expectation(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_j p_ij z_ij and lse, (n,) each; overwrites z."""
+def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (n, V)
+    p = torch.exp(logits - lse[:, None])
+    return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
+
+
+def expectation(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """sum_j p_ij z_ij, and row_max and row sums as exponentiate_rows gives them, (n,) each; overwrites z."""
     row_max = finite_maximum(logits)
     shifted = at_least_finite(logits.sub_(row_max))
     exponentials = shifted.exp()
     row_sum = exponentials.sum(1)
     mean = exponentials.mul_(shifted).sum(1) / row_sum
-    return mean + row_max.squeeze(1), row_sum.log() + row_max.squeeze(1)
+    row_max = row_max.squeeze(1)
+    return mean + row_max, row_max, row_sum
 
 
 def at_least_finite(log_p: Tensor) -> Tensor:
@@ -160,17 +178,22 @@ def backward(
     lse: Tensor,
     *,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     output_mask: list[bool],
     grad_expected_logit: Tensor | None = None,
     expected_logit: Tensor | None = None,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, lse)
     cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
-    expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
-    grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **expectations)
+    per_token = {
+        "grad_expected_logit": grad_expected_logit,
+        "expected_logit": expected_logit,
+        "lse_rest": lse_rest,
+    }
+    grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **per_token)
     valid, hit, column = target_columns(target, ignore_index, vocab_start, linear_weight.shape[0])
     grad_lse, grad_target_logit, grad_logit_sum, grad_expected_logit = (
         None if grad is None else torch.where(kept, grad, 0.0).to(lse.dtype)
@@ -181,6 +204,15 @@ def backward(
             (grad_expected_logit, valid),
         )
     )
+    p_factor = p_expected = None  # of exp(z - lse): cotangents, and what lse lacks
+    if grad_lse is not None or grad_expected_logit is not None:
+        share = torch.ones_like(lse) if lse_rest is None else torch.exp(-lse_rest)
+        p_factor = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        if grad_expected_logit is not None:
+            p_factor = (p_factor + grad_expected_logit * (1.0 + lse - expected_logit)) * share
+            p_expected = grad_expected_logit * share
+        else:
+            p_factor = p_factor * share
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (grad_expected_logit is not None) + (softcap is not None)
@@ -190,18 +222,15 @@ def backward(
         for rows, block in row_blocks(input, chunk, product):
             logits = activate(block, linear_bias, logit_scale, softcap)
             slope = logit_slope(logits, logit_scale, softcap)
-            if grad_expected_logit is not None:
-                factor = grad_expected_logit[rows] * (1.0 + lse[rows] - expected_logit[rows])
-                if grad_lse is not None:
-                    factor += grad_lse[rows]
+            if p_expected is not None:
                 log_p = at_least_finite(logits.sub_(lse[rows, None]))
                 p = log_p.exp()
-                grad_logits = log_p.mul_(grad_expected_logit[rows, None]).add_(factor[:, None]).mul_(p)
+                grad_logits = log_p.mul_(p_expected[rows, None]).add_(p_factor[rows, None]).mul_(p)
                 del p
-            elif grad_lse is None:
+            elif p_factor is None:
                 grad_logits = logits.zero_()
             else:
-                grad_logits = logits.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None])
+                grad_logits = logits.sub_(lse[rows, None]).exp_().mul_(p_factor[rows, None])
             add_target_and_sum(
                 grad_logits,
                 column[rows],
@@ -240,8 +269,8 @@ def add_target_and_sum(
         grad_logits.scatter_add_(1, column, grad_target_logit[:, None])
 
 
-def apply_slope(grad_logits: Tensor, slope: Tensor | float) -> Tensor:
-    return grad_logits if isinstance(slope, float) and slope == 1.0 else grad_logits.mul_(slope)
+def apply_slope(grad_logits: Tensor, slope: Tensor | None) -> Tensor:
+    return grad_logits if slope is None else grad_logits.mul_(slope)
 
 
 def with_grad(
@@ -254,9 +283,9 @@ def with_grad(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    z_loss: Tensor | None = None,  # ()
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     output_mask: list[bool],
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -284,8 +313,9 @@ def with_grad(
             logit_sum = weighted_sum(logits, class_weight) if label_smoothing else None
             if argmax:
                 largest[rows] = logits.argmax(1)
-            lse, _, row_sum = exponentiate_rows(logits)
-            losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
+            row_max, row_sum = exponentiate_rows(logits)
+            lse, lse_rest = exact_sum(row_max, row_sum.log())
+            losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum, lse_rest), 0.0)
             grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) / row_sum)[:, None])
             add_target_and_sum(
                 grad_logits,

@@ -5,6 +5,7 @@ torch release which drops a name fails there first, with the name in the message
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +26,11 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def saved_tensor_hooks_are_active() -> bool:
     """True inside a non-reentrant checkpoint region or any other `saved_tensors_hooks` context, such as offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -38,6 +44,11 @@ def tracing_a_checkpointed_region() -> bool:
 def graph_is_kept_after_this_backward() -> bool:
     """True when the running backward was asked to retain its graph, so that saved tensors may be read again."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def runs_in_this_backward(node) -> bool:
+    """Whether the running backward goes on to `node`, an entry of next_functions: whether its gradient is wanted."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
@@ -54,3 +65,32 @@ def key_compiled_graphs(function: str, key: str) -> None:
     config = sys.modules.get("torch._inductor.config")
     if config is not None and config.unsafe_marked_cacheable_functions.get(function) != key:
         config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}
+
+
+def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
+    """Forward hooks and backward hooks that a call of `module` runs, those on all modules included."""
+    everywhere = torch.nn.modules.module
+    groups = (
+        everywhere._global_forward_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return [hook for hooks in groups for hook in hooks.values()]
+
+
+def hooks_on_the_input(module: torch.nn.Module) -> list[Callable]:
+    """Forward pre-hooks that a call of `module` runs, those on all modules included."""
+    return [*torch.nn.modules.module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def register_without_leaves(value: object) -> None:
+    """Let `value`, the only one of its class, be a part of outputs that holds no tensor, in maps over their tensors."""
+    torch.utils._pytree.register_pytree_node(
+        type(value),
+        lambda found: ([], None),
+        lambda leaves, context: value,
+        serialized_type_name=f"{type(value).__module__}.{type(value).__qualname__}",
+    )

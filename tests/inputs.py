@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from flce_ops.autograd import SCALAR_OPTIONS
+
 # Ragged by default: nothing is a multiple of a tile, of a warp or of 16 bytes.
 RAGGED = (252, 507, 123)  # N, D, V
 SMALL = (13, 11, 31)
@@ -142,6 +144,16 @@ def make_inputs(
         ignore_index,
     )
     return made
+
+
+def scalars(options: dict, device: str = "cpu") -> dict:
+    """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops/scalars.py)."""
+    return {
+        name: torch.tensor(float(value), dtype=torch.float64, device=device)
+        if name in SCALAR_OPTIONS and value is not None
+        else value
+        for name, value in options.items()
+    }
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -8,9 +8,9 @@ from inputs import Inputs
 from torch import Tensor
 
 
-def dense_logits(input, linear_weight, linear_bias=None, *, softcap=None, logit_scale=1.0):
+def dense_logits(input, linear_weight, linear_bias=None, *, softcap=None, logit_scale=1.0, temperature=1.0):
     logits = logit_scale * F.linear(input, linear_weight, linear_bias)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 
 def reference_loss(

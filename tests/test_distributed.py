@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, scalars
 from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run_reference
+from test_tensor_kinds import Quantized
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -501,6 +502,48 @@ def second_derivatives_of_a_function(device, function):
 
 
 @pytest.mark.parametrize("world", worlds(2))
+def test_derivatives_of_hidden_states_made_with_the_sharded_head(world):
+    run_in_world(world, dependent_operands)
+
+
+def dependent_operands(device):
+    """A path from linear_weight to input is taken once, with and without create_graph."""
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, dtype=torch.float64)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+
+    def derivatives(made: Inputs, loss_function) -> list[Tensor]:
+        hidden = (made.input @ made.linear_weight.T).tanh() @ made.linear_weight
+        if isinstance(hidden, DTensor):
+            hidden = hidden.redistribute(mesh, [R])
+        loss = loss_function(hidden, made.linear_weight, made.target)
+        (first,) = torch.autograd.grad(loss, made.linear_weight, retain_graph=True)
+        (with_graph,) = torch.autograd.grad(loss, made.linear_weight, create_graph=True)
+        return [first, with_graph, *torch.autograd.grad(with_graph.square().sum(), made.linear_weight)]
+
+    found = derivatives(placed, flce_ops.linear_cross_entropy)
+    for ours, exact in zip(found, derivatives(inputs, plain_loss), strict=True):
+        assert error(full(ours), exact) < 1e-12
+
+
+@pytest.mark.parametrize("world", worlds(2))
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_rows_of_a_sharded_logit_gradient_add_up_to_zero_at_any_magnitude(world, offset):
+    run_in_world(world, sums_of_sharded_rows, offset)
+
+
+def sums_of_sharded_rows(device, offset):
+    """Each shard's lse is rounded, to 5e-4 at 10^4, but their shares of the softmax add up to 1."""
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, bias=True)
+    inputs.linear_bias.data += offset
+    for reduction in ("sum", "none"):
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        flce_ops.linear_cross_entropy(*placed.args, reduction=reduction).sum().backward()
+        assert abs(float(full(placed.linear_bias.grad).double().sum())) / inputs.target.numel() < 5e-7, reduction
+
+
+@pytest.mark.parametrize("world", worlds(2))
 def test_second_derivatives_beside_a_rank_of_padded_classes(world):
     run_in_world(world, second_derivatives_with_padding)
 
@@ -594,7 +637,7 @@ def triton_one_pass(device):
         own = slice(start, start + size)
         row_scale = torch.linspace(-0.2, 1.0, 140)
         sharing = {"group": mesh.get_group().group_name, "ranks": mesh.size(), "vocab_start": start}
-        arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **options}
+        arguments = {**sharing, "vocab_size": 131, "output_mask": [True, True, True], **scalars(options)}
         arguments["argmax"] = scale == 1.0
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
             if scale != 1.0:
@@ -919,7 +962,16 @@ def test_mistakes_are_refused_with_what_to_do(world):
     run_in_world(world, mistakes)
 
 
+def learnt_scale_is_refused(device):
+    inputs = batch(device)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="tensor as logit_scale.*DTensors.*number"):
+        flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale)
+
+
 def mistakes(device):
+    learnt_scale_is_refused(device)
     mesh = mesh_of(device, dist.get_world_size())
     other = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
     inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
@@ -952,6 +1004,28 @@ def mistakes(device):
     for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
         with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
             loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_shards_that_are_quantized_are_refused_by_name(world):
+    run_in_world(world, quantized_shards)
+
+
+def quantized_shards(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for rows in (Shard(0), R):
+        whole = place(batch(device), mesh, [R], [rows])
+        weight = whole.linear_weight.detach()
+        shard = Quantized(weight.to_local())
+        shards = DTensor.from_local(shard, mesh, [rows], run_check=False, shape=weight.shape, stride=weight.stride())
+        words = "linear_weight to be a dense tensor, got a quantized one"
+        for function in (flce_ops.linear_cross_entropy, flce_ops.linear_log_probs):
+            with pytest.raises(TypeError, match=f"{function.__name__}: expected {words}"):
+                function(whole.input, shards, whole.target)
+        with pytest.raises(TypeError, match=f"linear_kl_div: expected {words}"):
+            flce_ops.linear_kl_div(whole.input, shards, whole.input.detach(), weight)
+        with pytest.raises(TypeError, match="linear_kl_div: expected teacher_weight to be a dense tensor"):
+            flce_ops.linear_kl_div(whole.input, weight, whole.input.detach(), shards)
 
 
 @pytest.mark.parametrize("world", worlds(4))

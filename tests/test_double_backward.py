@@ -142,3 +142,45 @@ def test_third_derivatives_are_refused_by_name(device, reduction):
     second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, create_graph=True)
     with pytest.raises(NotImplementedError, match="linear_cross_entropy.*third derivative"):
         torch.autograd.grad(sum(g.square().sum() for g in second), leaves)
+
+
+def functions_of_matrices(device, name, reduction):
+    """The loss and its definition, each as a function of the leaves, and a direction among them."""
+    inputs, options = example(device, name, reduction)
+    call, leaves = as_function_of_leaves(inputs, options)
+    exact, _ = as_function_of_leaves(inputs, options, reference_loss)
+    if reduction == "none":
+        call, exact = (lambda *at, f=f: f(*at).square().sum() for f in (call, exact))
+    return call, exact, leaves, tuple(torch.randn_like(leaf) for leaf in leaves)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("name", ["plain", "bias", "softcap", "everything"])
+def test_products_of_the_hessian_with_a_vector(device, name, reduction):
+    """hvp differentiates the second derivative by the vector that it is taken along."""
+    call, exact, leaves, along = functions_of_matrices(device, name, reduction)
+    for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
+        for ours, right in zip(product(call, leaves, along)[1], product(exact, leaves, along)[1], strict=True):
+            assert error(ours, right) < 1e-12, product.__name__
+
+
+def test_a_graph_through_the_product_is_a_third_derivative_and_refused(device):
+    call, _, leaves, along = functions_of_matrices(device, "plain", "mean")
+    with pytest.raises(NotImplementedError, match="third derivatives"):
+        torch.autograd.functional.hvp(call, leaves, along, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_a_batch_of_upstream_gradients(device, name, reduction):
+    call, exact, leaves, _ = functions_of_matrices(device, name, reduction)
+    upstream = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64, device=device)
+    found, right = (torch.autograd.grad(f(*leaves), leaves, upstream, is_grads_batched=True) for f in (call, exact))
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.shape == theirs.shape and error(ours, theirs) < 1e-12
+    hessians = (torch.autograd.functional.hessian(f, leaves, vectorize=f is call) for f in (call, exact))
+    jacobians = (torch.autograd.functional.jacobian(f, leaves, vectorize=f is call) for f in (call, exact))
+    for ours, theirs in zip(next(jacobians), next(jacobians), strict=True):
+        assert error(ours, theirs) < 1e-12
+    for ours, theirs in zip(next(hessians), next(hessians), strict=True):
+        assert all(error(a, b) < 1e-12 for a, b in zip(ours, theirs, strict=True))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from inputs import RAGGED, make_inputs
 from reference_loss import error, plain_loss, run, run_reference
+from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 
@@ -168,3 +169,33 @@ def test_no_features_leaves_the_bias(device, reduction):
     )
     for name in expected:
         assert error(found[name], expected[name]) < 1e-6, name
+
+
+def sum_of_rows(function, inputs):
+    """The largest sum of a row of the logit gradient: 0, as softmax and one-hot both add up to 1."""
+    bias = inputs.linear_bias.detach().clone().requires_grad_()
+    (grad,) = torch.autograd.grad(function(inputs.input, inputs.linear_weight, inputs.target, bias), bias)
+    return float(grad.double().sum().abs()) / inputs.target.shape[0]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
+def test_rows_of_the_logit_gradient_add_up_to_zero_at_any_magnitude(device, offset):
+    """A bias shared by all classes changes no probability, only the size of lse."""
+    inputs = make_inputs((40, 24, 300), device=device, bias=True, ignored=0.0, requires_grad=False)
+    inputs.linear_bias += offset
+
+    def total(*args):
+        return flce_ops.linear_cross_entropy(*args, reduction="sum")
+
+    calls = {
+        "one pass": total,
+        "recomputing": lambda *args: flce_ops.linear_cross_entropy(*args, reduction="none").sum(),
+        "checkpointed": lambda *args: checkpoint(total, *args, use_reentrant=False),
+        "log-probabilities": lambda *args: flce_ops.linear_log_probs(*args).log_probs.sum(),
+    }
+    found = {name: sum_of_rows(call, inputs) for name, call in calls.items()}
+    assert max(found.values()) < 5e-7, found
+    exact = run_reference(inputs, reduction="none")["loss"]
+    plain = plain_loss(*inputs.args, reduction="none")
+    ours = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
+    assert error(ours, exact) <= 2 * error(plain, exact) + 1e-7

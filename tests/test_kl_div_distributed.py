@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
+from inputs import scalars
 from process_pool import run_in_world, worlds
 from reference_divergence import KINDS, leaves, make_pair, run_reference
 from reference_loss import error
@@ -306,6 +307,7 @@ def opcheck_shard(device):
     args = [tensor[own] if name.endswith(("weight", "bias")) else tensor for name, tensor in zip(names, args)]
     args = [*args, None, (pair["target"] != -100).to(device)]
     sharing = {"group": mesh.get_group().group_name, "ranks": 2, "vocab_size": 60, "kind": "jsd"}
+    sharing |= scalars({"beta": 0.5}, device)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     opcheck(torch.ops.flce.linear_kl_div_forward.default, tuple(args), sharing, test_utils=checks)
     scaled = (*args, torch.rand(37, device=device))

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from inputs import scalars
 from reference_divergence import KINDS, clone, leaves, make_pair, run, run_reference
 from reference_loss import error
 from test_compile import LENGTHS, compiled, warnings_are_errors
@@ -79,7 +80,7 @@ def test_entry_passes_opcheck_with_every_argument(device, reduction, wanted):
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_backward_pass_opcheck(device, kind, probs):
     pair = make_pair(SHAPE, device=device, bias=True, probs=probs)
-    options = {"kind": kind, **EVERYTHING}
+    options = scalars({"kind": kind, **EVERYTHING}, device)
     opcheck(flce.linear_kl_div_forward.default, inner_args(pair), options)
     with torch.no_grad():
         divergence, *statistics = flce.linear_kl_div_forward(*inner_args(pair), **options)
@@ -95,8 +96,8 @@ def test_forward_and_backward_pass_opcheck(device, kind, probs):
 def test_with_grad_passes_opcheck(device, kind, wanted):
     pair = with_gradients(make_pair(SHAPE, device=device, bias=True), wanted)
     row_scale = torch.rand(SHAPE[0], device=device)
-    mask = [wanted[0], wanted[1], wanted[1]]
-    opcheck(flce.linear_kl_div_with_grad.default, (*inner_args(pair), row_scale), {"kind": kind, "output_mask": mask})
+    options = scalars({"kind": kind, "beta": 0.5, "output_mask": [wanted[0], wanted[1], wanted[1]]}, device)
+    opcheck(flce.linear_kl_div_with_grad.default, (*inner_args(pair), row_scale), options)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 # N tokens, D hidden, V vocabulary
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -13,6 +14,7 @@ from inputs import make_inputs
 from reference_loss import dense_logits, error, reference_loss
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 import flce_ops
 from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss
@@ -25,7 +27,12 @@ def example(device, **made):
     return make_inputs((N, D, V), device=device, dtype=torch.float64, requires_grad=False, **made)
 
 
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss")
+torch_has_one = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss"
+)
+
+
+@torch_has_one
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}], ids=["plain", "options"])
@@ -35,7 +42,7 @@ def test_loss_is_that_of_torch(device, options, reduction, bias):
     kwargs = {"bias": bias, "reduction": reduction, "weight": inputs.weight, "dtype": torch.float64, "device": device}
     theirs = nn.LinearCrossEntropyLoss(D, V, **kwargs, **options)
     ours = LinearCrossEntropyLoss(D, V, **kwargs, **options)
-    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if k != "weight"})
+    ours.load_state_dict(theirs.state_dict())
     hidden = [inputs.input.clone().requires_grad_() for _ in range(2)]
     losses = [module(h, inputs.target) for module, h in zip((ours, theirs), hidden, strict=True)]
     assert error(losses[0], losses[1]) < 1e-13
@@ -45,12 +52,127 @@ def test_loss_is_that_of_torch(device, options, reduction, bias):
     assert error(ours.linear.weight.grad, theirs.linear.weight.grad) < 1e-13
 
 
+@torch_has_one
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_strict_state_dicts_are_exchanged_with_torchs(weighted, bias):
+    def pair(weight):
+        return [
+            module(D, V, bias=bias, weight=weight.clone() if weighted else None)
+            for module in (LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)
+        ]
+
+    for giver, taker in (pair(torch.rand(V)), reversed(pair(torch.rand(V)))):
+        taker.load_state_dict(giver.state_dict(), strict=True)
+        assert list(taker.state_dict()) == list(giver.state_dict())
+        for name, tensor in giver.state_dict().items():
+            assert torch.equal(taker.state_dict()[name], tensor)
+
+
+@torch_has_one
+def test_the_constructor_takes_what_torchs_does_in_the_same_way():
+    ours, theirs = (
+        inspect.signature(module).parameters for module in (LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)
+    )
+    # K-dimensional losses; torch's way to chunk
+    assert theirs.keys() - ours.keys() == {"out_features", "options"}
+    assert ours.keys() - theirs.keys() == {"softcap", "logit_scale", "z_loss"}
+    common = ours.keys() & theirs.keys()
+    assert {name for name in common if ours[name].kind != theirs[name].kind} == set()
+    assert {name for name in common if ours[name].default != theirs[name].default} == {"ignore_index"}
+    assert (ours["ignore_index"].default, theirs["ignore_index"].default) == (-100, None)  # of one meaning
+    positional = [name for name in theirs if theirs[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert [name for name in ours if ours[name].kind is not inspect.Parameter.KEYWORD_ONLY] == positional
+
+
+@torch_has_one
+def test_parameters_start_as_torchs_do():
+    torch.manual_seed(0)
+    ours = LinearCrossEntropyLoss(D, V, bias=True)
+    torch.manual_seed(0)
+    theirs = nn.LinearCrossEntropyLoss(D, V, bias=True)
+    assert torch.equal(ours.linear.weight, theirs.linear.weight)
+    assert torch.equal(ours.linear.bias, theirs.linear.bias)
+
+
+# what is wrong, arguments, error, words
+MISTAKES = [
+    ("smoothing above 1", {"label_smoothing": 2.0}, ValueError, r"label_smoothing in \[0, 1\], got 2.0"),
+    ("smoothing below 0", {"label_smoothing": -0.1}, ValueError, r"label_smoothing in \[0, 1\], got -0.1"),
+    ("zero softcap", {"softcap": 0.0}, ValueError, "softcap to be positive or None, got 0.0"),
+    ("ignored float", {"ignore_index": -100.0}, TypeError, "ignore_index to be an integer or None, got -100.0"),
+    ("reduction", {"reduction": "bogus"}, ValueError, "reduction to be one of none, mean, sum, got 'bogus'"),
+    ("no reduction", {"reduction": None}, ValueError, "reduction to be one of none, mean, sum, got None"),
+    ("weight's length", {"weight": torch.rand(V + 1)}, ValueError, rf"weight of shape \({V},\).*got \({V + 1},\)"),
+    ("weight's rank", {"weight": torch.rand(V, 1)}, ValueError, rf"weight of shape \({V},\).*got \({V}, 1\)"),
+    ("weight's dtype", {"weight": torch.ones(V, dtype=torch.int64)}, TypeError, "weight in a floating dtype"),
+]
+
+
+@pytest.mark.parametrize("what, arguments, kind, words", MISTAKES, ids=[case[0] for case in MISTAKES])
+def test_a_mistake_is_refused_when_the_module_is_made(what, arguments, kind, words):
+    with pytest.raises(kind, match=f"LinearCrossEntropyLoss: expected {words}"):
+        LinearCrossEntropyLoss(D, V, **arguments)
+    if not arguments.keys() & {"reduction", "weight"}:  # which its forward takes
+        with pytest.raises(kind, match=f"LinearCrossEntropyHead: expected {words}"):
+            LinearCrossEntropyHead(D, V, **arguments)
+
+
+@pytest.mark.parametrize("target_dtype", [torch.int64, torch.int32])
+def test_ignore_index_none_is_minus_100(device, target_dtype):
+    """torch's default. Everywhere that ignore_index is taken."""
+    inputs = example(device, target_dtype=target_dtype)
+    assert (inputs.target == -100).any()
+    x, w, target = inputs.input, inputs.linear_weight, inputs.target
+
+    def head(ignore_index):
+        torch.manual_seed(0)
+        made = LinearCrossEntropyHead(D, V, ignore_index=ignore_index, dtype=torch.float64, device=device)
+        return made(x, target, return_metrics=True)
+
+    def owner(ignore_index):
+        torch.manual_seed(0)
+        return LinearCrossEntropyLoss(D, V, ignore_index=ignore_index, dtype=torch.float64, device=device)(x, target)
+
+    for call in (
+        head,
+        owner,
+        lambda index: flce_ops.linear_cross_entropy(x, w, target, ignore_index=index),
+        lambda index: flce_ops.linear_log_probs(x, w, target, ignore_index=index, entropy=True),
+        lambda index: flce_ops.linear_kl_div(x, w, x.flip(0), w.flip(0), target=target, ignore_index=index),
+    ):
+        for found, expected in zip(tree_leaves(call(None)), tree_leaves(call(-100)), strict=True):
+            assert found is None or torch.equal(found, expected)
+    if hasattr(F, "linear_cross_entropy") and target_dtype == torch.int64:
+        ours, theirs = (
+            f(x, w, target, ignore_index=None) for f in (flce_ops.linear_cross_entropy, F.linear_cross_entropy)
+        )
+        assert error(ours, theirs) < 1e-13
+    compiled = torch.compile(flce_ops.linear_cross_entropy, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, w, target, ignore_index=None), flce_ops.linear_cross_entropy(x, w, target))
+
+
+@pytest.mark.parametrize("index", [2**32 - 100, 2**31, -(2**31) - 1])
+def test_an_ignore_index_beyond_int32_does_not_wrap_around(device, index):
+    """2^32 - 100 compared with int32 targets was -100, and ignored those in silence."""
+    inputs = example(device, target_dtype=torch.int32, ignored=0.0)
+    for function, arguments in (
+        (flce_ops.linear_cross_entropy, inputs.args[:3]),
+        (flce_ops.linear_log_probs, inputs.args[:3]),
+        (lambda *args, **options: flce_ops.linear_kl_div(*args[:2], *args[:2], target=args[2], **options), inputs.args),
+    ):
+        with pytest.raises(ValueError, match=rf"expected ignore_index in the range of .*int32, got {index}"):
+            function(*arguments, ignore_index=index)
+        wide = (*arguments[:2], arguments[2].long(), *arguments[3:])
+        function(*wide, ignore_index=index)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_loss_is_cross_entropy_of_linear(device, reduction, bias):
     inputs = example(device)
     module = LinearCrossEntropyLoss(
-        D, V, bias, reduction=reduction, label_smoothing=0.1, dtype=torch.float64, device=device
+        D, V, bias=bias, reduction=reduction, label_smoothing=0.1, dtype=torch.float64, device=device
     )
     expected = F.cross_entropy(module.linear(inputs.input), inputs.target, reduction=reduction, label_smoothing=0.1)
     assert error(module(inputs.input, inputs.target), expected) < 1e-13
@@ -62,7 +184,9 @@ def test_loss_is_cross_entropy_of_linear(device, reduction, bias):
 def test_loss_passes_every_option_on(device, reduction):
     inputs = example(device, weight=True, token_weight=True, normalizer=reduction != "none", ignore_index=3)
     options = {"reduction": reduction, "ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.05, **SCORES}
-    module = LinearCrossEntropyLoss(D, V, True, weight=inputs.weight, dtype=torch.float64, device=device, **options)
+    module = LinearCrossEntropyLoss(
+        D, V, bias=True, weight=inputs.weight, dtype=torch.float64, device=device, **options
+    )
     per_call = {"token_weight": inputs.token_weight, "normalizer": inputs.normalizer}
     found = module(inputs.input, inputs.target, **per_call)
     parameters = (module.linear.weight, inputs.target, module.linear.bias)

@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from inputs import make_inputs
+from inputs import make_inputs, scalars
 from torch.library import opcheck
 
 import flce_ops  # noqa: F401  registers the operators
@@ -56,7 +56,7 @@ def test_entry_with_every_argument(device, reduction):
 @pytest.mark.parametrize("options", [{}, {"logit_sum": True, **EVERYTHING}], ids=["plain", "everything"])
 def test_forward(device, options, wanted, dtype):
     inputs = example(device, dtype, wanted, bias=bool(options), weight=bool(options))
-    opcheck(flce.linear_cross_entropy_forward.default, (*inputs.args, inputs.weight), options)
+    opcheck(flce.linear_cross_entropy_forward.default, (*inputs.args, inputs.weight), scalars(options, device))
 
 
 def test_forward_of_a_vocabulary_shard(device):
@@ -71,12 +71,13 @@ def test_forward_of_a_vocabulary_shard(device):
 def test_backward(device, options, wanted, dtype):
     inputs = example(device, dtype, wanted, bias=bool(options), weight=bool(options))
     with torch.no_grad():
-        _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, **options)
+        _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, **scalars(options, device))
     cotangents = [torch.randn_like(lse).requires_grad_() for _ in range(3)]
     if not options:
         cotangents[2] = None
     args = (*cotangents, *inputs.args, inputs.weight, lse)
-    opcheck(flce.linear_cross_entropy_backward.default, args, {"output_mask": [True, True, bool(options)], **options})
+    options = {"output_mask": [True, True, bool(options)], **scalars(options, device)}
+    opcheck(flce.linear_cross_entropy_backward.default, args, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,7 +89,8 @@ def test_with_grad(device, options, wanted, dtype):
     inputs = example(device, dtype, wanted, bias=bool(options), weight=bool(options))
     row_scale = torch.rand(SHAPE[0], device=device)
     args = (*inputs.args, inputs.weight, row_scale)
-    opcheck(flce.linear_cross_entropy_with_grad.default, args, {"output_mask": gradients_of(inputs), **options})
+    options = {"output_mask": gradients_of(inputs), **scalars(options, device)}
+    opcheck(flce.linear_cross_entropy_with_grad.default, args, options)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

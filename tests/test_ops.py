@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from inputs import RAGGED, make_inputs
+from inputs import RAGGED, make_inputs, scalars
 from reference_loss import dense_logits, error, reference_loss, run_reference
 
 import flce_ops  # noqa: F401  registers the operators
@@ -49,8 +49,9 @@ def test_public_function_is_the_operator(device):
 def test_forward_returns_row_statistics(device, scores, logit_sum, weighted, dtype, poisoned_memory):
     inputs = make_inputs(device=device, dtype=dtype, bias=True, weight=weighted)
     expected = dense_rows(inputs.clone(torch.float64), weighted, **scores)
-    found = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=logit_sum, **scores)
-    assert len(found) == 6
+    options = {"logit_sum": logit_sum, **scalars(scores, device)}
+    found = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, **options)
+    assert len(found) == 7
     assert found[2].shape == ((RAGGED[0],) if logit_sum else (0,))
     for name, ours, exact in zip(("target_logit", "lse", "logit_sum"), found[:3], expected, strict=True):
         assert ours.dtype == accumulator(dtype), name
@@ -72,7 +73,7 @@ def test_all_three_row_statistics_are_differentiable(device, scores, dtype, pois
     expected = torch.autograd.grad(
         weighed(dense_rows(exact_inputs, True, **scores)), list(exact_inputs.leaves.values())
     )
-    rows = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=True, **scores)
+    rows = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=True, **scalars(scores, device))
     found = torch.autograd.grad(weighed(rows), list(inputs.leaves.values()))
     # cotangents of random sign cancel in sums over tokens; plain torch shows what rounding costs then
     plain_inputs = inputs.clone()
@@ -188,7 +189,9 @@ def test_with_grad_returns_loss_losses_and_gradients(device, options, dtype, poi
     inputs = inputs.clone()
     for leaf in inputs.leaves.values():
         leaf.requires_grad_(False)
-    found = flce.linear_cross_entropy_with_grad(*inputs.args, inputs.weight, row_scale, output_mask=mask, **options)
+    found = flce.linear_cross_entropy_with_grad(
+        *inputs.args, inputs.weight, row_scale, output_mask=mask, **scalars(options, device)
+    )
     assert found[0].shape == () and found[0].dtype == found[1].dtype == accumulator(dtype)
     assert error(found[1], losses) < 3 * tight(dtype, device)
     scale = float(
@@ -219,7 +222,7 @@ def test_schemas_are_the_contract():
     """Argument names and defaults are public: torch.export files and saved graphs hold them."""
     assert str(flce.linear_cross_entropy.default._schema) == (
         "flce::linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
-        'Tensor? weight=None, str reduction="mean", int ignore_index=-100, float label_smoothing=0., '
-        "float? softcap=None, float logit_scale=1., float z_loss=0., Tensor? token_weight=None, "
-        "Tensor? normalizer=None) -> Tensor"
+        'Tensor? weight=None, str reduction="mean", int ignore_index=-100, Scalar label_smoothing=0., '
+        "Scalar? softcap=None, Scalar logit_scale=1., Scalar temperature=1., Scalar z_loss=0., "
+        "Tensor? token_weight=None, Tensor? normalizer=None) -> Tensor"
     )

@@ -5,6 +5,7 @@ import uuid
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from flce_ops import torch_private
@@ -102,6 +103,45 @@ def test_graph_is_kept_after_this_backward_reads_retain_graph():
     assert seen == [True, False]
 
 
+def test_is_batched_knows_the_batches_of_is_grads_batched():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch_private.is_batched(grad))
+            return grad
+
+    x = torch.ones((), requires_grad=True)
+    torch.autograd.grad(Probe.apply(x), x, torch.ones(3), is_grads_batched=True)
+    torch.autograd.grad(Probe.apply(x), x)
+    assert seen == [True, False]
+
+
+def test_runs_in_this_backward_tells_wanted_gradients_from_others():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x * y
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append([torch_private.runs_in_this_backward(node) for node, _ in ctx.next_functions])
+            return grad, grad
+
+    x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True).exp()
+    torch.autograd.grad(Probe.apply(x, y), y, retain_graph=True)
+    torch.autograd.grad(Probe.apply(x, y), x, retain_graph=True)
+    Probe.apply(x, y).backward()
+    assert seen == [[False, True], [True, False], [True, True]]
+
+
 def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):
@@ -129,3 +169,42 @@ def test_key_compiled_graphs_separates_what_torch_compile_has_cached():
         assert compile_again(torch.ones(2, 2)) == (0, 1)
         torch_private.key_compiled_graphs("flce_test", "1")
         assert compile_again(torch.ones(2, 2)) == (1, 0)
+
+
+def test_hooks_on_input_and_output_are_those_of_the_module_and_of_all_modules():
+    module, handles = torch.nn.Linear(2, 2), []
+    everywhere = torch.nn.modules.module
+
+    def add(register):
+        def hook(*args):
+            return None
+
+        handles.append(register(hook))
+        return hook
+
+    try:
+        added = [
+            add(module.register_forward_hook),
+            add(module.register_full_backward_hook),
+            add(module.register_full_backward_pre_hook),
+            add(everywhere.register_module_forward_hook),
+            add(everywhere.register_module_full_backward_hook),
+            add(everywhere.register_module_full_backward_pre_hook),
+        ]
+        before = [add(module.register_forward_pre_hook), add(everywhere.register_module_forward_pre_hook)]
+        assert set(torch_private.hooks_on_the_output(module)) == set(added)
+        assert set(torch_private.hooks_on_the_input(module)) == set(before)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch_private.hooks_on_the_output(module) == torch_private.hooks_on_the_input(module) == []
+
+
+def test_a_value_registered_without_leaves_is_kept_by_maps_over_tensors():
+    class Marker:
+        pass
+
+    marker = Marker()
+    torch_private.register_without_leaves(marker)
+    doubled = tree_map(lambda leaf: 2 * leaf, {"loss": 3, "marker": marker})
+    assert doubled == {"loss": 6, "marker": marker}

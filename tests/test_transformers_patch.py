@@ -1,20 +1,25 @@
 """What a patched model takes and returns, beside its unpatched self; patching and unpatching; compilation."""
 
 import copy
+import dataclasses
+import functools
 import inspect
+import io
+import pickle
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
-from tiny_models import TOKENS, VOCAB, check_same, loss_and_gradients, make_batch, make_model
+from tiny_models import TOKENS, VOCAB, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 import flce_ops
 from flce_ops.integrations.transformers import patch, patched, unpatch
+from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
 
 # ---------------------------------------------------------------- arguments of forward
 
@@ -97,19 +102,99 @@ def test_output_has_everything_but_the_logits():
     model = make_model(attn_implementation="eager")
     batch = make_batch() | {"output_hidden_states": True, "output_attentions": True, "use_cache": True}
     theirs, ours = model(**batch), patch(model)(**batch)
-    assert ours.logits is None
     check_same_output(ours, theirs)
 
 
+@pytest.mark.parametrize("eval_logits", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "GPT-2, tied"])  # a decorated forward, and one that makes tuples itself
-def test_tuples_leave_the_logits_out(name):
-    model = make_model(name)
+def test_entries_of_a_tuple_keep_their_places(name, eval_logits):
+    model = make_model(name).eval()
     batch = make_batch() | {"output_hidden_states": True, "use_cache": False, "return_dict": False}
-    theirs, ours = model(**batch), patch(model)(**batch)
+    theirs, ours = model(**batch), patch(model, eval_logits=eval_logits)(**batch)
     assert isinstance(ours, tuple)
-    assert len(ours) == len(theirs) - 1
-    for mine, expected in zip(tree_leaves(ours), tree_leaves(theirs[:1] + theirs[2:]), strict=True):
+    assert len(ours) == len(theirs)
+    if not eval_logits:
+        with pytest.raises(AttributeError, match="flce_ops has patched the model"):
+            ours[1].shape  # noqa: B018
+        ours, theirs = ours[:1] + ours[2:], theirs[:1] + theirs[2:]
+    for mine, expected in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=0)
+
+
+# ---------------------------------------------------------------- logits beside the loss
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Granite", "GPT-2, tied"])
+def test_eval_logits_are_the_unpatched_models_and_the_loss_is_the_operators(name):
+    model, batch = make_model(name).eval(), make_batch()
+    theirs = model(**batch)
+    ours = patch(model, eval_logits=True)(**batch)
+    assert torch.equal(ours.logits, theirs.logits)
+    assert ours.loss.grad_fn.name() != theirs.loss.grad_fn.name()
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=0)
+    assert not has_logits(model.train()(**batch))
+
+
+def test_eval_logits_of_a_class_are_over_with_its_patch():
+    model, batch = make_model("Mistral").eval(), make_batch()
+    with patched(MistralForCausalLM, eval_logits=True):
+        assert has_logits(model(**batch))
+    with patched(MistralForCausalLM):
+        assert not has_logits(model(**batch))
+        patch(model, eval_logits=True)
+        assert has_logits(model(**batch))
+        patch(model)  # the last call counts
+        assert not has_logits(model(**batch))
+
+
+USES = {
+    "attribute": lambda logits: logits.shape,
+    "method": lambda logits: logits.argmax(-1),
+    "index": lambda logits: logits[..., :-1, :],
+    "iteration": list,
+    "length": len,
+    "truth": bool,
+    "arithmetic": lambda logits: logits / 0.7,
+    "tensor on the left": lambda logits: torch.ones(2) * logits,
+    "comparison with a tensor": lambda logits: torch.ones(2) == logits,
+    "function of torch": lambda logits: torch.nn.functional.cross_entropy(logits, torch.ones(2)),
+    "conversion": torch.tensor,
+    "numpy": lambda logits: logits_of_numpy(logits),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_logits_that_were_not_computed_say_so_when_used(use):
+    message = r"flce_ops has patched the model, .* patch\(model, eval_logits=True\)"
+    with pytest.raises((AttributeError, RuntimeError), match=message):
+        USES[use](LOGITS_NOT_COMPUTED)
+
+
+def logits_of_numpy(logits):
+    return pytest.importorskip("numpy").argmax(logits, axis=-1)
+
+
+def test_outputs_without_logits_pass_through_what_carries_outputs():
+    with torch.no_grad():
+        output = patch(make_model())(**make_batch(), use_cache=False)
+    operations = pytest.importorskip("accelerate.utils.operations")
+    carried = {
+        "pickle": pickle.loads(pickle.dumps(output)),
+        "deepcopy": copy.deepcopy(output),
+        "a map over its tensors": tree_map(lambda leaf: leaf, output),  # FSDP2
+        "dataclasses": dataclasses.replace(output),  # FSDP1
+        "accelerate's casts": operations.convert_to_fp32(output),
+        "accelerate's moves": operations.send_to_device(output, "cpu"),
+    }
+    for how, copied in carried.items():
+        assert type(copied) is type(output), how
+        assert list(copied) == ["loss", "logits"], how
+        assert copied.logits is LOGITS_NOT_COMPUTED, how
+        assert torch.equal(copied.loss, output.loss), how
+    assert all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
+    of_replicas = torch.nn.parallel.gather([output.logits, output.logits], "cpu")  # DataParallel
+    with pytest.raises(AttributeError, match="flce_ops has patched"):
+        of_replicas.shape  # noqa: B018
 
 
 def test_no_labels_and_tuple():
@@ -158,6 +243,21 @@ def test_no_tensor_has_the_size_of_the_logits():
     assert largest["patched"] < 800 * vocabulary / 3
 
 
+def test_a_patched_model_is_exported_with_its_loss_alone():
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = patch(make_model())
+
+        def forward(self, tokens):
+            return self.model(input_ids=tokens, labels=tokens, use_cache=False)
+
+    module, tokens = Loss(), make_batch()["input_ids"]
+    exported = torch.export.export(module, (tokens,)).module()
+    torch.testing.assert_close(exported(tokens).loss, module(tokens).loss)
+    assert list(exported(tokens)) == ["loss"]
+
+
 # ---------------------------------------------------------------- patching and unpatching
 
 
@@ -166,7 +266,7 @@ def test_unpatch_puts_an_instance_back():
     before = set(vars(model)), set(vars(model.lm_head)), model.forward
     assert unpatch(patch(model)) is model
     assert (set(vars(model)) - {"_flce_loss_without_logits"}, set(vars(model.lm_head)), model.forward) == before
-    assert model(**batch).logits is not None
+    assert has_logits(model(**batch))
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
         unpatch(model)
 
@@ -176,13 +276,13 @@ def test_unpatch_puts_a_class_back():
     model = make_model()
     assert patch(patch(LlamaForCausalLM)) is LlamaForCausalLM  # the second time changes nothing
     try:
-        assert model(**make_batch()).logits is None  # made before
-        assert make_model()(**make_batch()).logits is None  # made after
-        assert make_model("Mistral")(**make_batch()).logits is not None  # another class
+        assert not has_logits(model(**make_batch()))  # made before
+        assert not has_logits(make_model()(**make_batch()))  # made after
+        assert has_logits(make_model("Mistral")(**make_batch()))  # another class
     finally:
         unpatch(LlamaForCausalLM)
     assert LlamaForCausalLM.forward is original
-    assert model(**make_batch()).logits is not None
+    assert has_logits(model(**make_batch()))
     with pytest.raises(ValueError, match="is not patched"):
         unpatch(LlamaForCausalLM)
 
@@ -200,16 +300,16 @@ def test_a_class_that_inherits_its_forward_inherits_it_again():
 def test_patched_is_over_after_an_exception():
     model = make_model()
     with pytest.raises(KeyError), patched(model):
-        assert model(**make_batch()).logits is None
+        assert not has_logits(model(**make_batch()))
         raise KeyError
-    assert model(**make_batch()).logits is not None
+    assert has_logits(model(**make_batch()))
 
 
 def test_patching_twice_is_patching_once():
     model = make_model()
     patch(model), patch(model)
     unpatch(model)
-    assert model(**make_batch()).logits is not None
+    assert has_logits(model(**make_batch()))
 
 
 def test_a_copy_of_a_patched_model_is_patched_and_on_its_own():
@@ -220,7 +320,42 @@ def test_a_copy_of_a_patched_model_is_patched_and_on_its_own():
     loss, gradients = loss_and_gradients(copied, **batch)
     assert model.lm_head.weight.grad is None
     check_same((loss, gradients), loss_and_gradients(unpatch(copied), **batch))
-    assert model(**batch).logits is None  # unpatching the copy left it alone
+    assert not has_logits(model(**batch))  # unpatching the copy left it alone
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("carry", [saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))], ids=["save", "pickle"])
+@pytest.mark.parametrize("name", ["Llama tied", "Gemma2"])
+def test_a_patched_model_that_was_written_and_read_is_patched(name, carry):
+    model, batch = patch(make_model(name), eval_logits=True), make_batch()
+    expected = loss_and_gradients(model, **batch)
+    read = carry(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # the one that was read is on its own
+    check_same(loss_and_gradients(read, **batch), expected)
+    assert not has_logits(read(**batch))
+    assert has_logits(read.eval()(**batch))
+    assert inspect.signature(read.forward) == inspect.signature(model.forward)
+    unpatch(read)
+    assert "forward" not in vars(read) and "forward" not in vars(read.lm_head)
+    check_same(loss_and_gradients(read, **batch), expected)
+
+
+def test_a_model_written_while_its_class_is_patched_is_read_where_it_is_not():
+    model, batch = make_model("Mistral"), make_batch()
+    with patched(MistralForCausalLM):
+        expected = loss_and_gradients(model, **batch)  # the head is prepared now
+        written = pickle.dumps(model)
+        assert not has_logits(pickle.loads(written)(**batch))
+    read = pickle.loads(written)
+    assert has_logits(read(**batch))
+    check_same(loss_and_gradients(read, **batch), expected)
 
 
 def test_state_dict_and_signature_are_the_models_own(tmp_path):
@@ -244,12 +379,79 @@ def test_head_of_a_resized_vocabulary():
     check_same(loss_and_gradients(model, **batch), loss_and_gradients(unpatch(theirs), **batch))
 
 
-def test_hooks_on_the_head_run():
-    model, seen = make_model(), []
-    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append("before"))
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    patch(model)(**make_batch())
-    assert seen == ["before", torch.Size([])]
+def halve_output(module, args, output):
+    return output / 2
+
+
+def halve_output_with_kwargs(module, args, kwargs, output):
+    return output / 2
+
+
+def triple_grad_input(module, grad_input, grad_output):
+    assert grad_output[0].shape == (3, TOKENS, VOCAB)
+    return tuple(3 * gradient for gradient in grad_input)
+
+
+def triple_grad_output(module, grad_output):
+    assert grad_output[0].shape == (3, TOKENS, VOCAB)
+    return tuple(3 * gradient for gradient in grad_output)
+
+
+def halve_hidden(module, args):
+    return (args[0] / 2,)
+
+
+SEES_THE_OUTPUT = {
+    "forward": lambda head: head.register_forward_hook(halve_output),
+    "forward, kwargs": lambda head: head.register_forward_hook(halve_output_with_kwargs, with_kwargs=True),
+    "a partial": lambda head: head.register_forward_hook(functools.partial(halve_output)),
+    "backward": lambda head: head.register_full_backward_hook(triple_grad_input),
+    "before backward": lambda head: head.register_full_backward_pre_hook(triple_grad_output),
+    "on all modules": lambda head: torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output / 2 if module is head else None
+    ),
+}
+HOOKS = SEES_THE_OUTPUT | {"before forward": lambda head: head.register_forward_pre_hook(halve_hidden)}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_the_head_acts_as_on_the_unpatched_model(hook):
+    model, batch = make_model(), make_batch()
+    plain = loss_and_gradients(model, **batch)
+    handle = HOOKS[hook](model.lm_head)
+    try:
+        expected = loss_and_gradients(model, **batch)
+        differences = [(expected[1][n] - g).abs().max() for n, g in plain[1].items()]
+        assert max(differences) > 1e-3  # the hook does something
+        patch(model)
+        check_same(loss_and_gradients(model, **batch), expected)
+        assert has_logits(model(**batch)) == (hook in SEES_THE_OUTPUT)
+    finally:
+        handle.remove()
+    assert not has_logits(model(**batch))
+    check_same(loss_and_gradients(model, **batch), plain)
+
+
+def test_a_hook_on_the_head_acts_in_a_compiled_model():
+    model, batch = make_model(), make_batch() | {"use_cache": False}
+    model.lm_head.register_forward_hook(halve_output)
+    expected = model(**batch).loss
+    torch.compiler.reset()  # graphs of other models are not guarded by hooks
+    compiled = torch.compile(patch(model), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
+
+
+def test_hooks_that_need_logits_are_named_once_in_the_log(caplog):
+    model, batch = patch(make_model()), make_batch()
+
+    def watcher_of_logits(module, args, output):
+        pass
+
+    model.lm_head.register_forward_hook(watcher_of_logits)
+    with caplog.at_level("WARNING", logger="flce_ops"):
+        model(**batch), model(**batch)
+    assert [record.name for record in caplog.records] == ["flce_ops"]
+    assert "from logits, as unpatched" in caplog.text and "watcher_of_logits" in caplog.text
 
 
 @pytest.mark.parametrize("count", NUM_ITEMS)
@@ -263,6 +465,21 @@ def test_the_head_gets_no_floating_argument_but_the_hidden_states(count):
     model.lm_head.register_forward_pre_hook(look, with_kwargs=True)
     model(**make_batch(), num_items_in_batch=NUM_ITEMS[count])
     assert [tuple(tensor.shape) for tensor in floating] == [(3, TOKENS, 24)]
+
+
+def test_a_hook_of_accelerates_kind_that_changes_the_logits_acts_on_logits():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, batch = patch(make_model()), make_batch()
+
+    class Halve(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output / 2
+
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device="cpu"))
+    assert not has_logits(model(**batch))
+    hooks.add_hook_to_module(model.lm_head, Halve(), append=True)
+    ours = model(**batch)
+    torch.testing.assert_close(ours.loss, unpatch(model)(**batch).loss, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("first", ["hooks", "patch"])
@@ -279,11 +496,11 @@ def test_hooks_of_accelerate_run_before_and_after_patch(first):
     steps = [lambda: [hooks.add_hook_to_module(m, Seen()) for m in (model, model.lm_head)], lambda: patch(model)]
     for step in steps if first == "hooks" else reversed(steps):
         step()
-    assert model(**batch).logits is None
+    assert not has_logits(model(**batch))
     assert seen == ["LlamaForCausalLM", "Linear"]
     check_same(loss_and_gradients(model, **batch), expected)
     unpatch(model)
-    assert model(**batch).logits is not None
+    assert has_logits(model(**batch))
     assert seen[-2:] == ["LlamaForCausalLM", "Linear"]
 
 
@@ -311,11 +528,11 @@ def test_a_wrapper_around_forward_survives_unpatch_and_patch():
     model = patch(make_model())
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # as accelerate's autocast
-    assert model(**make_batch()).logits is None
+    assert not has_logits(model(**make_batch()))
     unpatch(model)
-    assert model(**make_batch()).logits is not None
+    assert has_logits(model(**make_batch()))
     patch(model)
-    assert model(**make_batch()).logits is None
+    assert not has_logits(model(**make_batch()))
 
 
 # ---------------------------------------------------------------- numerics beyond float32, compilation
@@ -377,8 +594,10 @@ def patched_copy(model):
 
 
 def check_same_output(ours, theirs) -> None:
-    assert set(ours) == set(theirs) - {"logits"}
-    for name in ours:
+    """But for the logits, in whose place there is something else."""
+    assert list(ours) == list(theirs)
+    assert ours.logits is LOGITS_NOT_COMPUTED
+    for name in set(ours) - {"logits"}:
         leaves = [(x, y) for x, y in zip(tree_leaves(ours[name]), tree_leaves(theirs[name]), strict=True)]
         for mine, expected in leaves:
             if isinstance(mine, torch.Tensor):

@@ -10,12 +10,13 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 from process_pool import run_in_world, worlds
-from tiny_models import TOKENS, check_same, loss_and_gradients, make_batch, make_model
+from tiny_models import TOKENS, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from transformers import Trainer, TrainingArguments
+from torch.utils._pytree import tree_leaves
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from flce_ops.integrations.transformers import patch, patched, unpatch
 
@@ -62,7 +63,7 @@ def make_rows(count: int = 24) -> list[dict]:
     return rows
 
 
-def run_trainer(model, rows, out, **options) -> tuple[list[float], Trainer]:
+def run_trainer(model, rows, out, *, eval_dataset=None, compute_metrics=None, **options) -> tuple[list[float], Trainer]:
     arguments = TrainingArguments(
         output_dir=out,
         max_steps=5,
@@ -77,7 +78,9 @@ def run_trainer(model, rows, out, **options) -> tuple[list[float], Trainer]:
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=eval_dataset, compute_metrics=compute_metrics
+    )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
@@ -106,6 +109,114 @@ def test_trainer_evaluates_with_the_loss_alone(tmp_path):
         assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(theirs, rel=1e-5)
 
 
+EVALUATIONS = {
+    "logits alone": {},
+    "preprocessed": {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)},
+    "hidden states": {"config": {"output_hidden_states": True}},
+    "hidden states and attentions": {"config": {"output_hidden_states": True, "attn_implementation": "eager"}},
+    "router logits": {"name": "Mixtral, router loss"},
+    "metrics by the batch": {"arguments": {"batch_eval_metrics": True}},
+    "losses and inputs": {"arguments": {"include_for_metrics": ["loss", "inputs"]}},
+    "bf16": {"arguments": {"bf16": True}},
+    "Seq2SeqTrainer": {"trainer": Seq2SeqTrainer, "arguments": {"predict_with_generate": False}},
+    "PEFT": {"wrap": lambda model: adapted(model)},
+    "the class": {"of_class": True},
+}
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_trainer_takes_the_predictions_of_the_unpatched_model(case, tmp_path):
+    options = {"name": "Llama", "config": {}, "wrap": lambda model: model, "of_class": False, **EVALUATIONS[case]}
+    model, rows = make_model(options["name"], **options["config"]), make_rows(6)
+    trainer, seen = make_evaluator(options["wrap"](model), tmp_path, **options)
+
+    def evaluate():
+        seen.clear()
+        metrics = {k: v for k, v in trainer.evaluate(rows).items() if not k.endswith(("time", "second"))}
+        return metrics, list(seen), trainer.predict(rows).predictions
+
+    with patched(type(model) if options["of_class"] else model):
+        ours = evaluate()
+        assert not has_logits(trainer.model(**make_batch(), return_dict=True))  # over with the evaluation
+    theirs = evaluate()
+    assert theirs[0]["eval_size"] > 0
+    for mine, expected in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5 if case != "bf16" else 2e-2, atol=1e-6)
+
+
+def make_evaluator(model, out, *, trainer=Trainer, arguments=None, preprocess_logits_for_metrics=None, **options):
+    """Its compute_metrics puts all that it is given into the list."""
+    seen = []
+
+    def compute_metrics(prediction, compute_result=True):
+        given = (prediction.predictions, prediction.label_ids, prediction.losses, prediction.inputs)
+        seen.extend(torch.as_tensor(leaf) for leaf in tree_leaves(given) if leaf is not None)
+        return {"size": sum(float(abs(leaf).sum()) for leaf in tree_leaves(prediction.predictions))}
+
+    kind = Seq2SeqTrainingArguments if trainer is Seq2SeqTrainer else TrainingArguments
+    arguments = kind(
+        output_dir=out, report_to=[], use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=2, **(arguments or {})
+    )
+    return trainer(
+        model=model,
+        args=arguments,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+    ), seen
+
+
+def test_trainer_evaluates_without_logits_unless_it_takes_them(tmp_path):
+    model, rows, given = patch(make_model()), make_rows(4), []
+    model.register_forward_hook(lambda module, args, output: given.append(has_logits(output)))
+    arguments = TrainingArguments(output_dir=tmp_path, report_to=[], use_cpu=True, disable_tqdm=True)
+    Trainer(model=model, args=arguments).evaluate(rows)
+    Trainer(model=model, args=arguments).predict(rows)
+    arguments.prediction_loss_only = True
+    Trainer(model=model, args=arguments, compute_metrics=lambda prediction: {}).evaluate(rows)
+    assert given == [False, True, False]
+
+
+class OwnStep(Trainer):
+    """A prediction_step that does not ask Trainer's."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            output = model(**self._prepare_inputs(inputs))
+        return output["loss"], tuple(output.values())[1:], inputs["labels"]
+
+
+def test_a_trainer_with_a_step_of_its_own_gets_logits_or_an_error_never_something_else(tmp_path):
+    model, rows = make_model(output_hidden_states=True), make_rows(4)
+    arguments = TrainingArguments(output_dir=tmp_path, report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = OwnStep(model=model, args=arguments)
+    theirs = trainer.predict(rows).predictions
+    with patched(model), pytest.raises(TypeError, match="flce_ops.*LogitsNotComputed"):
+        trainer.predict(rows)
+    with patched(model, eval_logits=True):
+        ours = trainer.predict(rows).predictions
+    torch.testing.assert_close(torch.from_numpy(ours[0]), torch.from_numpy(theirs[0]), rtol=0, atol=0)
+
+
+def test_evaluations_during_training_get_logits_and_the_steps_do_not(tmp_path):
+    model, rows, given = patch(make_model()), make_rows(8), []
+    model.register_forward_hook(lambda module, args, output: given.append((module.training, has_logits(output))))
+    run_trainer(
+        model,
+        rows,
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_dataset=rows[:2],
+        compute_metrics=lambda prediction: {"classes": float(prediction.predictions.shape[-1])},
+    )
+    assert set(given) == {(True, False), (False, True)}
+
+
 def test_trainers_label_smoothing_uses_real_logits(tmp_path):
     # Trainer then keeps the labels to itself and asks the model for logits
     model, rows = make_model(initializer_range=0.1), make_rows(8)
@@ -118,12 +229,22 @@ def test_trainers_label_smoothing_uses_real_logits(tmp_path):
 def test_unpatching_after_trainer_with_bf16(tmp_path):
     model, rows = patch(make_model(initializer_range=0.1)), make_rows(8)
     run_trainer(model, rows, tmp_path, bf16=True)  # accelerate has put its autocast around forward
-    assert model(**make_batch()).logits is None
+    assert not has_logits(model(**make_batch()))
     unpatch(model)
-    assert model(**make_batch()).logits is not None
+    assert has_logits(model(**make_batch()))
 
 
 # ---------------------------------------------------------------- FSDP2
+
+
+def check_eval_logits(model, reference, batch, tolerance) -> None:
+    """The head runs twice, for logits and for the loss."""
+    with torch.no_grad():
+        ours, theirs = patch(model, eval_logits=True).eval()(**batch), reference.eval()(**batch)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=tolerance, atol=0)
+    scale = theirs.logits.abs().max().item()
+    torch.testing.assert_close(ours.logits.float(), theirs.logits, rtol=0, atol=tolerance * scale)
+
 
 FSDP2_CASES = {
     "head alone": {"wrapped": ["lm_head"]},
@@ -162,7 +283,7 @@ def fsdp2_around_a_transform(device):
         fully_shard(module, mesh=mesh)
     loss, gradients = loss_and_gradients(patch(model), **batch)
     check_same((loss, {n: g if g is None else g.full_tensor() for n, g in gradients.items()}), expected)
-    assert model(**batch).logits is None
+    assert not has_logits(model(**batch))
 
 
 def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
@@ -192,7 +313,8 @@ def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
         torch.testing.assert_close(loss, expected, rtol=0.05, atol=0)
         for name, gradient in gradients.items():
             assert (gradient - exact[name]).norm() < 0.2 * exact[name].norm(), name
-    assert model(**mine).logits is None
+    assert not has_logits(model(**mine))
+    check_eval_logits(model, reference, mine, tolerance=1e-4 if "mp_policy" not in options else 0.1)
 
 
 # ---------------------------------------------------------------- tensor parallelism
@@ -205,11 +327,13 @@ def test_a_head_sharded_by_transformers_plan_gives_the_loss_of_one_process(world
 
 def tensor_parallel_case(device):
     model, batch = make_model("Granite").to(device), {k: v.to(device) for k, v in make_batch().items()}
-    expected, exact = loss_and_gradients(copy.deepcopy(model), **batch)
+    reference = copy.deepcopy(model)
+    expected, exact = loss_and_gradients(reference, **batch)
     assert model._tp_plan["lm_head"] == "colwise_gather_output"
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     loss, gradients = loss_and_gradients(patch(model), **batch)
     full = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
     check_same((loss, full), (expected, exact))
-    assert model(**batch).logits is None
+    assert not has_logits(model(**batch))
+    check_eval_logits(model, reference, batch, tolerance=1e-4)

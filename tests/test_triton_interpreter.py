@@ -60,7 +60,7 @@ def assert_close(found, expected, dtype):
 
 
 def logit_options(options):
-    return {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+    return inputs.scalars({name: options[name] for name in ("softcap", "logit_scale") if name in options})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -69,8 +69,10 @@ def logit_options(options):
 def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
     args = operands(shape, dtype, options)
     logit_sum = "label_smoothing" in options
-    found = launch_forward(*args, logit_sum=logit_sum, **logit_options(options))
-    assert_close(found, reference.forward(*double(*args), logit_sum=logit_sum, **logit_options(options)), dtype)
+    *found, lse_rest = launch_forward(*args, logit_sum=logit_sum, **logit_options(options))
+    *truth, _ = reference.forward(*double(*args), logit_sum=logit_sum, **logit_options(options))
+    assert_close(found, truth, dtype)
+    assert lse_rest.abs().max() < 1e-6  # half a unit in the last place of lse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -126,7 +128,7 @@ def assert_one_pass(args, options, mask, chunks=1, reason=""):
     rows = args[0].shape[0]
     row_scale = torch.rand(rows) / rows
     options = {
-        **{name: options[name] for name in ("label_smoothing", "z_loss") if name in options},
+        **inputs.scalars({name: options[name] for name in ("label_smoothing", "z_loss") if name in options}),
         **logit_options(options),
     }
     found = launch_with_grad(*args, row_scale, output_mask=mask, **options)
@@ -141,8 +143,8 @@ def assert_one_pass(args, options, mask, chunks=1, reason=""):
 def test_a_shard_of_the_vocabulary_counts_only_its_own_targets(vocab_start):
     *args, _, _ = operands(RAGGED, torch.float32, {})
     args[2] = torch.randint(0, 406, (RAGGED[0],))
-    found = launch_forward(*args, vocab_start=vocab_start, vocab_size=406)
-    truth = reference.forward(*double(*args), vocab_start=vocab_start, vocab_size=406)
+    *found, _ = launch_forward(*args, vocab_start=vocab_start, vocab_size=406)
+    *truth, _ = reference.forward(*double(*args), vocab_start=vocab_start, vocab_size=406)
     assert_close(found, truth, torch.float32)
 
 
@@ -221,3 +223,15 @@ def test_entries_are_set_in_the_columns_of_the_matrix_only():
             expected[row, column] = value[row]
     launch_set_entries(matrix, target, value, start=20, ignore_index=25)
     assert torch.equal(matrix, expected)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
+def test_recomputed_rows_add_up_to_zero_at_any_magnitude(offset, poisoned_memory):
+    """One float32 holds an lse of 10^4 to 5e-4; lse_rest holds what it lacks."""
+    args = operands(RAGGED, torch.float32, {"bias": True})
+    args[3].add_(offset)
+    _, lse, *_, lse_rest = launch_forward(*args)
+    valid = (args[2] != -100).float()
+    cotangents = (-valid, valid, None)
+    *_, grad_bias = launch_backward(*cotangents, *args, lse, output_mask=[True] * 3, lse_rest=lse_rest)
+    assert abs(float(grad_bias.double().sum())) / RAGGED[0] < 5e-7

@@ -143,6 +143,10 @@ def make_batch(sequences: int = 3) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": attention_mask, "labels": labels}
 
 
+def has_logits(output) -> bool:
+    return isinstance(output.logits, Tensor)
+
+
 def loss_and_gradients(model: nn.Module, **inputs) -> tuple[Tensor, dict[str, Tensor | None]]:
     model.zero_grad()
     loss = model(**inputs).loss

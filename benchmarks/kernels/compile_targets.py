@@ -67,7 +67,7 @@ def source(tiles: Tiles, epilogue: str) -> ASTSource:
         elif name.endswith("_ptr"):
             signature[name] = "*i32" if name in ("guard_ptr", "partial_argmax_ptr") else "*fp32"
         else:
-            signature[name] = "fp32" if name in ("logit_scale", "softcap") else "i32"
+            signature[name] = "i32"
     return ASTSource(fn=logits_gemm_kernel, signature=signature, constexprs=constants)
 
 

@@ -68,7 +68,7 @@ def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
             partial=partial,
             partial_max=partial if epilogue == "max_sum" else None,
             out=out if store else None,
-            logit_scale=1.0,
+            logit_scale=None,
             softcap=None,
             tiles=tiles,
         )

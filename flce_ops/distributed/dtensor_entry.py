@@ -28,6 +28,7 @@ from flce_ops.functional import (
     right_and_valid,
     row_factor,
 )
+from flce_ops.scalars import Number, logit_scalars, scalar_unless
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
@@ -42,9 +43,10 @@ def dtensor_composite(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    z_loss: Number = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | None = None,  # ()
     argmax: bool = False,
@@ -71,6 +73,7 @@ def dtensor_composite(
         reduction,
         label_smoothing,
         softcap,
+        temperature,
         token_weight,
         normalizer,
     )
@@ -85,13 +88,8 @@ def dtensor_composite(
         local_token_weight = local_token_weight.reshape(-1).to(accumulate)
     number_gradient = layout.placements(tokens=Partial())
     local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
-    options = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "z_loss": z_loss,
-    }
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss}
     valid = local_target != ignore_index
     denominator = None
     if reduction != "none":
@@ -100,6 +98,8 @@ def dtensor_composite(
             denominator = sum_over_tokens(layout, denominator).to_local()
 
     if layout.splits_vocabulary:
+        options |= logit_scalars(logit_scale, softcap, temperature, local_input)
+        options["z_loss"] = scalar_unless(0.0, z_loss, local_input)
         if local_token_weight is None:
             local_token_weight = torch.ones_like(valid, dtype=accumulate)
         factor = row_factor(valid, local_token_weight, denominator)
@@ -120,6 +120,7 @@ def dtensor_composite(
             token_weight=local_token_weight,
             normalizer=denominator,
             **options,
+            **numbers,
             argmax=argmax,
         )
     largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None

@@ -11,9 +11,12 @@ Gradients return to the placement that the argument came in: Partial -> Replicat
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from flce_ops.meta.checks import check_dense
 
 # V vocabulary, D hidden
 
@@ -83,6 +86,7 @@ class Layout:
 def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
     check_both_distributed(input, linear_weight, op)
     check_placements(linear_weight, op)
+    check_dense_shards(op, input=input, linear_weight=linear_weight)
     if input.device_mesh != linear_weight.device_mesh:
         raise ValueError(
             f"{op}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one "
@@ -119,6 +123,11 @@ def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str = OP) -
             f"{op}: input and linear_weight are plain tensors, but another argument is a DTensor; pass that argument's "
             "to_local() (or full_tensor()), or make input and linear_weight DTensors on its mesh"
         )
+
+
+def check_dense_shards(op: str, **tensors: DTensor | None) -> None:
+    with torch.no_grad():  # no work and no node in a graph
+        check_dense(op, **{name: None if tensor is None else tensor.to_local() for name, tensor in tensors.items()})
 
 
 def check_placements(linear_weight: DTensor, op: str = OP) -> None:

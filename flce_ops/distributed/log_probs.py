@@ -10,6 +10,7 @@ from flce_ops.distributed.layout import check_plain_target, check_same_mesh, lay
 from flce_ops.distributed.local import localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
 from flce_ops.functional import autocast_operands
+from flce_ops.scalars import Number, logit_scalars
 
 # N tokens of this rank, D hidden, V vocabulary
 
@@ -21,8 +22,9 @@ def dtensor_log_probs(
     linear_bias: Tensor | None,  # (V,)
     *,
     ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
+    softcap: Number | None,
+    logit_scale: Number,
+    temperature: Number,
     entropy: bool,
     argmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,18 +34,32 @@ def dtensor_log_probs(
     check_same_mesh(layout, input, op, target=target, linear_bias=linear_bias)
     check_plain_target(target, input, op)
     input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
-    check_head(op, input, linear_weight, target, linear_bias, softcap)
+    check_head(op, input, linear_weight, target, linear_bias, softcap, temperature)
     num_classes, target_shape = linear_weight.shape[0], target.shape
     tokens_shape, operands = localize_head(layout, input, linear_weight, target, linear_bias)
-    options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
     if layout.splits_vocabulary:
         rows = vocab_parallel_rows(
-            layout, *operands, None, num_classes=num_classes, expected_logit=entropy, argmax=argmax, **options
+            layout,
+            *operands,
+            None,
+            num_classes=num_classes,
+            ignore_index=ignore_index,
+            **logit_scalars(logit_scale, softcap, temperature, operands[0]),
+            expected_logit=entropy,
+            argmax=argmax,
         )
         valid = operands[2] != ignore_index
         results = log_probs.per_token(valid, rows.target_logit, rows.lse, rows.expected_logit, rows.argmax)
     else:
-        results = torch.ops.flce.linear_log_probs(*operands, **options, entropy=entropy, argmax=argmax)
+        results = torch.ops.flce.linear_log_probs(
+            *operands,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            entropy=entropy,
+            argmax=argmax,
+        )
     asked_for = (True, True, entropy, argmax)
     return tuple(
         per_token(layout, result.reshape(tokens_shape), target_shape) if asked else result

@@ -22,7 +22,7 @@ from flce_ops.autograd import multiply_by_upstream
 from flce_ops.chunks import product_is_rounded, row_chunks
 from flce_ops.compile_cache import keyed
 from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.vocab_parallel import argmax_of_shards, vocab_parallel_losses
+from flce_ops.distributed.vocab_parallel import argmax_of_shards, lse_of_shards, vocab_parallel_losses
 from flce_ops.flops import with_grad_flops
 from flce_ops.functional import gradients_in_the_same_pass
 from flce_ops.gradients import GradientAccumulator, rows_beside_gradients
@@ -46,7 +46,7 @@ library = torch.library.Library("flce", "FRAGMENT")
 library.define(
     f"{NAME}(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor row_scale, "
     "*, str group, int ranks, SymInt vocab_start, SymInt vocab_size, int ignore_index=-100, float label_smoothing=0.0, "
-    "float z_loss=0.0, float? softcap=None, float logit_scale=1.0, bool[3] output_mask, bool argmax=False) "
+    "Tensor? z_loss=None, Tensor? softcap=None, Tensor? logit_scale=None, bool[3] output_mask, bool argmax=False) "
     "-> (Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias, "
     "Tensor argmax)",
     tags=torch.Tag.pt2_compliant_tag,
@@ -124,6 +124,8 @@ class VocabParallelWithGrad(Function):
 
     @staticmethod
     def differentiable_gradients(ctx, operands, row_scale, grad_loss) -> list[Tensor | None]:
+        # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal, nothing else is made
+        # from it, so no path leads from one to another.
         input, linear_weight, _, linear_bias, _ = operands
         losses, _ = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
         leaves = (input, linear_weight, linear_bias, row_scale)
@@ -144,7 +146,7 @@ class Exchange:
         ranks: int,
         vocab_size: int,
         label_smoothing: float,
-        z_loss: float,
+        z_loss: Tensor | None,  # ()
         dtype: torch.dtype,
     ) -> None:
         self.group, self.ranks = group, ranks
@@ -154,16 +156,23 @@ class Exchange:
 
     def whole_rows(
         self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """lse, target_logit, logit_sum and argmax (n,) from this rank's two or three, and its (max_logit, argmax)."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """lse, target_logit, logit_sum and argmax (n,) from this rank's two or three, and its (max_logit, argmax).
+
+        Behind lse comes this rank's share of the softmax's denominator. The shares of a row add up to 1 whatever lse is
+        rounded to.
+        """
         if self.ranks == 1:
-            return *per_shard, *(None,) * (3 - len(per_shard)), None if largest is None else largest[1]
+            lse, *others = per_shard
+            missing = (None,) * (2 - len(others))
+            return lse, torch.ones_like(lse), *others, *missing, None if largest is None else largest[1]
         smoothed = len(per_shard) == 3
         numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
         gathered = self.gather(torch.stack(numbers))
-        lse, sums = gathered[:, 0].logsumexp(0), gathered[:, 1:3].sum(0)
+        lse, sums = lse_of_shards(gathered[:, 0]), gathered[:, 1:3].sum(0)
+        share = (per_shard[0] - lse).exp() / (gathered[:, 0] - lse).exp().sum(0)
         column = None if largest is None else argmax_of_shards(gathered[:, -2], gathered[:, -1])
-        return lse, sums[0], sums[1] if smoothed else None, column
+        return lse, share, sums[0], sums[1] if smoothed else None, column
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         if self.ranks == 1:
@@ -190,9 +199,9 @@ def aten_kernel(
     vocab_size: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    z_loss: Tensor | None = None,  # ()
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     output_mask: list[bool],
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -219,14 +228,16 @@ def aten_kernel(
         if argmax:
             max_logit, own_column = logits.max(1)
             own_largest = (max_logit, own_column + vocab_start)
-        own_lse, row_max, _ = exponentiate_rows(logits)
-        lse, target_logit, logit_sum, column_of_largest = exchange.whole_rows([own_lse, *per_shard], own_largest)
+        row_max, row_sum = exponentiate_rows(logits)
+        own_lse = row_max + row_sum.log()
+        lse, share, target_logit, logit_sum, column_of_largest = exchange.whole_rows([own_lse, *per_shard], own_largest)
         if argmax:
             largest[rows] = column_of_largest
         terms = exchange.terms(rows)
         losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
-        # E = exp(z - row_max) becomes exp(z - lse)
-        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) * torch.exp(row_max - lse))[:, None])
+        # E = exp(z - row_max) becomes exp(z - lse); a bias of -inf may switch off all of this rank's classes
+        normalization = torch.where(row_sum > 0.0, share / row_sum, 0.0 * share)
+        grad_logits = logits.mul_((scale[rows] * terms.d_lse(lse) * normalization)[:, None])
         add_target_and_sum(
             grad_logits,
             column[rows],

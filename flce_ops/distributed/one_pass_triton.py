@@ -43,9 +43,9 @@ def launch_vocab_parallel_with_grad(
     vocab_size: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    z_loss: Tensor | None = None,  # ()
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     output_mask: list[bool],
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

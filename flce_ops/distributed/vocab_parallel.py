@@ -47,9 +47,9 @@ def vocab_parallel_losses(
     num_classes: int,  # V
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
+    z_loss: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # (N,), the same on every rank of the vocabulary, 0 where ignored; argmax (N,)
     target_logit, lse, logit_sum, _, largest = vocab_parallel_rows(
@@ -80,8 +80,8 @@ def vocab_parallel_rows(
     *,
     num_classes: int,  # V
     ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
     logit_sum: bool = False,
     expected_logit: bool = False,
     argmax: bool = False,
@@ -92,7 +92,7 @@ def vocab_parallel_rows(
         no_hit = refused_as_elsewhere(target, num_classes, ignore_index)
         per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax) + no_hit
     else:
-        target_logit, lse, sums, expected, max_logit, largest = torch.ops.flce.linear_cross_entropy_forward(
+        target_logit, lse, sums, expected, max_logit, largest, _ = torch.ops.flce.linear_cross_entropy_forward(
             input,
             linear_weight,
             target,
@@ -113,16 +113,23 @@ def vocab_parallel_rows(
         per_shard += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
         per_shard = torch.stack(per_shard)
     gathered = gather_shards(layout, per_shard)
-    lse = gathered[:, 0].logsumexp(0)
+    lse = lse_of_shards(gathered[:, 0])
     target_logit = gathered[:, 1].sum(0)
     sums = gathered[:, 2].sum(0) if logit_sum else None
     expected = largest = None
     if expected_logit:
-        share = torch.exp(gathered[:, 0] - lse)
+        share = gathered[:, 0].softmax(0)
         expected = (share * gathered[:, 2 + logit_sum]).sum(0)
     if argmax:
         largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
     return RowStatistics(target_logit, lse, sums, expected, largest)
+
+
+def lse_of_shards(lse: Tensor) -> Tensor:  # (R, N) -> (N,)
+    """logsumexp whose derivatives, the ranks' shares, add up to 1: torch's are exp(lse_r - lse) of a rounded lse."""
+    largest = lse.detach().amax(0)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    return largest + (lse - largest).exp().sum(0).log()
 
 
 def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)

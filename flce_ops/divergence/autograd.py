@@ -22,6 +22,7 @@ from flce_ops.divergence.operands import Operands, Options
 
 TENSORS = len(Operands._fields)
 OPTION_NAMES = tuple(Options.__dataclass_fields__)
+SCALARS = ("beta", "logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap")  # tensors among them
 
 FORWARD_MODE_REFUSAL = (
     "linear_kl_div: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; use reverse "
@@ -49,9 +50,10 @@ class Forward(ReverseModeOnly):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.options = dict(zip(OPTION_NAMES, inputs[TENSORS:]))
+        scalars = [ctx.options.pop(name) for name in SCALARS]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
+        ctx.save_for_backward(*scalars, *inputs[:TENSORS], *output[1:])
 
     @staticmethod
     def backward(ctx, grad_divergence, *_):
@@ -59,8 +61,9 @@ class Forward(ReverseModeOnly):
         if grad_divergence is None:
             return nothing
         mask = list(ctx.needs_input_grad[:3])
+        scalars, tensors = ctx.saved_tensors[: len(SCALARS)], ctx.saved_tensors[len(SCALARS) :]
         grads = torch.ops.flce.linear_kl_div_backward(
-            grad_divergence, *ctx.saved_tensors, **ctx.options, output_mask=mask
+            grad_divergence, *tensors, **dict(zip(SCALARS, scalars)), **ctx.options, output_mask=mask
         )
         return *(grad if wanted else None for grad, wanted in zip(grads, mask)), *nothing[3:]
 

@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
-from flce_ops.arguments import REDUCTIONS, check_normalizer
+from flce_ops.arguments import check_normalizer, check_reduction
 from flce_ops.divergence.operands import TEACHER, Operands, Options
 from flce_ops.divergence.rows import KINDS
-from flce_ops.meta.checks import SUPPORTED_DTYPES, check_device, check_target_dtype
+from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
+    check_dense,
+    check_device,
+    check_real,
+    check_target_dtype,
+    check_unpacked,
+)
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -25,6 +32,7 @@ def check_pair(
     if input.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
+    check_unpacked(op, of_weight, weight)
     if weight.dim() != 2:
         raise ValueError(
             f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}"
@@ -55,6 +63,7 @@ def check_pair(
 
 def check_operands(op: str, operands: Operands, options: Options) -> None:
     """Shapes (N, D), dtypes and devices that every operator relies on."""
+    check_dense(op, **operands._asdict())
     input, linear_weight = operands.input, operands.linear_weight
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
@@ -62,7 +71,7 @@ def check_operands(op: str, operands: Operands, options: Options) -> None:
     if linear_weight.shape[0] == 0 and options.group is None:  # the last of several ranks may have no class
         raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
     check_teacher(op, operands)
-    check_kind(op, options.kind, options.beta)
+    check_kind(op, options.kind)
     if operands.valid is not None and (
         operands.valid.dtype != torch.bool or operands.valid.dim() != 1 or operands.valid.shape[0] != input.shape[0]
     ):
@@ -112,11 +121,9 @@ def check_teacher(op: str, operands: Operands) -> None:
         )
 
 
-def check_kind(op: str, kind: str, beta: float) -> None:
+def check_kind(op: str, kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"{op}: expected kind to be one of {', '.join(KINDS)}, got {kind!r}")
-    if kind == "jsd" and not 0.0 < beta < 1.0:
-        raise ValueError(f"{op}: expected beta in (0, 1), got {beta}")
 
 
 def check_no_teacher_gradient(op: str, **tensors) -> None:
@@ -135,10 +142,9 @@ def check_arguments(
     token_weight: Tensor | None,  # (...)
     reduction: str,
     normalizer: Tensor | None,  # ()
-    softcap: float | None,
-    teacher_softcap: float | None,
 ) -> None:
     """What only the entry knows, or must say before it reshapes."""
+    check_dense(OP, **operands._asdict(), target=target, token_weight=token_weight, normalizer=normalizer)
     input = operands.input
     if input.dim() < 1:
         raise ValueError(f"{OP}: expected input of shape (..., D), got a 0-d tensor")
@@ -155,9 +161,6 @@ def check_arguments(
                 f"got {tuple(tensor.shape)}"
             )
     check_device(OP, input, target=target, token_weight=token_weight)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{OP}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if cap is not None and not cap > 0.0:
-            raise ValueError(f"{OP}: expected {name} to be positive or None, got {cap}")
+    check_real(OP, token_weight=token_weight)
+    check_reduction(OP, reduction)
     check_normalizer(OP, normalizer, reduction, input)

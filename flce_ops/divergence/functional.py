@@ -8,10 +8,11 @@ import math
 import torch
 from torch import Tensor
 
+from flce_ops.arguments import check_positive, resolve_ignore_index
 from flce_ops.divergence.checks import OP, check_arguments, check_kind
 from flce_ops.divergence.operands import Operands, Options
+from flce_ops.dtensor import any_dtensor
 from flce_ops.functional import (
-    any_dtensor,
     autocast_operands,
     entry_of,
     fp16_power_of_two,
@@ -19,7 +20,9 @@ from flce_ops.functional import (
     nan_without_tokens,
     needs_gradient,
 )
+from flce_ops.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.meta import accumulation_dtype
+from flce_ops.scalars import Number, logit_scalars, normalizer_tensor, scalar
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -40,12 +43,13 @@ def linear_kl_div(
     kind: str = "forward",
     beta: float = 0.5,
     target: Tensor | None = None,  # (...)
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     token_weight: Tensor | None = None,  # (...)
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,  # ()
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
 ) -> Tensor:
@@ -57,7 +61,7 @@ def linear_kl_div(
     Per token that is not ignored, with q the student's and p the teacher's probabilities over the vocabulary::
 
         z = logit_scale * (input @ linear_weight.T + linear_bias)    then, with softcap:  softcap * tanh(z / softcap)
-        q = softmax(z),   p = softmax of the same with the teacher's tensors, or teacher_probs
+        q = softmax(z / temperature),   p = softmax of the same with the teacher's tensors, or teacher_probs
         m = beta * p + (1 - beta) * q
 
         "forward"  KL(p || q) = sum p (log p - log q)
@@ -76,14 +80,16 @@ def linear_kl_div(
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
         target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
+        ignore_index: None is -100.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable.
         reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
             tokens not ignored (F.kl_div's "batchmean" of flattened tokens). "sum".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
-        logit_scale: factor on the logits: 1 / temperature. The factor temperature ** 2 that keeps the gradient's size
-            (Hinton et al.) is yours to multiply the loss with.
-        softcap: bound on the logits' magnitude, applied after ``logit_scale``. A temperature over capped logits is
-            logit_scale / temperature together with softcap / temperature.
+        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
+            multiplied into input and linear_bias; teacher_logit_scale must then be given.
+        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
+        temperature: divides the student's and the teacher's logits behind the caps. The factor temperature ** 2 that
+            keeps the gradient's size (Hinton et al.) is yours to multiply the loss with.
         teacher_logit_scale: the teacher's; logit_scale by default.
         teacher_softcap: the teacher's; none by default, also where the student has one.
 
@@ -105,8 +111,21 @@ def linear_kl_div(
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
         Language Models", 2024. See docs/distillation.md.
     """
-    if normalizer is not None and not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=accumulation_dtype(input.dtype), device=input.device)
+    refuse_tensors(
+        OP,
+        beta=beta,
+        softcap=softcap,
+        temperature=temperature,
+        teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_softcap,
+    )
+    if isinstance(logit_scale, Tensor) and teacher_logit_scale is None and teacher_probs is None:
+        raise ValueError(
+            f"{OP}: logit_scale is a tensor, which the student's alone can be; pass the teacher's as a number: "
+            "teacher_logit_scale=1.0, say"
+        )
+    input, linear_bias, logit_scale, _ = apply_learnt_scale(OP, input, linear_bias, logit_scale, temperature, softcap)
+    normalizer = normalizer_tensor(normalizer, input)
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, composite, *operands, target, token_weight, normalizer)
     return entry(
@@ -120,12 +139,13 @@ def linear_kl_div(
         kind=kind,
         beta=beta,
         target=target,
-        ignore_index=ignore_index,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
         token_weight=token_weight,
         reduction=reduction,
         normalizer=normalizer,
         logit_scale=logit_scale,
         softcap=softcap,
+        temperature=temperature,
         teacher_logit_scale=teacher_logit_scale,
         teacher_softcap=teacher_softcap,
     )
@@ -141,26 +161,33 @@ def composite(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     kind: str = "forward",
-    beta: float = 0.5,
+    beta: Number = 0.5,
     target: Tensor | None = None,
     ignore_index: int = -100,
     token_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_logit_scale: float | None = None,
-    teacher_softcap: float | None = None,
+    logit_scale: Number = 1.0,
+    softcap: Number | None = None,
+    temperature: Number = 1.0,
+    teacher_logit_scale: Number | None = None,
+    teacher_softcap: Number | None = None,
 ) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
     operands = Operands(input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias, teacher_probs)
+    check_positive(OP, softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature)
+    kind = resolve_kind(kind, beta)
+    student = logit_scalars(logit_scale, softcap, temperature, input)
+    teacher_logit_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
+    teacher = logit_scalars(
+        teacher_logit_scale, teacher_softcap, temperature, input if teacher_input is None else teacher_input
+    )
     options = Options(
-        kind=resolve_kind(kind, beta),
-        beta=beta,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        teacher_logit_scale=logit_scale if teacher_logit_scale is None else teacher_logit_scale,
-        teacher_softcap=teacher_softcap,
+        kind=kind,
+        beta=scalar(beta, input) if kind == "jsd" else None,
+        **student,
+        teacher_logit_scale=teacher["logit_scale"],
+        teacher_softcap=teacher["softcap"],
     )
     arguments = (target, token_weight, reduction, normalizer)
     if any_dtensor(*operands, target, token_weight, normalizer):
@@ -168,7 +195,7 @@ def composite(
 
         return dtensor_composite(operands, options, *arguments, ignore_index)
     operands = autocast_pairs(operands)
-    check_arguments(operands, *arguments, softcap, teacher_softcap)
+    check_arguments(operands, *arguments)
     shape = input.shape[:-1]
     operands = flatten_tokens(operands, target, ignore_index)
     dtype = accumulation_dtype(operands.input.dtype)
@@ -182,10 +209,10 @@ def composite(
     return nan_without_tokens(loss, reduction, normalizer, denominator)
 
 
-def resolve_kind(kind: str, beta: float) -> str:
+def resolve_kind(kind: str, beta: Number) -> str:
     """beta = 0 and 1 name the two divergences that "jsd" tends to, up to the factors beta and 1 - beta."""
     if kind != "jsd" or 0.0 < beta < 1.0:
-        check_kind(OP, kind, beta)
+        check_kind(OP, kind)
         return kind
     if beta not in (0.0, 1.0):
         raise ValueError(f"{OP}: expected beta in [0, 1], got {beta}")

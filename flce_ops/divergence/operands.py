@@ -25,11 +25,11 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 @dataclass(frozen=True)
 class Options:
     kind: str = "forward"
-    beta: float = 0.5
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    teacher_logit_scale: float = 1.0
-    teacher_softcap: float | None = None
+    beta: Tensor | None = None  # (), of "jsd"
+    logit_scale: Tensor | None = None  # (), like the next three
+    softcap: Tensor | None = None
+    teacher_logit_scale: Tensor | None = None
+    teacher_softcap: Tensor | None = None
     # where ranks share the vocabulary: their process group, how many they are, and V over all of them
     group: str | None = None
     ranks: int = 1

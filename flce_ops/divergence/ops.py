@@ -29,17 +29,18 @@ _OPERANDS = (
     "Tensor? teacher_bias, Tensor? teacher_probs, Tensor? valid"
 )
 _OPTIONS = (
-    "str kind='forward', float beta=0.5, float logit_scale=1.0, float? softcap=None, float teacher_logit_scale=1.0, "
-    "float? teacher_softcap=None, str? group=None, int ranks=1, SymInt? vocab_size=None"
+    "str kind='forward', Tensor? beta=None, Tensor? logit_scale=None, Tensor? softcap=None, "
+    "Tensor? teacher_logit_scale=None, Tensor? teacher_softcap=None, str? group=None, int ranks=1, "
+    "SymInt? vocab_size=None"
 )
 _GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 SCHEMAS = {
     "linear_kl_div": "(Tensor input, Tensor linear_weight, Tensor? teacher_input=None, Tensor? teacher_weight=None, *, "
     "Tensor? teacher_probs=None, Tensor? linear_bias=None, Tensor? teacher_bias=None, str kind='forward', "
-    "float beta=0.5, Tensor? target=None, int ignore_index=-100, Tensor? token_weight=None, str reduction='mean', "
-    "Tensor? normalizer=None, float logit_scale=1.0, float? softcap=None, float? teacher_logit_scale=None, "
-    "float? teacher_softcap=None) -> Tensor",
+    "Scalar beta=0.5, Tensor? target=None, int ignore_index=-100, Tensor? token_weight=None, str reduction='mean', "
+    "Tensor? normalizer=None, Scalar logit_scale=1.0, Scalar? softcap=None, Scalar temperature=1.0, "
+    "Scalar? teacher_logit_scale=None, Scalar? teacher_softcap=None) -> Tensor",
     "linear_kl_div_forward": f"({_OPERANDS}, *, {_OPTIONS}) "
     "-> (Tensor divergence, Tensor shift, Tensor teacher_shift, Tensor student_kl)",
     "linear_kl_div_backward": f"(Tensor grad, {_OPERANDS}, Tensor shift, Tensor teacher_shift, Tensor student_kl, *, "

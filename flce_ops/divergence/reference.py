@@ -100,9 +100,14 @@ def with_grad(*tensors: Tensor | None, output_mask: list[bool], **options) -> tu
     rows = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), output_mask, rows)
     scale = kept_factors(row_scale, operands.valid).to(divergence.dtype)
-    stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale * options.logit_scale)
+    stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
     return loss, divergence, *grads
+
+
+def scale_of_products(row_scale: Tensor, options: Options) -> Tensor:  # (N,)
+    """With the constant part of dz/du."""
+    return row_scale if options.logit_scale is None else row_scale * options.logit_scale
 
 
 def stream_rows(
@@ -121,7 +126,7 @@ def stream_rows(
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(op, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q = student_logits(operands, options, rows)
-        slope = None if gradients is None else logit_slope(log_q, 1.0, options.softcap)
+        slope = None if gradients is None else logit_slope(log_q, None, options.softcap)
         found = [shift_rows(log_q)]
         if operands.teacher_probs is None:
             log_p = teacher_logits(operands, options, rows)
@@ -160,12 +165,12 @@ def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **o
     *tensors, shift, teacher_shift, student_kl = tensors
     grads = meta.backward_outputs(grad, *tensors, shift, teacher_shift, student_kl, output_mask=output_mask, **options)
     operands, options = Operands(*tensors), Options(**options)
-    scale = kept_factors(grad, operands.valid).to(shift.dtype) * options.logit_scale
+    scale = scale_of_products(kept_factors(grad, operands.valid).to(shift.dtype), options)
     step = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, output_mask, step)
     for rows in row_chunks("linear_kl_div_backward", operands.input, step):
         input, log_q = student_logits(operands, options, rows)
-        slope = logit_slope(log_q, 1.0, options.softcap)
+        slope = logit_slope(log_q, None, options.softcap)
         log_q.sub_(shift[0, rows, None]).sub_(shift[1, rows, None])
         if operands.teacher_probs is None:
             log_p = teacher_logits(operands, options, rows)

@@ -15,7 +15,6 @@ Where the vocabulary is sharded, a row here is this rank's part of it, and `tota
 function uses up its two matrices; log_p and log_q may hold -inf.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -34,7 +33,7 @@ Result = tuple[Tensor | None, Tensor | None, Tensor | None]  # divergence (n,), 
 
 def divergence_and_gradient(
     kind: str,
-    beta: float,
+    beta: Tensor | None,  # (), of "jsd"
     log_q: Tensor,  # (n, v)
     log_p: Tensor,  # (n, v)
     *,
@@ -78,7 +77,7 @@ def reverse_kl(
 
 
 def jensen_shannon(
-    beta: float,
+    beta: Tensor,  # ()
     log_q: Tensor,
     log_p: Tensor,
     total: Total | None,
@@ -89,9 +88,7 @@ def jensen_shannon(
 
     So written both are exact to their own size, which beta bounds; log m itself would bring an error of log q's size.
     """
-    own, others = (
-        torch.full((), math.log(share), dtype=log_q.dtype, device=log_q.device) for share in (1 - beta, beta)
-    )
+    own, others = torch.log1p(-beta), beta.log()
     a = log_p - log_q
     p, q = log_p.exp_(), log_q.exp_()
     teacher_part = None

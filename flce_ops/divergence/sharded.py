@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flce_ops.distributed.dtensor_entry import sum_over_tokens
-from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, describe, layout_of
+from flce_ops.distributed.layout import (
+    Layout,
+    check_dense_shards,
+    check_plain_target,
+    check_same_mesh,
+    describe,
+    layout_of,
+)
 from flce_ops.distributed.local import localize, localize_per_class
 from flce_ops.divergence.checks import OP, check_arguments
 from flce_ops.divergence.functional import (
@@ -59,7 +66,7 @@ def dtensor_composite(
     if target is not None:
         check_plain_target(target, operands.input, OP)
     operands = autocast_pairs(operands)
-    check_arguments(operands, target, token_weight, reduction, normalizer, options.softcap, options.teacher_softcap)
+    check_arguments(operands, target, token_weight, reduction, normalizer)
     shape = operands.input.shape[:-1]
     options = share_columns(layout, options, operands.linear_weight.shape[0])
     operands = local_operands(layout, operands)
@@ -114,6 +121,7 @@ def check_teacher_layout(layout: Layout, operands: Operands) -> None:
     check_same_mesh(
         layout, operands.input, OP, teacher_input=operands.teacher_input, teacher_weight=operands.teacher_weight
     )
+    check_dense_shards(OP, teacher_input=operands.teacher_input, teacher_weight=operands.teacher_weight)
     weight = operands.teacher_weight
     if weight is not None and tuple(weight.placements) != expected:
         raise ValueError(

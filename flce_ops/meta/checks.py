@@ -20,6 +20,7 @@ def check_operands(
     linear_bias: Tensor | None,  # (V,)
     weight: Tensor | None,  # (V,)
 ) -> None:
+    check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear_weight(op, linear_weight, input.shape[-1])
@@ -36,7 +37,64 @@ def check_operands(
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a kernel can read it, and whether its shape and dtype say what it holds."""
+    return (
+        not tensor.is_nested and tensor.layout == torch.strided and not is_quantized(tensor) and not is_pruned(tensor)
+    )
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """torch's own quantized tensors, and subclasses with a way back of their own (torchao's, over packed integers).
+
+    Their dispatch knows F.linear and none of this package's operators. Subclasses without one (nn.Parameter,
+    FakeTensor, DTensor, a user's) are taken as they come.
+    """
+    return tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize
+
+
+def is_pruned(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.sparse.SparseSemiStructuredTensor)
+
+
+def check_dense(op: str, **tensors: Tensor | None) -> None:
+    """Before anything is read off a tensor or made of it."""
+    for name, tensor in tensors.items():
+        if tensor is None or is_dense(tensor):
+            continue
+        if tensor.is_nested:
+            raise TypeError(
+                f"{op}: expected {name} to be a dense tensor, got a nested one; pass the tokens of all sequences in a "
+                "row, input.values() and target.values() of the jagged layout, or pad them"
+            )
+        if is_quantized(tensor):
+            # the dequantize of torchao's NF4Tensor is a function of something else
+            way = "get_original_weight" if hasattr(tensor, "get_original_weight") else "dequantize"
+            raise TypeError(
+                f"{op}: expected {name} to be a dense tensor, got a quantized one of type {type(tensor).__name__}; "
+                f"pass {name}.{way}()"
+            )
+        kind = type(tensor).__name__ if is_pruned(tensor) else str(tensor.layout)
+        raise TypeError(f"{op}: expected {name} to be a dense tensor, got {kind}; pass {name}.to_dense()")
+
+
+def check_unpacked(op: str, name: str, weight: Tensor) -> None:
+    """Before its shape, which is that of the storage where a quantized weight came without what it needs to be read."""
+    if not weight.dtype.is_floating_point and not weight.dtype.is_complex:
+        raise TypeError(
+            f"{op}: expected {name} in a floating dtype, got {weight.dtype}, the storage of a quantized weight; "
+            "dequantize it first, as bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)"
+        )
+
+
+def check_real(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype.is_complex:
+            raise TypeError(f"{op}: expected {name} to be real, got {tensor.dtype}")
+
+
 def check_linear_weight(op: str, linear_weight: Tensor, hidden: int) -> None:
+    check_unpacked(op, "linear_weight", linear_weight)
     if linear_weight.dim() != 2:
         hint = (
             " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: "

@@ -22,14 +22,14 @@ def forward_outputs(
     *,
     ignore_index: int = -100,
     logit_sum: bool = False,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     vocab_size: int | None = None,
     expected_logit: bool = False,
     argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax: (N,), or (0,) for those not asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest: (N,), or (0,) if not asked for."""
     check_operands("linear_cross_entropy_forward", input, linear_weight, target, linear_bias, weight)
     per_token = {"dtype": accumulation_dtype(input.dtype)}
     rows = input.shape[0]
@@ -40,6 +40,7 @@ def forward_outputs(
         input.new_empty(rows if expected_logit else 0, **per_token),
         input.new_empty(rows if argmax else 0, **per_token),
         input.new_empty(rows if argmax else 0, dtype=torch.int64),
+        input.new_empty(rows, **per_token),
     )
 
 
@@ -55,12 +56,13 @@ def backward_outputs(
     lse: Tensor,
     *,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     output_mask: list[bool],
     grad_expected_logit: Tensor | None = None,
     expected_logit: Tensor | None = None,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input (N, D), grad_linear_weight (V, D), grad_linear_bias (V,); (0,) where `output_mask` is False."""
     op = "linear_cross_entropy_backward"
@@ -74,6 +76,7 @@ def backward_outputs(
         "lse": lse,
         "grad_expected_logit": grad_expected_logit,
         "expected_logit": expected_logit,
+        "lse_rest": lse_rest,
     }
     for name, tensor in per_token.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
@@ -91,9 +94,9 @@ def with_grad_outputs(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    z_loss: Tensor | None = None,  # ()
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     output_mask: list[bool],
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -137,9 +140,10 @@ def double_backward_outputs(
     lse: Tensor,
     *,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of grad_target_logit, grad_lse, grad_logit_sum, lse (N,) each, input, linear_weight, linear_bias."""
     op = "linear_cross_entropy_double_backward"

@@ -51,16 +51,21 @@ def launch_backward(
     lse: Tensor,
     *,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     output_mask: list[bool],
     grad_expected_logit: Tensor | None = None,
     expected_logit: Tensor | None = None,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight, lse)
     cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
-    expectations = {"grad_expected_logit": grad_expected_logit, "expected_logit": expected_logit}
+    expectations = {
+        "grad_expected_logit": grad_expected_logit,
+        "expected_logit": expected_logit,
+        "lse_rest": lse_rest,
+    }
     grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **expectations)
     grad_input, grad_weight, grad_bias = grads
     bias_sum = torch.zeros_like(grad_bias, dtype=torch.float32) if output_mask[2] else None
@@ -98,11 +103,12 @@ def add_gradients(
     *,
     first: bool,
     ignore_index: int,
-    softcap: float | None,
-    logit_scale: float,
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
     vocab_start: int = 0,
     grad_expected_logit: Tensor | None = None,
     expected_logit: Tensor | None = None,
+    lse_rest: Tensor | None = None,
 ) -> None:
     want_input, want_weight, want_bias = (grad is not None for grad in (grad_input, grad_weight, bias_sum))
     num_classes, hidden = linear_weight.shape
@@ -118,7 +124,9 @@ def add_gradients(
         )
         valid, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
         class_weight = weight.float() if weight is not None and grad_logit_sum is not None else None
-        lse2 = (lse * LOG2E).contiguous()
+        lse64 = lse.double() if lse_rest is None else lse.double() + lse_rest
+        lse2 = (lse64 * LOG2E).float()
+        share = torch.exp2(lse2 - lse64 * LOG2E).float()  # of exp2(z2 - lse2): what the rounding of lse2 takes
         row_factor = torch.zeros_like(lse) if grad_lse is None else torch.where(valid, grad_lse, 0.0)
         sum_factor = None if grad_logit_sum is None else torch.where(valid, grad_logit_sum, 0.0)
         shift_factor = None
@@ -126,7 +134,8 @@ def add_gradients(
             # c (1 + z - m) = c (1 + lse - m) + c (z - lse), the second in base 2
             grad_expected = torch.where(valid, grad_expected_logit, 0.0)
             row_factor = row_factor + grad_expected * (1.0 + lse - expected_logit)
-            shift_factor = grad_expected / LOG2E
+            shift_factor = grad_expected / LOG2E * share
+        row_factor = row_factor * share
 
         at_target = row_factor
         if shift_factor is not None:
@@ -139,14 +148,16 @@ def add_gradients(
             at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.squeeze(1)]
         if softcap is not None:
             at_target *= 1.0 - (target_logit2 / (LOG2E * softcap)).square()
-        at_target = at_target * logit_scale
+        if logit_scale is not None:
+            at_target = at_target * logit_scale
+            row_factor, sum_factor, shift_factor = (
+                None if factor is None else factor * logit_scale for factor in (row_factor, sum_factor, shift_factor)
+            )
         column = torch.where(hit, target - vocab_start, -1)
         residual = at_target - at_target.to(input.dtype).float()
         one = torch.ones_like(residual)
 
-        row_factor, sum_factor, shift_factor = contiguous(
-            *(None if factor is None else factor * logit_scale for factor in (row_factor, sum_factor, shift_factor))
-        )
+        row_factor, sum_factor, shift_factor = contiguous(row_factor, sum_factor, shift_factor)
         gradient = torch.empty(chunk_rows * chunk_columns, dtype=input.dtype, device=input.device)
         exact = first and want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
         weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight

@@ -112,8 +112,8 @@ def launch_exponentials(
     logit_sum: bool,
     expected: bool = False,
     argmax: bool = False,
-    logit_scale: float,
-    softcap: float | None,
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.logits_gemm import LN2
+from flce_ops.triton.logits_gemm import LN2, number_at
 
 # n rows of a chunk, V vocabulary
 
@@ -76,9 +76,9 @@ def finish_rows_kernel(
     V,
     ignore_index,
     label_smoothing,
-    z_loss,
-    logit_scale,
-    softcap,
+    z_loss_ptr,  # ()
+    logit_scale_ptr,  # ()
+    softcap_ptr,  # ()
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -118,18 +118,20 @@ def finish_rows_kernel(
         logit_sum = tl.load(logit_sum_ptr + rows, mask=mask, other=0.0) * LN2
         loss += smoothing * (weight_sum * lse - logit_sum)
         slope += smoothing * weight_sum
-    loss += z_loss * lse * lse
-    slope += 2.0 * z_loss * lse
+    if z_loss_ptr is not None:
+        z_loss = tl.load(z_loss_ptr).to(tl.float32)
+        loss += z_loss * lse * lse
+        slope += 2.0 * z_loss * lse
     slope = apart_from_zero(slope)
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
     scale = tl.where(valid, tl.load(row_scale_ptr + rows, mask=mask, other=0.0), 0.0)
     store_target_entry(
         at_target - tl.where(valid, row_sum * target_factor / slope, 0.0),
-        tl.where(valid, scale * slope * logit_scale / row_sum, 0.0),
+        tl.where(valid, scale * slope * number_at(logit_scale_ptr, 1.0) / row_sum, 0.0),
         target_logit,
         mask,
-        softcap,
+        number_at(softcap_ptr, 1.0),
         entry_ptr,
         row_factor_ptr,
         weight_factor_ptr,
@@ -158,9 +160,9 @@ def launch_finish_rows(
     residual: Tensor,  # (n,)
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
-    logit_scale: float,
-    softcap: float | None,
+    z_loss: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
 ) -> None:
     rows = row_sum.shape[0]
     block = 64
@@ -184,7 +186,7 @@ def launch_finish_rows(
         label_smoothing,
         z_loss,
         logit_scale,
-        0.0 if softcap is None else softcap,
+        softcap,
         HAS_CLASS_WEIGHT=class_weight is not None,
         HAS_SMOOTHING=label_smoothing != 0.0,
         HAS_SOFTCAP=softcap is not None,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.finish_rows import apart_from_zero, store_target_entry, with_target
-from flce_ops.triton.logits_gemm import LN2
+from flce_ops.triton.logits_gemm import LN2, number_at
 
 # n rows of a chunk, R ranks that share the vocabulary, k numbers a row of each
 
@@ -79,9 +79,9 @@ def finish_shard_rows_kernel(
     ranks,
     stride_rank,
     ignore_index,
-    z_loss,
-    logit_scale,
-    softcap,
+    z_loss_ptr,  # ()
+    logit_scale_ptr,  # ()
+    softcap_ptr,  # ()
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,20 +115,25 @@ def finish_shard_rows_kernel(
     target_factor = tl.full((BLOCK_N,), 1.0, tl.float32)
     if HAS_CLASS_WEIGHT:
         target_factor = tl.load(target_weight_ptr + rows, mask=mask, other=0.0)
-    loss = target_factor * (lse2 - target_logit) * LN2 + z_loss * lse * lse
+    loss = target_factor * (lse2 - target_logit) * LN2
+    slope = target_factor
+    if z_loss_ptr is not None:
+        z_loss = tl.load(z_loss_ptr).to(tl.float32)
+        loss += z_loss * lse * lse
+        slope += 2.0 * z_loss * lse
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    slope = apart_from_zero(target_factor + 2.0 * z_loss * lse)
+    slope = apart_from_zero(slope)
     # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
     exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
     scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
     store_target_entry(
         at_target - target_factor / slope * tl.exp2(exponent),
-        tl.where(valid, scale * slope * logit_scale * tl.exp2(-exponent), 0.0),
+        tl.where(valid, scale * slope * number_at(logit_scale_ptr, 1.0) * tl.exp2(-exponent), 0.0),
         own_logit,
         hit,
-        softcap,
+        number_at(softcap_ptr, 1.0),
         entry_ptr,
         row_factor_ptr,
         weight_factor_ptr,
@@ -155,9 +160,9 @@ def launch_finish_shard_rows(
     weight_factor: Tensor,  # (n,)
     residual: Tensor,  # (n,)
     ignore_index: int,
-    z_loss: float,
-    logit_scale: float,
-    softcap: float | None,
+    z_loss: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
 ) -> None:
     rows = row_sum.shape[0]
     finish_shard_rows_kernel[(triton.cdiv(rows, BLOCK_N),)](
@@ -180,7 +185,7 @@ def launch_finish_shard_rows(
         ignore_index,
         z_loss,
         logit_scale,
-        0.0 if softcap is None else softcap,
+        softcap,
         HAS_CLASS_WEIGHT=target_weight is not None,
         HAS_SOFTCAP=softcap is not None,
         BLOCK_N=BLOCK_N,

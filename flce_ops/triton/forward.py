@@ -29,17 +29,17 @@ def launch_forward(
     *,
     ignore_index: int = -100,
     logit_sum: bool = False,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     vocab_size: int | None = None,
     expected_logit: bool = False,
     argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operands = (input, linear_weight, target, linear_bias, weight)
     wanted = {"logit_sum": logit_sum, "argmax": argmax}
     outputs = meta.forward_outputs(*operands, expected_logit=expected_logit, **wanted)
-    target_logit, lse, sums, expected, max_logit, largest = outputs
+    target_logit, lse, sums, expected, max_logit, largest, lse_rest = outputs
     num_classes = linear_weight.shape[0]
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
@@ -68,7 +68,9 @@ def launch_forward(
             )
             # the sum holds the target's exponential, which was summed from another order of the same products
             row_sum = row_sums.exponentials.maximum(torch.exp2(target_logit2[rows] - reference2[rows]))
-            lse[rows] = (reference2[rows] + row_sum.log2()) / LOG2E
+            lse64 = (reference2[rows].double() + row_sum.log2()) / LOG2E
+            lse[rows] = lse64
+            lse_rest[rows] = torch.where(lse64.isfinite(), lse64 - lse[rows], 0.0)
             if logit_sum:
                 sums[rows] = row_sums.logits / LOG2E
             if expected_logit:

@@ -37,6 +37,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def number_at(pointer, default: tl.constexpr):
+    """The number of an option at `pointer`, or `default` where there is None."""
+    if pointer is None:
+        return default
+    else:
+        return tl.load(pointer).to(tl.float32)
+
+
+@triton.jit
 def base2_logits(acc, bias, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """(z log2 e, dz/du / logit_scale) of the raw products; the slope is meaningful only with a softcap."""
     if HAS_BIAS:
@@ -84,8 +93,8 @@ def logits_gemm_kernel(
     stride_weight_v,
     stride_weight_d,
     stride_out_n,
-    logit_scale,
-    softcap,
+    logit_scale_ptr,  # ()
+    softcap_ptr,  # ()
     EPILOGUE: tl.constexpr,
     STORE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -109,6 +118,8 @@ def logits_gemm_kernel(
     STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    logit_scale = number_at(logit_scale_ptr, 1.0)
+    softcap = number_at(softcap_ptr, 1.0)
     row_blocks = tl.cdiv(n, BLOCK_N)
     vocab_blocks = tl.cdiv(V, BLOCK_V)
     depth = tl.cdiv(D, BLOCK_D)
@@ -235,8 +246,8 @@ def launch_logits_gemm(
     expected: Tensor | None = None,  # (T, n)
     guard: Tensor | None = None,  # ()
     guard_limit: float = 0.0,
-    logit_scale: float,
-    softcap: float | None,
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
     tiles: Tiles | None = None,
 ) -> None:
     n, hidden = input.shape
@@ -276,7 +287,7 @@ def launch_logits_gemm(
         *linear_weight.stride(),
         0 if out is None else out.stride(0),
         logit_scale,
-        0.0 if softcap is None else softcap,
+        softcap,
         EPILOGUE=epilogue,
         STORE=out is not None,
         HAS_BIAS=linear_bias is not None,

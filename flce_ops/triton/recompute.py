@@ -27,20 +27,21 @@ def recompute_step(
     first: bool,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
+    z_loss: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
 ) -> None:
     operands = (input, linear_weight, target, linear_bias, weight)
     logits = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
     wanted = {"logit_sum": bool(label_smoothing), "argmax": largest is not None}
-    target_logit, lse, logit_sum, _, _, columns = launch_forward(*operands, **wanted, **logits)
+    target_logit, lse, logit_sum, _, _, columns, lse_rest = launch_forward(*operands, **wanted, **logits)
     if largest is not None:
         largest.copy_(columns)
 
     terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
     valid = target != ignore_index
-    losses.copy_(torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None), 0.0))
+    found = terms.loss(target_logit, lse, logit_sum if label_smoothing else None, lse_rest)
+    losses.copy_(torch.where(valid, found, 0.0))
     scale = torch.where(valid, row_scale, 0.0)
     add_gradients(
         *terms.cotangents(lse, scale),
@@ -48,5 +49,6 @@ def recompute_step(
         lse,
         *gradients,
         first=first,
+        lse_rest=lse_rest,
         **logits,
     )

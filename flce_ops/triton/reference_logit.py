@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.logits_gemm import base2_logits
+from flce_ops.triton.logits_gemm import base2_logits, number_at
 
 # N tokens, D hidden, V vocabulary
 
@@ -26,8 +26,8 @@ def reference_logit_kernel(
     stride_weight_d,
     vocab_start,
     ignore_index,
-    logit_scale,
-    softcap,
+    logit_scale_ptr,  # ()
+    softcap_ptr,  # ()
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,6 +55,7 @@ def reference_logit_kernel(
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column).to(tl.float32)
+    logit_scale, softcap = number_at(logit_scale_ptr, 1.0), number_at(softcap_ptr, 1.0)
     z2, _ = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(reference_ptr + row, z2)
     tl.store(hit_ptr + row, hit.to(tl.int8))
@@ -68,8 +69,8 @@ def launch_reference_logit(
     *,
     ignore_index: int,
     vocab_start: int,
-    softcap: float | None,
-    logit_scale: float,
+    softcap: Tensor | None,  # ()
+    logit_scale: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor]:
     rows = input.shape[0]
     reference = input.new_empty(rows, dtype=torch.float32)
@@ -88,7 +89,7 @@ def launch_reference_logit(
         vocab_start,
         ignore_index,
         logit_scale,
-        0.0 if softcap is None else softcap,
+        softcap,
         HAS_BIAS=linear_bias is not None,
         HAS_SOFTCAP=softcap is not None,
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),

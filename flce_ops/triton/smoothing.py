@@ -21,7 +21,7 @@ class SmoothingTerms:
         linear_weight: Tensor,  # (V, D)
         class_weight: Tensor | None,  # (V,) float32
         row_scale: Tensor,  # (N,), 0 where ignored
-        kappa: float,
+        kappa: float | Tensor,  # ()
     ) -> None:
         self.kappa = kappa
         self.class_weight = class_weight

@@ -44,9 +44,9 @@ def launch_with_grad(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    z_loss: Tensor | None = None,  # ()
+    softcap: Tensor | None = None,  # ()
+    logit_scale: Tensor | None = None,  # ()
     output_mask: list[bool],
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -102,7 +102,8 @@ class OnePassStep:
         self.options = options
         self.want_input, self.want_weight, want_bias = output_mask
         self.bias_sum = torch.zeros_like(self.grad_bias, dtype=torch.float32) if want_bias else None
-        self.logits = {name: options[name] for name in ("softcap", "logit_scale")}
+        logit_scale = options["logit_scale"]
+        self.logits = {"softcap": options["softcap"], "logit_scale": logit_scale}
         self.class_weight = None if weight is None else weight.float()
         self.weight_sum = None if weight is None else self.class_weight.sum()
         # a sum over one chunk is rounded once anyway
@@ -128,7 +129,9 @@ class OnePassStep:
         self.reference = self.target_logit.clone()  # becomes lse in chunks that are rescued
         if options["label_smoothing"]:
             valid_scale = torch.where(target != options["ignore_index"], row_scale, 0.0)
-            kappa = options["label_smoothing"] * options["logit_scale"] / linear_weight.shape[0]
+            kappa = options["label_smoothing"] / linear_weight.shape[0]
+            if logit_scale is not None:
+                kappa = kappa * logit_scale
             self.smoothing = SmoothingTerms(input, linear_weight, self.class_weight, valid_scale, kappa)
             if self.want_weight:
                 self.smoothing.start_weight_gradient(self.weight_gradient)

@@ -13,6 +13,9 @@ From then on `model(input_ids, labels=labels).loss` is the operator's; without l
     cross_entropy_call.py     a forward that computes its cross-entropy by itself
     head.py                   the lm_head's forward that takes targets; refuses heads it would get wrong
     transform_head.py         a head that ends in a linear layer
+    output_hooks.py           finds hooks that need the logits which the head would make
+    no_logits.py              what an output has in place of the logits
+    trainer.py                tells a model when Trainer takes its logits
 """
 
 from flce_ops.integrations.transformers.patching import patch, patched, unpatch

@@ -16,6 +16,8 @@ from types import CellType, CodeType, FunctionType
 
 from torch import nn
 
+from flce_ops.integrations.transformers.instance_forward import has_another_forward
+
 
 @dataclass(frozen=True)
 class CrossEntropy:
@@ -32,6 +34,15 @@ class CrossEntropy:
                 f"{type(model).__name__}: expected self.{self.module} to be nn.CrossEntropyLoss() without class "
                 f"weights and label smoothing, got {loss!r}; leave the model unpatched"
             )
+        if has_another_forward(loss, nn.CrossEntropyLoss.forward):
+            raise NotImplementedError(
+                f"{type(model).__name__}: expected self.{self.module} to be nn.CrossEntropyLoss() without class "
+                "weights and label smoothing, got one with a forward of its own; leave the model unpatched"
+            )
+
+    def modules_of(self, model: nn.Module) -> list[nn.Module]:
+        loss = None if self.module is None else getattr(model, self.module)
+        return [loss] if isinstance(loss, nn.Module) else []
 
     def ignore_index_of(self, model: nn.Module) -> int:
         return self.ignore_index if self.module is None else getattr(model, self.module).ignore_index

@@ -7,24 +7,31 @@ The forward runs on a stand-in for the model. What it asks of the stand-in is th
     loss = self.loss_function(logits, labels)    the model's lm_head on `hidden` and the targets
 
 A forward that computes its cross-entropy by itself asks for self.flce_cross_entropy instead (cross_entropy_call.py).
-Arguments, mixture-of-experts losses and outputs stay the model's.
+Arguments, mixture-of-experts losses and outputs stay the model's. Where logits are wanted beside the loss, `lm_head`
+returns them and they go the model's way into its output; the loss is the same.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.utils import ModelOutput
 
-from flce_ops.integrations.transformers.head import prepare_head
+from flce_ops.integrations.transformers.head import makers_of_logits, prepare_head
 from flce_ops.integrations.transformers.instance_forward import name_of
+from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
+from flce_ops.integrations.transformers.output_hooks import wants_logits
 from flce_ops.integrations.transformers.read_head import Head, read
 
 # B batch, T tokens, D hidden, V vocabulary
 
 ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is in force
+EVAL_LOGITS = "_flce_eval_logits"  # of an instance or a class: what the user said to patch
+TAKEN_BY_TRAINER = "_flce_logits_taken_by_trainer"  # of an instance, while Trainer takes predictions from it
 
 
 class KeepHidden:
@@ -36,20 +43,23 @@ class KeepHidden:
     def __getattr__(self, name: str):  # weight, for its dtype
         return getattr(self.head, name)
 
-    def __call__(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0)
+    def __call__(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0), or the logits (B, T, V)
         self.stand_in.flce_hidden = hidden
+        if self.stand_in.flce_with_logits:
+            return self.head(hidden)
         return hidden.new_empty(*hidden.shape[:-1], 0)
 
 
 class WithoutLogits:
     """Stands in for `model` during one forward."""
 
-    def __init__(self, model: nn.Module, head: Head) -> None:
+    def __init__(self, model: nn.Module, head: Head, with_logits: bool) -> None:
         self.flce_model = model
         self.flce_head = head
+        self.flce_with_logits = with_logits
         self.flce_hidden = None
         setattr(self, head.name, KeepHidden(self, getattr(model, head.name)))
-        if head.bias is not None:
+        if head.bias is not None and not with_logits:
             setattr(self, head.bias, getattr(model, head.bias)[..., :0])
 
     def __getattr__(self, name: str):
@@ -57,7 +67,7 @@ class WithoutLogits:
 
     def loss_function(
         self,
-        logits: Tensor,  # (B, T, 0)
+        logits: Tensor,  # (B, T, 0) or (B, T, V)
         labels: Tensor,  # (B, T)
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
@@ -128,6 +138,17 @@ def check_loss(model: nn.Module, head: Head) -> None:
         )
 
 
+def gives_logits(model: nn.Module) -> bool:
+    """Whether `model` gives logits beside the loss that it computes without them."""
+    if getattr(model, TAKEN_BY_TRAINER, False):
+        return True
+    return not model.training and getattr(model, EVAL_LOGITS, False)
+
+
+def is_patched(model: nn.Module) -> bool:
+    return getattr(model, ACTIVE, False) or hasattr(type(model).forward, "flce_original")
+
+
 def forward_without_logits(original: Callable, head: Head, *, of_instance: bool) -> Callable:
     """The forward that takes the place of `original`, for one instance or for a class."""
     _, without_cross_entropy = read(original)
@@ -139,14 +160,25 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
         labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
         if labels is None or (of_instance and not getattr(self, ACTIVE, False)):
             return original(self, *args, **kwargs)
+        name = type(self).__name__
+        if wants_logits(makers_of_logits(getattr(self, head.name), name), head.modules_of_loss(self), name):
+            return original(self, *args, **kwargs)
+        if gives_logits(self):
+            return without_cross_entropy(WithoutLogits(self, head, with_logits=True), *args, **kwargs)
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = self.config.return_dict
         if not return_dict:
             kwargs["return_dict"] = True  # the logits can only be told from the rest by name
-        output = without_cross_entropy(WithoutLogits(self, head), *args, **kwargs)
-        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        output = without_cross_entropy(WithoutLogits(self, head, with_logits=False), *args, **kwargs)
+        output = without_logits(output)
         return output if return_dict else output.to_tuple()
 
     forward.flce_original = original
     return forward
+
+
+def without_logits(output: ModelOutput) -> ModelOutput:
+    if torch.compiler.is_exporting():  # an exported program returns tensors only
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    return type(output)(**{name: LOGITS_NOT_COMPUTED if name == "logits" else value for name, value in output.items()})

@@ -6,13 +6,18 @@ module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from flce_ops.functional import linear_cross_entropy
 from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.instance_forward import is_replaced, replace_forward, restore_forward
+from flce_ops.integrations.transformers.instance_forward import (
+    BoundForward,
+    is_replaced,
+    replace_forward,
+    restore_forward,
+)
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
@@ -58,14 +63,22 @@ def linear_or_loss(
 linear_or_loss.flce_original = nn.Linear.forward
 
 
+def forward_of_head(module: nn.Module) -> BoundForward:
+    """Of an empty one too, while pickle reads it."""
+    if is_linear(module):
+        return BoundForward(linear_or_loss, module, forward_of_head)
+    inner_of(module)  # reads the source now: torch.compile cannot
+    return BoundForward(transform_then_loss, module, forward_of_head)
+
+
 def prepare_head(head: nn.Module, model_name: str) -> None:
     """Make `head(hidden, target, ...)` return the loss, or refuse.
 
     It runs before every loss: the head of a patched model may be replaced (resize_token_embeddings) or wrapped (PEFT).
     """
-    for module, forward in list(forwards_of(head, model_name)):
-        if not is_replaced(module):
-            replace_forward(module, forward)
+    for module in list(makers_of_logits(head, model_name)):
+        if not is_wrapper_of_peft(module) and not is_replaced(module):
+            replace_forward(module, forward_of_head(module))
 
 
 def restore_head(head: nn.Module) -> None:
@@ -73,26 +86,38 @@ def restore_head(head: nn.Module) -> None:
         restore_forward(module)
 
 
-def forwards_of(head: nn.Module, model_name: str) -> Iterator[tuple[nn.Module, Callable]]:
-    """What is to be replaced, from the outside in."""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        yield head, linear_or_loss
+def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
+    """`head` and the modules in it that may make its output, from the outside in."""
+    if is_linear(head):
+        yield head
         return
+    if is_wrapper_of_peft(head):
+        inner = [head.original_module, *head.modules_to_save.values()]
+    else:
+        inner = [inner_linear_of(head, model_name)]
+    yield head
+    for module in inner:
+        yield from makers_of_logits(module, model_name)
+
+
+def is_linear(head: nn.Module) -> bool:
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+def is_wrapper_of_peft(head: nn.Module) -> bool:
+    """Of a head that is trained whole, its copies inside."""
     peft = sys.modules.get("peft.utils.other")
-    if peft is not None and isinstance(head, peft.ModulesToSaveWrapper):
-        for copy in (head.original_module, *head.modules_to_save.values()):
-            yield from forwards_of(copy, model_name)
-        return
+    return peft is not None and isinstance(head, peft.ModulesToSaveWrapper)
+
+
+def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
+    """The linear layer that `head` ends in, which PEFT may have wrapped."""
     why = ""
     if isinstance(head, nn.Module):
         try:
-            inner = getattr(head, inner_of(head).name)
+            return getattr(head, inner_of(head).name)
         except NotUnderstood as error:
             why = f" ({error})"
-        else:
-            yield head, transform_then_loss
-            yield from forwards_of(inner, model_name)
-            return
     advice = "leave the model unpatched"
     if hasattr(head, "base_layer"):
         why = ""

@@ -1,5 +1,6 @@
 """The forward of one module instance, replaced and put back."""
 
+import inspect
 from collections.abc import Callable
 from types import MethodType
 
@@ -10,17 +11,40 @@ from torch import nn
 HOOKED, PLAIN = "_old_forward", "forward"
 
 
+class BoundForward:
+    """`function` bound to `module`, as a method is, but one that pickle can write.
+
+    A method is written as the name of an attribute of `module`, and a function that is not its class's is none.
+    """
+
+    def __init__(self, function: Callable, module: nn.Module, rebuild: Callable[[nn.Module], "BoundForward"]) -> None:
+        """rebuild: a function of the top level of a file, which makes it again for the module that was read."""
+        self.__func__ = function
+        self.__self__ = module
+        self.flce_rebuild = rebuild
+
+    def __call__(self, *args, **kwargs):
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return self.flce_rebuild, (self.__self__,)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(self.__func__, self.__self__))
+
+
 @torch.compiler.disable(reason="a patched class prepares a head at its first loss, which must run in eager mode")
-def replace_forward(module: nn.Module, forward: Callable) -> None:
-    """forward(self, ...), with what it replaces as `forward.flce_original`."""
+def replace_forward(module: nn.Module, forward: BoundForward) -> None:
+    """The function that is bound has what it replaces as `flce_original`."""
     place = HOOKED if HOOKED in module.__dict__ else PLAIN
-    if has_another_forward(module, forward.flce_original):
+    if has_another_forward(module, forward.__func__.flce_original):
         raise NotImplementedError(
             f"this {type(module).__name__} has a forward of its own, {name_of(module.__dict__[place])}, which patch "
             "would put out of action; set it after patch if it calls the forward it replaces, or leave the model "
             "unpatched"
         )
-    setattr(module, place, MethodType(forward, module))
+    setattr(module, place, forward)
 
 
 def has_another_forward(module: nn.Module, original: Callable) -> bool:

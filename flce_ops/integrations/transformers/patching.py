@@ -7,26 +7,38 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.forward import ACTIVE, check_loss, forward_without_logits
+from flce_ops.integrations.transformers.forward import (
+    ACTIVE,
+    EVAL_LOGITS,
+    check_loss,
+    forward_without_logits,
+)
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
 from flce_ops.integrations.transformers.instance_forward import (
+    BoundForward,
     has_another_forward,
     is_replaced,
     replace_forward,
     restore_forward,
 )
 from flce_ops.integrations.transformers.read_head import Head, read_head
+from flce_ops.integrations.transformers.trainer import announce_predictions
+
+Model = nn.Module | type[PreTrainedModel]
 
 
-def patch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type[PreTrainedModel]:
+def patch(model_or_class: Model, *, eval_logits: bool = False) -> Model:
     """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
 
-    With labels, the output has the loss and no logits; without labels it is what it was. Everything else that the
-    model's forward takes and returns stays: num_items_in_batch, shift_labels, ignore_index, logits_to_keep, router
-    losses, hidden states, return_dict.
+    With labels, the output has the loss, and in place of the logits an object that raises when it is used; without
+    labels it is what it was. Everything else that the model's forward takes and returns stays: num_items_in_batch,
+    shift_labels, ignore_index, logits_to_keep, router losses, hidden states, return_dict.
+
+    Transformers' Trainer gets logits where it takes predictions: evaluate with compute_metrics, predict.
 
     Args:
         model_or_class: a Transformers model, one wrapped by PEFT, or a model class, for all of its instances.
+        eval_logits: give logits beside the loss in eval mode, for an evaluation other than Trainer's.
 
     Returns:
         model_or_class.
@@ -38,18 +50,23 @@ def patch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type
     """
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
+        setattr(model_or_class, EVAL_LOGITS, eval_logits)
     else:
-        patch_instance(base_model_of(model_or_class))
+        model = base_model_of(model_or_class)
+        patch_instance(model)
+        setattr(model, EVAL_LOGITS, eval_logits)
+    announce_predictions()
     return model_or_class
 
 
-def unpatch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | type[PreTrainedModel]:
+def unpatch(model_or_class: Model) -> Model:
     """Undo `patch` of the same model or class. ValueError if it is not patched."""
     if isinstance(model_or_class, type):
         original = getattr(model_or_class.__dict__.get("forward"), "flce_original", None)
         if original is None:
             raise ValueError(f"{model_or_class.__name__} is not patched")
         del model_or_class.forward
+        delattr(model_or_class, EVAL_LOGITS)
         if model_or_class.forward is not original:  # unless it was inherited
             model_or_class.forward = original
         return model_or_class
@@ -59,13 +76,14 @@ def unpatch(model_or_class: nn.Module | type[PreTrainedModel]) -> nn.Module | ty
     setattr(model, ACTIVE, False)  # all that matters where a wrapper (accelerate's autocast) now holds the forward
     restore_forward(model)
     restore_head(getattr(model, head_of(type(model)).name))
+    delattr(model, EVAL_LOGITS)
     return model_or_class
 
 
 @contextlib.contextmanager
-def patched(model_or_class: nn.Module | type[PreTrainedModel]) -> Iterator[nn.Module | type[PreTrainedModel]]:
+def patched(model_or_class: Model, *, eval_logits: bool = False) -> Iterator[Model]:
     """`patch` for the duration of a with block."""
-    patch(model_or_class)
+    patch(model_or_class, eval_logits=eval_logits)
     try:
         yield model_or_class
     finally:
@@ -85,11 +103,17 @@ def patch_instance(model: PreTrainedModel) -> None:
     head = head_of(cls)
     check_loss(model, head)
     prepare_head(getattr(model, head.name), cls.__name__)
-    original = original_of(cls)
-    held_by_a_wrapper = hasattr(model, ACTIVE) and has_another_forward(model, original)
+    held_by_a_wrapper = hasattr(model, ACTIVE) and has_another_forward(model, original_of(cls))
     if not is_replaced(model) and not held_by_a_wrapper:
-        replace_forward(model, forward_without_logits(original, head, of_instance=True))
+        replace_forward(model, forward_of_model(model))
     setattr(model, ACTIVE, True)
+
+
+def forward_of_model(model: PreTrainedModel) -> BoundForward:
+    """Of an empty one too, while pickle reads it."""
+    cls = type(model)
+    function = forward_without_logits(original_of(cls), head_of(cls), of_instance=True)
+    return BoundForward(function, model, forward_of_model)
 
 
 def head_of(cls: type) -> Head:

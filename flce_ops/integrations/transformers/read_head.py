@@ -77,6 +77,10 @@ class Head:
             return None
         return number(model, self.softcap)
 
+    def modules_of_loss(self, model: nn.Module) -> list[nn.Module]:
+        """Which the model's own forward gives logits, and which do not run without."""
+        return [] if self.cross_entropy is None else self.cross_entropy.modules_of(model)
+
     def check(self, model: nn.Module) -> None:
         for path in self.unless:
             if lookup(model, path) > 0:

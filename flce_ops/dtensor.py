@@ -1,0 +1,10 @@
+"""Whether DTensors are among the arguments, without importing torch.distributed.tensor for those who have none."""
+
+import sys
+
+from torch import Tensor
+
+
+def any_dtensor(*tensors: Tensor | None) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)

@@ -1,0 +1,179 @@
+"""Options that are numbers: those with a gradient, those that change from call to call, and the temperature."""
+
+# N tokens, D hidden, E the teacher's, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import make_inputs
+from reference_loss import dense_logits, error, reference_loss
+from test_compile import compiled
+
+import flce_ops
+
+SHAPE = (13, 11, 31)
+TIGHT = 1e-12
+
+
+def example(device, dtype=torch.float64, **made):
+    return make_inputs(SHAPE, device=device, dtype=dtype, **made)
+
+
+def number(value, device="cpu", dtype=torch.float64):
+    return torch.tensor(value, device=device, dtype=dtype, requires_grad=True)
+
+
+# ---------------------------------------------------------------- a learnt scale
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "z_loss": 0.01}], ids=["plain", "softcap"])
+def test_a_tensor_as_logit_scale_gets_its_gradient(device, options, reduction):
+    inputs = example(device, bias=True)
+    found, exact = [], []
+    for function, results in ((flce_ops.linear_cross_entropy, found), (reference_loss, exact)):
+        scale = number(1.7, device)
+        loss = function(*inputs.args, logit_scale=scale, reduction=reduction, **options)
+        leaves = (scale, *inputs.leaves.values())
+        first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
+        results += [loss, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+    for ours, right in zip(found, exact, strict=True):
+        assert error(ours, right) < TIGHT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_learnt_scale_of_the_dtype_of_its_model_or_of_float32(device, dtype):
+    inputs = example(device, dtype, bias=True)
+    exact = inputs.clone(torch.float64)
+    for scale_dtype in {dtype, torch.float32}:
+        scale, right = number(2.5, device, scale_dtype), number(2.5, device)
+        flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale).backward()
+        reference_loss(*exact.args, logit_scale=right).backward()
+        assert scale.grad.dtype == scale_dtype
+        assert error(scale.grad, right.grad) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_learnt_temperature_and_a_scale_of_the_students_logits(device):
+    inputs = example(device)
+    temperature, right = number(0.7, device), number(0.7, device)
+    flce_ops.linear_log_probs(*inputs.args, temperature=temperature).log_probs.square().sum().backward()
+    log_p = (F.linear(inputs.input, inputs.linear_weight) / right).log_softmax(1)
+    valid = inputs.target != -100
+    log_p.gather(1, inputs.target.clamp(min=0)[:, None])[valid].square().sum().backward()
+    assert error(temperature.grad, right.grad) < TIGHT
+
+    teacher = torch.randn(SHAPE[0], 5, device=device).double(), torch.randn(SHAPE[2], 5, device=device).double()
+    scale, right = number(1.3, device), number(1.3, device)
+    flce_ops.linear_kl_div(*inputs.args[:2], *teacher, logit_scale=scale, teacher_logit_scale=1.0).backward()
+    log_q = (F.linear(inputs.input, inputs.linear_weight) * right).log_softmax(1)
+    F.kl_div(log_q, F.linear(*teacher).log_softmax(1), log_target=True, reduction="batchmean").backward()
+    assert error(scale.grad, right.grad) < TIGHT
+
+
+def test_a_learnt_scale_compiles_into_one_graph(device):
+    inputs = example(device)
+    scale = number(1.7, device)
+    loss, counter = compiled(flce_ops.linear_cross_entropy)
+    found = torch.autograd.grad(loss(*inputs.args, logit_scale=scale), (scale, inputs.linear_weight))
+    eager = torch.autograd.grad(
+        flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale), (scale, inputs.linear_weight)
+    )
+    assert counter.count == 1
+    for ours, right in zip(found, eager, strict=True):
+        assert error(ours, right) < TIGHT
+
+
+# ---------------------------------------------------------------- refusals
+
+MISTAKES = [
+    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, softcap=s), TypeError, "softcap to be a number.*item"),
+    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, z_loss=s), TypeError, "z_loss to be a number"),
+    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, label_smoothing=s), TypeError, "label_smoothing"),
+    (lambda x, w, t, s: flce_ops.linear_log_probs(x, w, t, softcap=s), TypeError, "linear_log_probs.*softcap"),
+    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, beta=s), TypeError, "linear_kl_div.*beta"),
+    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, temperature=s), TypeError, "temperature"),
+    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, logit_scale=s), ValueError, "teacher_logit_scale"),
+    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, logit_scale=s[None]), ValueError, r"0-d.*\(1,\)"),
+    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, logit_scale=s + 1j), TypeError, "logit_scale.*real"),
+    (
+        lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, temperature=s, softcap=5.0),
+        NotImplementedError,
+        "temperature.*softcap.*number",
+    ),
+    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, temperature=0.0), ValueError, "temperature.*positive"),
+    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, temperature=-1.0), ValueError, "temperature.*positive"),
+    (lambda x, w, t, s: torch.ops.flce.linear_cross_entropy(x, w, t, logit_scale=s), RuntimeError, "number"),
+    (
+        lambda x, w, t, s: torch.ops.flce.linear_cross_entropy_forward(x, w, t, logit_scale=s),
+        NotImplementedError,
+        "logit_scale gets no gradient",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, kind, message", MISTAKES, ids=[message for _, _, message in MISTAKES])
+def test_a_tensor_that_would_lose_its_graph_is_refused(device, call, kind, message):
+    inputs = example(device, ignored=0.0)
+    with pytest.raises(kind, match=message):
+        call(*inputs.args[:3], number(2.0, device))
+
+
+# ---------------------------------------------------------------- temperature
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_temperature_divides_behind_the_cap_as_sampling_does(device, softcap):
+    inputs = example(device, bias=True, ignored=0.0)
+    options = {"softcap": softcap, "logit_scale": 1.4}
+    logits = dense_logits(inputs.input, inputs.linear_weight, inputs.linear_bias, **options) / 0.6
+    expected = logits.log_softmax(1).gather(1, inputs.target[:, None]).squeeze(1)
+    found = flce_ops.linear_log_probs(*inputs.args, **options, temperature=0.6, entropy=True)
+    assert error(found.log_probs, expected) < TIGHT
+    assert error(found.entropy, torch.distributions.Categorical(logits=logits).entropy()) < TIGHT
+    for reduction in ("none", "mean"):
+        loss = flce_ops.linear_cross_entropy(*inputs.args, **options, temperature=0.6, reduction=reduction)
+        assert error(loss, -expected if reduction == "none" else -expected.mean()) < TIGHT
+    if softcap:
+        before = flce_ops.linear_log_probs(*inputs.args, softcap=softcap, logit_scale=1.4 / 0.6).log_probs
+        assert (before - expected).abs().max() > 0.1
+
+
+def test_temperature_of_a_divergence_divides_both_capped_logits(device):
+    inputs = example(device)
+    teacher = torch.randn(SHAPE[0], 5, device=device).double(), torch.randn(SHAPE[2], 5, device=device).double()
+    caps = {"softcap": 3.0, "teacher_softcap": 2.0, "logit_scale": 1.4, "teacher_logit_scale": 0.8}
+    z = dense_logits(inputs.input, inputs.linear_weight, softcap=3.0, logit_scale=1.4) / 1.5
+    t = dense_logits(*teacher, softcap=2.0, logit_scale=0.8) / 1.5
+    expected = F.kl_div(z.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")
+    found = flce_ops.linear_kl_div(*inputs.args[:2], *teacher, **caps, temperature=1.5)
+    assert error(found, expected) < TIGHT
+
+
+# ---------------------------------------------------------------- numbers that change
+
+CHANGING = {
+    "normalizer": lambda x, w, t, v: flce_ops.linear_cross_entropy(x, w, t, normalizer=v),
+    "logit_scale": lambda x, w, t, v: flce_ops.linear_cross_entropy(x, w, t, logit_scale=v),
+    "softcap": lambda x, w, t, v: flce_ops.linear_cross_entropy(x, w, t, softcap=v, reduction="none").sum(),
+    "z_loss": lambda x, w, t, v: flce_ops.linear_cross_entropy(x, w, t, z_loss=v, return_metrics=True)[0],
+    "temperature": lambda x, w, t, v: flce_ops.linear_log_probs(x, w, t, temperature=v, softcap=5.0).log_probs.sum(),
+    "beta": lambda x, w, t, v: flce_ops.linear_kl_div(x, w, x.detach().sin(), w.detach(), kind="jsd", beta=v / 10),
+    "teacher": lambda x, w, t, v: flce_ops.linear_kl_div(
+        x, w, x.detach().sin(), w.detach(), teacher_logit_scale=v, teacher_softcap=v, normalizer=v, temperature=v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_number_that_changes_from_step_to_step_compiles_twice(device, name):
+    """As plain torch: once for the first value, once for all others (1 and 2, at which options are off, included)."""
+    inputs = example(device)
+    step, counter = compiled(CHANGING[name])
+    for value in (0.5, 1.0, 1.7, 2.0, 3.3, 4.1, 5.9):
+        found, eager = (
+            torch.autograd.grad(call(*inputs.args[:3], value), (inputs.input, inputs.linear_weight))
+            for call in (step, CHANGING[name])
+        )
+        for ours, right in zip(found, eager, strict=True):
+            assert error(ours, right) < TIGHT
+    assert counter.count == 2

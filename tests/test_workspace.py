@@ -1,0 +1,181 @@
+"""Which workspace is in force: blocks nested, overlapping in threads, left open; set_workspace among them."""
+
+# N tokens, D hidden, V vocabulary
+
+import gc
+import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error
+
+import flce_ops
+from flce_ops import get_workspace, set_workspace, workspace
+
+DEFAULT = 512 * 2**20
+SHAPE = (300, 8, 2000)  # 5 chunks in the least workspace
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    assert get_workspace() == DEFAULT
+    yield
+    left = get_workspace()
+    set_workspace(DEFAULT)
+    assert left == DEFAULT
+
+
+@pytest.fixture
+def threads():
+    """Three threads that do one thing at a time."""
+    pools = [ThreadPoolExecutor(1) for _ in range(3)]
+    yield [lambda function, pool=pool: pool.submit(function).result() for pool in pools]
+    for pool in pools:
+        pool.shutdown()
+
+
+@pytest.mark.parametrize("leaving", list(itertools.permutations(range(3))), ids=str)
+def test_the_block_entered_last_decides_whatever_the_order_of_leaving(leaving, threads):
+    blocks = [workspace(2**20 + number) for number in range(3)]
+    for number, (in_thread, block) in enumerate(zip(threads, blocks, strict=True)):
+        in_thread(block.__enter__)
+        assert {get_workspace(), *(other(get_workspace) for other in threads)} == {2**20 + number}
+    still_open = list(range(3))
+    for number in leaving:
+        threads[number](lambda block=blocks[number]: block.__exit__(None, None, None))
+        still_open.remove(number)
+        assert get_workspace() == (2**20 + still_open[-1] if still_open else DEFAULT)
+
+
+def test_blocks_of_one_size_are_not_taken_for_each_other():
+    first, second, third = workspace(2**20), workspace(2**21), workspace(2**20)
+    for block in (first, second, third):
+        block.__enter__()
+    third.__exit__(None, None, None)
+    assert get_workspace() == 2**21
+    first.__exit__(None, None, None)
+    assert get_workspace() == 2**21
+    second.__exit__(None, None, None)
+
+
+def test_a_block_acts_on_calls_and_backward_in_other_threads(device, threads):
+    """On CUDA backward runs in a thread of autograd's, which inherits no context from the one that called it."""
+    inputs = make_inputs(SHAPE, device=device, dtype=torch.float32)
+    losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
+    with workspace(1):
+        threads[0](losses.sum().backward)
+        assert flce_ops.last_path().op == "linear_cross_entropy_backward" and flce_ops.last_path().chunks > 1
+        threads[1](lambda: flce_ops.linear_cross_entropy(*inputs.args))
+        assert flce_ops.last_path().op == "linear_cross_entropy_with_grad" and flce_ops.last_path().chunks > 1
+
+
+def test_blocks_of_many_threads_leave_the_set_value():
+    def enter_and_leave(thread):
+        for turn in range(200):
+            with workspace(1 + thread), workspace(2**20 + turn):
+                assert get_workspace() > 0
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(enter_and_leave, range(4)))
+    finally:
+        sys.setswitchinterval(switch)
+    assert get_workspace() == DEFAULT
+
+
+def test_a_block_left_by_an_exception_is_closed(threads):
+    others = workspace(2**20)
+    with workspace(2**22):
+        with pytest.raises(ZeroDivisionError), workspace(2**21):
+            threads[0](others.__enter__)
+            raise ZeroDivisionError
+        assert get_workspace() == 2**20
+    others.__exit__(None, None, None)
+
+
+def test_a_suspended_generator_keeps_its_block_open_until_it_is_collected():
+    def steps():
+        with workspace(2**20):
+            yield
+
+    suspended = steps()
+    next(suspended)
+    with workspace(2**21):
+        assert get_workspace() == 2**21
+    assert get_workspace() == 2**20
+    del suspended
+    gc.collect()
+    assert get_workspace() == DEFAULT
+
+
+def test_set_workspace_inside_a_block_holds_at_once_and_stays(threads):
+    with workspace(2**20):
+        threads[0](lambda: set_workspace(2**24))
+        assert get_workspace() == 2**24
+        with workspace(2**21):  # entered after it
+            assert get_workspace() == 2**21
+        assert get_workspace() == 2**24
+    assert get_workspace() == 2**24
+    set_workspace(DEFAULT)
+
+
+def test_a_block_can_be_a_decorator():
+    @workspace(2**20)
+    def inside(depth):
+        return get_workspace() if depth == 0 else inside(depth - 1)
+
+    assert inside(3) == 2**20
+    assert get_workspace() == DEFAULT
+
+
+@pytest.mark.parametrize("bytes", [0, -1, 2.0**20, True, None])
+@pytest.mark.parametrize("function", [set_workspace, lambda bytes: workspace(bytes).__enter__()], ids=["set", "block"])
+def test_what_is_no_positive_number_of_bytes_is_refused(function, bytes):
+    with pytest.raises(ValueError, match="workspace: expected a positive number of bytes"):
+        function(bytes)
+
+
+class ChangesAtEachReading(list):
+    """In place of the open blocks: another workspace every time a kernel asks."""
+
+    def __getitem__(self, index):
+        self.append(None)
+        return [type("Block", (), {"nbytes": (1, 2**14, 2**29, 2**17)[len(self) % 4]})]
+
+
+@pytest.mark.parametrize("function", ["loss", "losses", "divergence"])
+def test_results_are_right_when_another_thread_changes_the_workspace_during_a_call(function, monkeypatch):
+    def call(*args):
+        if function == "divergence":
+            x, w, *_ = args
+            return flce_ops.linear_kl_div(x, w, x.detach().flip(0), w.detach().flip(0))
+        return flce_ops.linear_cross_entropy(*args, reduction="mean" if function == "loss" else "none").sum()
+
+    inputs = make_inputs(SHAPE, dtype=torch.float64)
+    exact = torch.autograd.grad(call(*inputs.args), inputs.args[:2])
+    readings = ChangesAtEachReading()
+    monkeypatch.setattr(sys.modules["flce_ops.workspace"], "_open_blocks", readings)
+    found = torch.autograd.grad(call(*inputs.args), inputs.args[:2])
+    assert len(readings) > 1
+    for ours, truth in zip(found, exact, strict=True):
+        assert error(ours, truth) < 1e-13
+
+
+def test_a_block_inside_a_compiled_function_is_a_graph_break():
+    """A graph would run with the workspace that is in force outside, without a word."""
+    inputs = make_inputs(SHAPE, dtype=torch.float32, requires_grad=False)
+
+    def chunked(*args):
+        with workspace(1):
+            return flce_ops.linear_cross_entropy(*args)
+
+    torch.compile(chunked, backend="eager")(*inputs.args)
+    assert flce_ops.last_path().chunks > 1
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside the compiled function"):
+        torch.compile(chunked, backend="eager", fullgraph=True)(*inputs.args)
