@@ -22,7 +22,7 @@ from torch import Tensor
 from flce_ops.chunks import row_chunks, rows_per_chunk
 from flce_ops.double_backward import slope_derivative
 from flce_ops.meta.outputs import gradient_outputs
-from flce_ops.reference import add_target_and_sum, apply_slope, chunk_logits, logit_slope, probabilities, target_columns
+from flce_ops.reference import add_target_and_sum, apply_slope, chunk_logits_with_slope, probabilities, target_columns
 
 # N tokens, D hidden, V vocabulary
 
@@ -85,8 +85,7 @@ def backward_tangent(
         if direction.linear_bias is not None:
             u_dot += direction.linear_bias.to(dtype)
 
-        z = chunk_logits(x, linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(z, logit_scale, softcap)
+        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
         p = probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows])
         z_dot = u_dot if slope is None else u_dot * slope
         d_dot = p * (l_dot[rows, None] + l[rows, None] * (z_dot - lse_dot[rows, None]))

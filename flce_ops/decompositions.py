@@ -81,12 +81,20 @@ def block_logits(
     logit_scale: Tensor | None,  # ()
     softcap: Tensor | None,  # ()
 ) -> Tensor:  # (N, v) in the accumulation dtype
+    logits = uncapped_logits(input, linear_weight, linear_bias, logit_scale)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def uncapped_logits(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (v, D)
+    linear_bias: Tensor | None,  # (v,)
+    logit_scale: Tensor | None,  # ()
+) -> Tensor:  # (N, v) in the accumulation dtype
     logits = product(input, linear_weight.T)
     if linear_bias is not None:
         logits = logits + linear_bias.to(logits.dtype)
-    if logit_scale is not None:
-        logits = logits * logit_scale
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return logits if logit_scale is None else logits * logit_scale
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -203,7 +211,11 @@ def backward(
     grad_weight, grad_bias = [], []
     for start, stop in class_blocks(linear_weight):
         bias, block = block_of(linear_bias, start, stop), linear_weight[start:stop]
-        logits = block_logits(input, block, bias, logit_scale, softcap)
+        logits = uncapped_logits(input, block, bias, logit_scale)
+        if softcap is not None:
+            ratio = logits / softcap
+            slope = torch.cosh(ratio).reciprocal().square()  # 1 - tanh^2 cancels
+            logits = torch.tanh(ratio) * softcap
         grad_logits = torch.zeros_like(logits)
         if p_factor is not None:
             log_p = logits - lse.unsqueeze(1)
@@ -217,7 +229,7 @@ def backward(
             classes = torch.arange(start, stop, device=target.device)
             grad_logits = grad_logits + torch.where(column == classes, grad_target_logit, 0.0)
         if softcap is not None:
-            grad_logits = grad_logits * (1.0 - (logits / softcap).square())
+            grad_logits = grad_logits * slope
         if logit_scale is not None:
             grad_logits = grad_logits * logit_scale
         rounded = grad_logits.to(input.dtype)

@@ -27,8 +27,7 @@ from flce_ops.chunks import row_chunks, rows_per_chunk
 from flce_ops.reference import (
     add_target_and_sum,
     apply_slope,
-    chunk_logits,
-    logit_slope,
+    chunk_logits_with_slope,
     probabilities,
     target_columns,
     weighted_sum,
@@ -83,8 +82,7 @@ def double_backward(
         if grad_grad_linear_bias is not None:
             h += grad_grad_linear_bias.to(lse.dtype)
 
-        z = chunk_logits(x, linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(z, logit_scale, softcap)
+        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
         p = probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows])
         k = h if slope is None else h * slope
         pk = (p * k).sum(1)

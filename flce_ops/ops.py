@@ -107,8 +107,8 @@ def _cuda_backward(
 
 
 def _cuda_with_grad(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    # float16 has no room for exponentials that are normalised later, and label smoothing under a softcap is not of
-    # rank 1: both take the float32 logits of the ATen path, at the same number of GEMM passes.
+    # float16, which the entry does not send here, has no room for exponentials that are normalised later, and label
+    # smoothing under a softcap is not of rank 1: both take the ATen path's float32 logits.
     smoothed_and_capped = options.get("label_smoothing") and options.get("softcap") is not None
     if not _triton_takes(input) or input.dtype == torch.float16 or smoothed_and_capped:
         return reference.with_grad(input, *args, **options)

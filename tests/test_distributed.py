@@ -17,6 +17,11 @@ from inputs import Inputs, make_inputs, scalars
 from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run_reference
 from test_tensor_kinds import Quantized
+from test_zero_denominators import CASES as ZERO_DENOMINATORS
+from test_zero_denominators import assert_same_kinds
+from test_zero_denominators import make as make_case
+from test_zero_denominators import plain as plain_over_zero
+from test_zero_denominators import run as run_case
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -191,6 +196,24 @@ def no_token(device):
             placed = place(to_device(make_inputs((0, D, V), requires_grad=needs), device), mesh, [tokens], [rows])
             assert full(flce_ops.linear_cross_entropy(*placed.args)).isnan()
             assert full(flce_ops.linear_cross_entropy(*placed.args, reduction="sum")) == 0.0
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_sums_over_zero_are_nan_infinite_and_zero_where_plain_torchs_are(world):
+    run_in_world(world, zero_denominators)
+
+
+def zero_denominators(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for made, options in ZERO_DENOMINATORS.values():
+        inputs = to_device(make_case(**{"ignored": range(5), **made}), device)  # the first rank's tokens: nothing
+        expected = run_case(plain_over_zero, inputs, **options)
+        for tokens, rows in ((Shard(0), R), (R, Shard(0))):
+            placed = place(inputs, mesh, [tokens], [rows])
+            loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options, **options)
+            loss.backward()
+            found = {"loss": full(loss).detach(), **{name: full(leaf.grad) for name, leaf in placed.leaves.items()}}
+            assert_same_kinds(found, expected)
 
 
 @pytest.mark.parametrize("world", worlds(2))

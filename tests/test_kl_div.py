@@ -358,8 +358,8 @@ def test_classes_taken_out_by_an_infinite_bias(device, kind):
     assert not found["linear_weight"][V - 11 :].any() and not found["linear_bias"][V - 11 :].any()
 
 
-def test_float16_gradients_made_in_forward_survive_until_the_loss_scale_comes(device):
-    """A mean over 4096 tokens: entries of G / N under 2^-24 are zero in float16 unless they are scaled in advance."""
+def test_a_loss_scale_keeps_small_float16_gradients(device):
+    """A mean over 4096 tokens: without the scale entries of G / N under 2^-24 are zero in float16."""
     pair = make_pair((4096, 16, 12, 509), device=device, dtype=torch.float16)
     scale = torch.tensor(4096.0, device=device)
     for kind in KINDS:

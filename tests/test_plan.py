@@ -135,7 +135,7 @@ def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape, 
     monkeypatch.setattr(reference, "check_target_range", lambda *args: None)
     head = Head(*shape, dtype)
     row_scale = torch.empty(head.tokens, device="meta")
-    planned = cuts.one_pass(head)
+    planned = cuts.one_pass_aten(head)
     allocated = temporaries_of(reference.with_grad, head, *operands(head), row_scale, **BOTH)
     assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=MiB)
     assert flce_ops.last_path().rows_per_chunk == planned.rows

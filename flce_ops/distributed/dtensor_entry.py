@@ -20,13 +20,17 @@ from flce_ops.distributed.layout import Layout, check_plain_target, check_same_m
 from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.functional import (
+    ValueOf,
     accuracy_of,
     autocast_operands,
     loss_and_argmax,
     mean_denominator,
-    nan_without_tokens,
+    nan_for_nothing,
+    quotient,
     right_and_valid,
     row_factor,
+    weighted_loss,
+    weighted_sum,
 )
 from flce_ops.scalars import Number, logit_scalars, scalar_unless
 
@@ -96,36 +100,42 @@ def dtensor_composite(
         denominator = mean_denominator(reduction, local_normalizer, local_target, valid, class_weight, accumulate)
         if local_normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
+            if class_weight is not None:
+                denominator = nan_for_nothing(denominator)
 
+    if local_token_weight is None:
+        local_token_weight = torch.ones_like(valid, dtype=accumulate)
+    inner = {**options, **logit_scalars(logit_scale, softcap, temperature, local_input)}
+    inner["z_loss"] = scalar_unless(0.0, z_loss, local_input)
     if layout.splits_vocabulary:
-        options |= logit_scalars(logit_scale, softcap, temperature, local_input)
-        options["z_loss"] = scalar_unless(0.0, z_loss, local_input)
-        if local_token_weight is None:
-            local_token_weight = torch.ones_like(valid, dtype=accumulate)
         factor = row_factor(valid, local_token_weight, denominator)
         if reduction != "none" and one_pass.applies(layout, operands, num_classes):
-            local_loss, largest = one_pass.VocabParallelWithGrad.apply(
-                layout, num_classes, options, argmax, *operands, class_weight, factor
+            local_loss, losses, largest = one_pass.VocabParallelWithGrad.apply(
+                layout, num_classes, inner, argmax, *operands, class_weight, factor
             )
         else:
             losses, largest = vocab_parallel_losses(
-                layout, *operands, class_weight, num_classes=num_classes, **options, argmax=argmax
+                layout, *operands, class_weight, num_classes=num_classes, **inner, argmax=argmax
             )
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
-    else:
+        total = None if reduction == "none" else weighted_sum(valid, local_token_weight, losses)
+    elif reduction == "none":
         local_loss, largest = loss_and_argmax(
             *operands,
             weight=class_weight,
-            reduction="none" if reduction == "none" else "sum",
+            reduction="none",
             token_weight=local_token_weight,
-            normalizer=denominator,
             **options,
             **numbers,
             argmax=argmax,
         )
+    else:
+        local_loss, total, largest = weighted_loss(
+            *operands, class_weight, local_token_weight, denominator, **inner, argmax=argmax
+        )
     largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
     if reduction != "none":
-        return sum_over_tokens(layout, nan_without_tokens(local_loss, reduction, normalizer, denominator)), largest
+        return quotient_over_tokens(layout, local_loss, total, denominator), largest
     return per_token(layout, local_loss.reshape(tokens_shape), target_shape), largest
 
 
@@ -167,6 +177,16 @@ def token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTenso
 def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()
     """Sum of one number per rank over the ranks that share the tokens, on every rank."""
     return SumOverTokens.apply(layout, local)
+
+
+def quotient_over_tokens(
+    layout: Layout, local_loss: Tensor, local_total: Tensor, denominator: Tensor | None
+) -> DTensor:  # () each
+    """flce_ops.functional.quotient of all ranks' tokens: their sums are added before they are divided."""
+    total = sum_over_tokens(layout, ValueOf.apply(local_loss, local_total))
+    if denominator is not None:
+        denominator = DTensor.from_local(denominator.detach(), layout.mesh, layout.replicated, run_check=False)
+    return quotient(total, total.detach(), denominator)
 
 
 class SumOverTokens(Function):

@@ -30,9 +30,8 @@ from flce_ops.loss import LossTerms, class_weight_of, loss_terms
 from flce_ops.reference import (
     add_target_and_sum,
     apply_slope,
-    chunk_logits,
+    chunk_logits_with_slope,
     exponentiate_rows,
-    logit_slope,
     target_columns,
     weighted_sum,
 )
@@ -64,7 +63,7 @@ def outputs(
 def applies(layout: Layout, operands: tuple[Tensor | None, ...], num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
     input, linear_weight, _, linear_bias = operands
-    if sum(layout.vocabulary) != 1 or input.dtype == torch.float16:
+    if sum(layout.vocabulary) != 1:
         return False
     ranks = layout.mesh.size(layout.vocabulary.index(True))
     every_rank_has_classes = shard_rows(num_classes, ranks) * (ranks - 1) < num_classes
@@ -77,7 +76,9 @@ def shard_rows(num_classes: int, ranks: int) -> int:
 
 
 class VocabParallelWithGrad(Function):
-    """loss of the operator; its gradients wait for the upstream scalar, as in flce_ops/autograd.py."""
+    """loss of the operator, the tokens' losses and argmax, both constants; its gradients wait for the upstream scalar,
+    as in flce_ops/autograd.py.
+    """
 
     @staticmethod
     def forward(
@@ -101,14 +102,14 @@ class VocabParallelWithGrad(Function):
             argmax=argmax,
             **options,
         )
-        ctx.mark_non_differentiable(largest)
+        ctx.mark_non_differentiable(losses, largest)
         ctx.layout, ctx.num_classes, ctx.options, ctx.mask = layout, num_classes, options, mask
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, linear_weight, target, linear_bias, weight, row_scale, losses, *grads)
-        return loss, largest
+        return loss, losses, largest
 
     @staticmethod
-    def backward(ctx, grad_loss, _):
+    def backward(ctx, grad_loss, *_):
         if grad_loss is None:
             return (None,) * 10
         *operands, row_scale, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
@@ -124,8 +125,8 @@ class VocabParallelWithGrad(Function):
 
     @staticmethod
     def differentiable_gradients(ctx, operands, row_scale, grad_loss) -> list[Tensor | None]:
-        # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal, nothing else is made
-        # from it, so no path leads from one to another.
+        # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal and nothing else is
+        # made from it, so no path leads from one to another.
         input, linear_weight, _, linear_bias, _ = operands
         losses, _ = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
         leaves = (input, linear_weight, linear_bias, row_scale)
@@ -219,8 +220,7 @@ def aten_kernel(
     step = rows_beside_gradients(input, shard_rows(vocab_size, ranks), output_mask[1], matrices=matrices)
     gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
     for rows in row_chunks(NAME, input, step):
-        logits = chunk_logits(input[rows], linear_weight, linear_bias, logit_scale, softcap)
-        slope = logit_slope(logits, logit_scale, softcap)
+        logits, slope = chunk_logits_with_slope(input[rows], linear_weight, linear_bias, logit_scale, softcap)
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
         if label_smoothing:
             per_shard.append(weighted_sum(logits, own_weight))

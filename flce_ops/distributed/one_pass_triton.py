@@ -66,7 +66,7 @@ def launch_vocab_parallel_with_grad(
     step = chunks[0].stop
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
     with torch.cuda.device_of(input):
-        own_logit, _ = launch_reference_logit(
+        own_logit, own_slope, _ = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
         _, hit, column = target_columns(target, ignore_index, vocab_start, classes)
@@ -108,6 +108,7 @@ def launch_vocab_parallel_with_grad(
             launch_finish_shard_rows(
                 gathered,
                 **own,
+                target_slope=None if own_slope is None else own_slope[rows],
                 target=target[rows],
                 row_scale=row_scale[rows],
                 target_weight=None if exchange.target_weight is None else exchange.target_weight[rows],
@@ -118,7 +119,7 @@ def launch_vocab_parallel_with_grad(
                 residual=residual,
                 ignore_index=ignore_index,
                 z_loss=z_loss,
-                **logits,
+                logit_scale=logit_scale,
             )
             launch_set_entries(chunk, own_column[rows], entry, start=0, ignore_index=-1)
 

@@ -15,20 +15,17 @@ from flce_ops.dtensor import any_dtensor
 from flce_ops.functional import (
     autocast_operands,
     entry_of,
-    fp16_power_of_two,
     gradients_in_the_same_pass,
-    nan_without_tokens,
     needs_gradient,
+    quotient,
+    row_factor,
+    weighted_sum,
 )
 from flce_ops.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.meta import accumulation_dtype
 from flce_ops.scalars import Number, logit_scalars, normalizer_tensor, scalar
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
-
-# |G| of the reverse divergence is at most q |log q - log p - KL|, that of the others at most 1: room for a row in which
-# the two disagree by 32 nats.
-FP16_ROOM_FOR_LOG_RATIOS = 32.0
 
 
 def linear_kl_div(
@@ -83,7 +80,7 @@ def linear_kl_div(
         ignore_index: None is -100.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable.
         reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
-            tokens not ignored (F.kl_div's "batchmean" of flattened tokens). "sum".
+            tokens not ignored (F.kl_div's "batchmean" of flattened tokens; nan without one). "sum".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias; teacher_logit_scale must then be given.
@@ -105,7 +102,7 @@ def linear_kl_div(
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, DTensor with tokens
         or vocabulary sharded. Gradients of a scalar loss are made during forward, in the same pass over the logits;
-        under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
+        in float16, under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
 
     Source:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
@@ -198,15 +195,11 @@ def composite(
     check_arguments(operands, *arguments)
     shape = input.shape[:-1]
     operands = flatten_tokens(operands, target, ignore_index)
-    dtype = accumulation_dtype(operands.input.dtype)
-    if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(dtype)
-    denominator = None if reduction == "none" else denominator_of(operands, reduction, normalizer)
-    factor = row_factor(operands, token_weight, denominator)
+    token_weight = flat_token_weight(operands, token_weight)
     if reduction == "none":
-        return row_divergences(operands, options, factor).reshape(shape)
-    loss = weighted_sum(operands, options, factor)
-    return nan_without_tokens(loss, reduction, normalizer, denominator)
+        return row_divergences(operands, options, row_factor(operands.valid, token_weight, None)).reshape(shape)
+    denominator = denominator_of(operands, reduction, normalizer)
+    return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
 
 
 def resolve_kind(kind: str, beta: Number) -> str:
@@ -252,33 +245,30 @@ def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None
     return valid.sum().to(dtype)
 
 
-def row_factor(
-    operands: Operands,
-    token_weight: Tensor | None,  # (N,)
-    denominator: Tensor | None,  # ()
-) -> Tensor:  # (N,), what each divergence is multiplied with; 0 with gradient 0 where ignored
+def flat_token_weight(operands: Operands, token_weight: Tensor | None) -> Tensor:  # (...) -> (N,)
     input = operands.input
     dtype = accumulation_dtype(input.dtype)
-    factor = torch.ones(input.shape[0], dtype=dtype, device=input.device) if token_weight is None else token_weight
-    if operands.valid is not None:
-        factor = torch.where(operands.valid, factor, 0.0)
-    return factor if denominator is None else factor / denominator
+    if token_weight is None:
+        return torch.ones(input.shape[0], dtype=dtype, device=input.device)
+    return token_weight.reshape(-1).to(dtype)
 
 
 def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)
     return factor * torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
 
 
-def weighted_sum(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # ()
-    """sum of factor * divergence, in one pass with its gradients where those are wanted."""
+def weighted_loss(
+    operands: Operands,
+    options: Options,
+    token_weight: Tensor,  # (N,)
+    denominator: Tensor | None,  # ()
+) -> tuple[Tensor, Tensor]:
+    """Two numbers for `quotient`, in one pass with the gradients where those are wanted."""
     input, linear_weight, linear_bias = operands[:3]
+    factor = row_factor(operands.valid, token_weight, denominator)
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
-        return row_divergences(operands, options, factor).sum()
+        divergence = torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
+        return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
     mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
-    power = None
-    if input.dtype == torch.float16 and linear_weight.numel() > 0:
-        room = FP16_ROOM_FOR_LOG_RATIOS if options.kind == "reverse" else 1.0
-        power = fp16_power_of_two(room * factor, input, linear_weight, options.logit_scale)
-    scaled = factor if power is None else factor * power
-    loss = torch.ops.flce.linear_kl_div_with_grad(*operands, scaled, **vars(options), output_mask=mask)[0]
-    return loss if power is None else loss / power
+    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(*operands, factor, **vars(options), output_mask=mask)
+    return loss, weighted_sum(operands.valid, token_weight, divergence)

@@ -14,14 +14,14 @@ of ignored tokens are replaced by zeros before anything reads them, so whatever 
 import torch
 from torch import Tensor
 
-from flce_ops.chunks import row_chunks
+from flce_ops.chunks import chunk_product, row_chunks
 from flce_ops.divergence import meta
 from flce_ops.divergence.columns import columns_of, shift_rows
 from flce_ops.divergence.operands import Operands, Options
 from flce_ops.divergence.rows import MATRICES, divergence_and_gradient
 from flce_ops.gradients import GradientAccumulator
 from flce_ops.meta import accumulation_dtype
-from flce_ops.reference import apply_slope, chunk_logits, logit_slope
+from flce_ops.reference import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
 from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
@@ -58,16 +58,21 @@ def kept_rows(tensor: Tensor, rows: slice, valid: Tensor | None, fill: float = 0
     return tensor[rows] if valid is None else torch.where(valid[rows, None], tensor[rows], fill)
 
 
-def kept_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
+def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
+    """0 where ignored. The softmax's gradient subtracts a row's sum: over a factor of inf every entry is inf - inf."""
+    factors = factors.masked_fill(factors.isinf(), torch.nan)
     return factors if valid is None else torch.where(valid, factors, 0.0)
 
 
-def student_logits(operands: Operands, options: Options, rows: slice) -> tuple[Tensor, Tensor]:
-    """The chunk of input, (n, D), and its logits, (n, V)."""
+def student_logits(
+    operands: Operands, options: Options, rows: slice, *, slope: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The chunk of input, (n, D), its logits, (n, V), and where wanted dz/du / logit_scale, (n, V) under a softcap."""
     input = kept_rows(operands.input, rows, operands.valid)
-    return input, chunk_logits(
-        input, operands.linear_weight, operands.linear_bias, options.logit_scale, options.softcap
-    )
+    product, bias = chunk_product(input, operands.linear_weight), operands.linear_bias
+    if options.softcap is None or not slope:
+        return input, activate(product, bias, options.logit_scale, options.softcap), None
+    return input, *cap_with_slope(scale_logits(product, bias, options.logit_scale), options.softcap)
 
 
 def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:  # (n, V)
@@ -99,7 +104,7 @@ def with_grad(*tensors: Tensor | None, output_mask: list[bool], **options) -> tu
     per_row = (divergence, *meta.row_statistics(operands, options))
     rows = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), output_mask, rows)
-    scale = kept_factors(row_scale, operands.valid).to(divergence.dtype)
+    scale = gradient_factors(row_scale, operands.valid).to(divergence.dtype)
     stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
     return loss, divergence, *grads
@@ -125,8 +130,7 @@ def stream_rows(
     columns = columns_of(options.group, options.ranks)
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(op, operands.input, rows_per_chunk(operands, options, weight_gradient)):
-        input, log_q = student_logits(operands, options, rows)
-        slope = None if gradients is None else logit_slope(log_q, None, options.softcap)
+        input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
         found = [shift_rows(log_q)]
         if operands.teacher_probs is None:
             log_p = teacher_logits(operands, options, rows)
@@ -165,12 +169,11 @@ def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **o
     *tensors, shift, teacher_shift, student_kl = tensors
     grads = meta.backward_outputs(grad, *tensors, shift, teacher_shift, student_kl, output_mask=output_mask, **options)
     operands, options = Operands(*tensors), Options(**options)
-    scale = scale_of_products(kept_factors(grad, operands.valid).to(shift.dtype), options)
+    scale = scale_of_products(gradient_factors(grad, operands.valid).to(shift.dtype), options)
     step = rows_per_chunk(operands, options, output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, output_mask, step)
     for rows in row_chunks("linear_kl_div_backward", operands.input, step):
-        input, log_q = student_logits(operands, options, rows)
-        slope = logit_slope(log_q, None, options.softcap)
+        input, log_q, slope = student_logits(operands, options, rows, slope=True)
         log_q.sub_(shift[0, rows, None]).sub_(shift[1, rows, None])
         if operands.teacher_probs is None:
             log_p = teacher_logits(operands, options, rows)

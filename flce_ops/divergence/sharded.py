@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from flce_ops.distributed.dtensor_entry import sum_over_tokens
+from flce_ops.distributed.dtensor_entry import quotient_over_tokens, sum_over_tokens
 from flce_ops.distributed.layout import (
     Layout,
     check_dense_shards,
@@ -30,14 +30,13 @@ from flce_ops.divergence.checks import OP, check_arguments
 from flce_ops.divergence.functional import (
     autocast_pairs,
     denominator_of,
+    flat_token_weight,
     flatten_tokens,
     row_divergences,
-    row_factor,
-    weighted_sum,
+    weighted_loss,
 )
 from flce_ops.divergence.operands import Operands, Options
-from flce_ops.functional import nan_without_tokens
-from flce_ops.meta import accumulation_dtype
+from flce_ops.functional import row_factor
 
 # N tokens of this rank, D and E hidden sizes of student and teacher, V vocabulary, v of them on this rank
 
@@ -72,21 +71,15 @@ def dtensor_composite(
     operands = local_operands(layout, operands)
     local_shape = operands.input.shape[:-1]
     operands = flatten_tokens(operands, localize(layout, target, layout.tokens), ignore_index)
-    dtype = accumulation_dtype(operands.input.dtype)
-    token_weight = localize(layout, token_weight, layout.tokens)
-    if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(dtype)
-    denominator = None
+    token_weight = flat_token_weight(operands, localize(layout, token_weight, layout.tokens))
     if reduction != "none":
         number_gradient = layout.placements(tokens=Partial())
         local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
         denominator = denominator_of(operands, reduction, local_normalizer)
         if denominator is not None and normalizer is None:
             denominator = sum_over_tokens(layout, denominator).to_local()
-    factor = row_factor(operands, token_weight, denominator)
-    if reduction != "none":
-        loss = weighted_sum(operands, options, factor)
-        return sum_over_tokens(layout, nan_without_tokens(loss, reduction, normalizer, denominator))
+        return quotient_over_tokens(layout, *weighted_loss(operands, options, token_weight, denominator), denominator)
+    factor = row_factor(operands.valid, token_weight, None)
     contiguous = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         row_divergences(operands, options, factor).reshape(local_shape),

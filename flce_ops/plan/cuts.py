@@ -59,7 +59,9 @@ class Cut:
 
 
 def one_pass(head: Head) -> Cut:
-    """A scalar loss: gradients in forward."""
+    """A scalar loss: gradients in forward, but for float16."""
+    if head.dtype == torch.float16:
+        return two_passes(head)
     return one_pass_triton(head) if head.dtype == torch.bfloat16 else one_pass_aten(head)
 
 
@@ -71,7 +73,7 @@ def two_passes(head: Head) -> Cut:
 def vocabulary_parallel(shard: Head) -> Cut:
     """One rank's step over its shard of the vocabulary."""
     if shard.dtype == torch.float16:
-        return two_passes_triton(shard)
+        return two_passes(shard)
     return vocabulary_parallel_triton(shard) if shard.dtype == torch.bfloat16 else one_pass_aten(shard)
 
 

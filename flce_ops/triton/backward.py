@@ -119,7 +119,7 @@ def add_gradients(
     chunk_rows, chunk_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     record_triton_path("linear_cross_entropy_backward", input, linear_weight, row_slices)
     with torch.cuda.device_of(input):
-        target_logit2, _ = launch_reference_logit(
+        target_logit2, target_slope, _ = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
         valid, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
@@ -146,8 +146,8 @@ def add_gradients(
             at_target += torch.where(hit, grad_target_logit, 0.0)
         if sum_factor is not None:
             at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.squeeze(1)]
-        if softcap is not None:
-            at_target *= 1.0 - (target_logit2 / (LOG2E * softcap)).square()
+        if target_slope is not None:
+            at_target *= target_slope
         if logit_scale is not None:
             at_target = at_target * logit_scale
             row_factor, sum_factor, shift_factor = (

@@ -26,12 +26,19 @@ def apart_from_zero(slope):
 
 
 @triton.jit
+def row_factor_of(scale, slope):
+    """(c_i s_i / logit_scale, L) for a scale a_i and a slope L. inf times a slope of 0 stays the nan it is in ATen."""
+    exact = scale * slope
+    slope = apart_from_zero(slope)
+    return tl.where(exact == exact, scale * slope, exact), slope
+
+
+@triton.jit
 def store_target_entry(
     entry,  # E'_iy, before softcap's slope
     row_factor,  # c_i
-    target_logit,
     hit,
-    softcap,
+    target_slope_ptr,
     entry_ptr,
     row_factor_ptr,
     weight_factor_ptr,
@@ -44,14 +51,16 @@ def store_target_entry(
     takes it up: E_iy comes out exact, the other entries of the row, each for another class, move by less than 2^-8
     together. In grad_input they add up, along whatever linear_weight's rows share, so there the residual is
     added by itself.
+
+    A row factor of inf (a normalizer of 0) times the target's entry is inf - inf, and so is what sums over it.
     """
+    entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
     if HAS_SOFTCAP:
-        tanh = target_logit * LN2 / softcap
-        entry *= 1.0 - tanh * tanh
+        entry *= tl.load(target_slope_ptr + rows, mask=mask, other=0.0)
     rounded = entry.to(entry_ptr.dtype.element_ty)
     tl.store(entry_ptr + rows, rounded, mask=mask)
     rounded = rounded.to(tl.float32)
-    correction = tl.where(hit & (rounded != 0.0), entry / rounded, 1.0)
+    correction = tl.where(hit & (tl.abs(rounded) > 0.0), entry / rounded, 1.0)  # 1 for nan, too
     tl.store(row_factor_ptr + rows, row_factor, mask=mask)
     tl.store(weight_factor_ptr + rows, row_factor * correction, mask=mask)
     tl.store(residual_ptr + rows, row_factor * (entry - rounded), mask=mask)
@@ -62,6 +71,7 @@ def finish_rows_kernel(
     row_sum_ptr,  # (n,) s_i = sum_j exp2(z2_ij - reference_i)
     reference_ptr,  # (n,)
     target_logit_ptr,  # (n,) z2 of the target
+    target_slope_ptr,  # (n,) dz/du / logit_scale there, with a softcap
     target_ptr,  # (n,)
     row_scale_ptr,  # (n,) a_i
     class_weight_ptr,  # (V,) float32
@@ -78,7 +88,6 @@ def finish_rows_kernel(
     label_smoothing,
     z_loss_ptr,  # ()
     logit_scale_ptr,  # ()
-    softcap_ptr,  # ()
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -122,16 +131,14 @@ def finish_rows_kernel(
         z_loss = tl.load(z_loss_ptr).to(tl.float32)
         loss += z_loss * lse * lse
         slope += 2.0 * z_loss * lse
-    slope = apart_from_zero(slope)
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    scale = tl.where(valid, tl.load(row_scale_ptr + rows, mask=mask, other=0.0), 0.0)
+    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope)
     store_target_entry(
         at_target - tl.where(valid, row_sum * target_factor / slope, 0.0),
-        tl.where(valid, scale * slope * number_at(logit_scale_ptr, 1.0) / row_sum, 0.0),
-        target_logit,
+        tl.where(valid, factor * number_at(logit_scale_ptr, 1.0) / row_sum, 0.0),
         mask,
-        number_at(softcap_ptr, 1.0),
+        target_slope_ptr,
         entry_ptr,
         row_factor_ptr,
         weight_factor_ptr,
@@ -147,6 +154,7 @@ def launch_finish_rows(
     row_sum: Tensor,  # (n,)
     reference: Tensor,  # (n,)
     target_logit: Tensor,  # (n,)
+    target_slope: Tensor | None,  # (n,)
     target: Tensor,  # (n,)
     row_scale: Tensor,  # (n,)
     class_weight: Tensor | None,  # (V,)
@@ -162,7 +170,6 @@ def launch_finish_rows(
     label_smoothing: float,
     z_loss: Tensor | None,  # ()
     logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
 ) -> None:
     rows = row_sum.shape[0]
     block = 64
@@ -170,6 +177,7 @@ def launch_finish_rows(
         row_sum,
         reference,
         target_logit,
+        target_slope,
         target,
         row_scale,
         class_weight,
@@ -186,10 +194,9 @@ def launch_finish_rows(
         label_smoothing,
         z_loss,
         logit_scale,
-        softcap,
         HAS_CLASS_WEIGHT=class_weight is not None,
         HAS_SMOOTHING=label_smoothing != 0.0,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_SOFTCAP=target_slope is not None,
         BLOCK_N=block,
         num_warps=2,
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.finish_rows import apart_from_zero, store_target_entry, with_target
+from flce_ops.triton.finish_rows import row_factor_of, store_target_entry, with_target
 from flce_ops.triton.logits_gemm import LN2, number_at
 
 # n rows of a chunk, R ranks that share the vocabulary, k numbers a row of each
@@ -66,6 +66,7 @@ def finish_shard_rows_kernel(
     row_sum_ptr,  # (n,)
     reference_ptr,  # (n,) r_i
     own_logit_ptr,  # (n,)
+    target_slope_ptr,  # (n,) dz/du / logit_scale at own_logit, with a softcap
     column_ptr,  # (n,) int64
     target_ptr,  # (n,)
     row_scale_ptr,  # (n,) a_i
@@ -81,7 +82,6 @@ def finish_shard_rows_kernel(
     ignore_index,
     z_loss_ptr,  # ()
     logit_scale_ptr,  # ()
-    softcap_ptr,  # ()
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,7 +108,7 @@ def finish_shard_rows_kernel(
     lse2 = finite + tl.log2(total)
     lse = lse2 * LN2
 
-    row_sum, at_target, reference, own_logit, hit = own_row_sum(
+    row_sum, at_target, reference, _, hit = own_row_sum(
         row_sum_ptr, reference_ptr, own_logit_ptr, column_ptr, rows, mask
     )
     valid = mask & (tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64) != ignore_index)
@@ -123,17 +123,15 @@ def finish_shard_rows_kernel(
         slope += 2.0 * z_loss * lse
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    slope = apart_from_zero(slope)
+    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope)
     # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
     exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
-    scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
     store_target_entry(
         at_target - target_factor / slope * tl.exp2(exponent),
-        tl.where(valid, scale * slope * number_at(logit_scale_ptr, 1.0) * tl.exp2(-exponent), 0.0),
-        own_logit,
+        tl.where(valid, factor * number_at(logit_scale_ptr, 1.0) * tl.exp2(-exponent), 0.0),
         hit,
-        number_at(softcap_ptr, 1.0),
+        target_slope_ptr,
         entry_ptr,
         row_factor_ptr,
         weight_factor_ptr,
@@ -150,6 +148,7 @@ def launch_finish_shard_rows(
     row_sum: Tensor,  # (n,)
     reference: Tensor,  # (n,)
     own_logit: Tensor,  # (n,)
+    target_slope: Tensor | None,  # (n,)
     column: Tensor,  # (n,)
     target: Tensor,  # (n,)
     row_scale: Tensor,  # (n,)
@@ -162,7 +161,6 @@ def launch_finish_shard_rows(
     ignore_index: int,
     z_loss: Tensor | None,  # ()
     logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
 ) -> None:
     rows = row_sum.shape[0]
     finish_shard_rows_kernel[(triton.cdiv(rows, BLOCK_N),)](
@@ -170,6 +168,7 @@ def launch_finish_shard_rows(
         row_sum,
         reference,
         own_logit,
+        target_slope,
         column,
         target,
         row_scale,
@@ -185,9 +184,8 @@ def launch_finish_shard_rows(
         ignore_index,
         z_loss,
         logit_scale,
-        softcap,
         HAS_CLASS_WEIGHT=target_weight is not None,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_SOFTCAP=target_slope is not None,
         BLOCK_N=BLOCK_N,
         num_warps=2,
     )

@@ -50,7 +50,7 @@ def launch_forward(
     chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
     record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
     with torch.cuda.device_of(input):
-        target_logit2, hit = launch_reference_logit(
+        target_logit2, _, hit = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
         class_weight = weight.float() if weight is not None and logit_sum else None

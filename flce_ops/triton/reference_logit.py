@@ -1,4 +1,7 @@
-"""The target's logit of every row, by N dot products before the GEMM: the reference of the exponentials."""
+"""The target's logit of every row, by N dot products before the GEMM: the reference of the exponentials.
+
+And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue.
+"""
 
 import torch
 import triton
@@ -17,6 +20,7 @@ def reference_logit_kernel(
     bias_ptr,  # (V,)
     target_ptr,  # (N,)
     reference_ptr,  # (N,) out, base 2
+    slope_ptr,  # (N,) out, dz/du / logit_scale; written with a softcap
     hit_ptr,  # (N,) out, int8: the target is among these columns
     V,
     D,
@@ -56,8 +60,10 @@ def reference_logit_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column).to(tl.float32)
     logit_scale, softcap = number_at(logit_scale_ptr, 1.0), number_at(softcap_ptr, 1.0)
-    z2, _ = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    z2, slope = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(reference_ptr + row, z2)
+    if HAS_SOFTCAP:
+        tl.store(slope_ptr + row, slope)
     tl.store(hit_ptr + row, hit.to(tl.int8))
 
 
@@ -71,9 +77,11 @@ def launch_reference_logit(
     vocab_start: int,
     softcap: Tensor | None,  # ()
     logit_scale: Tensor | None,  # ()
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The logit in base 2, with a softcap dz/du / logit_scale, and whether the target is among these columns."""
     rows = input.shape[0]
     reference = input.new_empty(rows, dtype=torch.float32)
+    slope = None if softcap is None else torch.empty_like(reference)
     hit = input.new_empty(rows, dtype=torch.int8)
     reference_logit_kernel[(rows,)](
         input,
@@ -81,6 +89,7 @@ def launch_reference_logit(
         linear_bias,
         target,
         reference,
+        slope,
         hit,
         linear_weight.shape[0],
         input.shape[1],
@@ -95,4 +104,4 @@ def launch_reference_logit(
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
         num_warps=4,
     )
-    return reference, hit
+    return reference, slope, hit

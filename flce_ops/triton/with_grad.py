@@ -117,7 +117,7 @@ class OnePassStep:
         self.smoothing = None
         if cut.recompute and cut.lead is None:
             return
-        self.target_logit, _ = launch_reference_logit(
+        self.target_logit, self.target_slope, _ = launch_reference_logit(
             input,
             linear_weight,
             target,
@@ -190,6 +190,7 @@ class OnePassStep:
             row_sum=row_sums.exponentials,
             reference=reference,
             target_logit=self.target_logit[rows],
+            target_slope=None if self.target_slope is None else self.target_slope[rows],
             target=self.target[rows],
             row_scale=self.row_scale[rows],
             class_weight=self.class_weight,
@@ -201,7 +202,7 @@ class OnePassStep:
             row_factor=row_factor,
             weight_factor=weight_factor,
             residual=residual,
-            **self.options,
+            **{name: option for name, option in self.options.items() if name != "softcap"},
         )
         for cols, piece in pieces:
             launch_set_entries(
