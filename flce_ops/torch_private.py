@@ -81,6 +81,11 @@ def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
     return [hook for hooks in groups for hook in hooks.values()]
 
 
+def hooks_on_the_input(module: torch.nn.Module) -> list[Callable]:
+    """Forward pre-hooks that a call of `module` runs, those on all modules included."""
+    return [*torch.nn.modules.module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def register_without_leaves(value: object) -> None:
     """Let `value`, the only one of its class, be a part of outputs that holds no tensor, in maps over their tensors."""
     torch.utils._pytree.register_pytree_node(

@@ -40,9 +40,9 @@ assert torch.ops.flce.linear_cross_entropy(x, w, t).item() == loss.item()
 """
 
 
-def test_import_brings_in_neither_triton_nor_dtensor_nor_the_compiler():
+def test_import_brings_in_neither_dtensor_nor_the_compiler_nor_triton_beyond_what_torchs_flop_counter_does():
     script = (
-        # torch's FLOP counter, with which the formulas are registered, imports triton itself where that is installed
+        # the FLOP formulas are registered with it, and where triton is installed it imports triton
         "import sys, json, torch, torch.utils.flop_counter\n"
         "before = set(sys.modules)\n"
         "import flce_ops\n"

@@ -21,6 +21,7 @@ def make_adapted(name: str = "Llama", *, patch_first: bool, **options):
     """(patched, unpatched), the same weights and adapters."""
     model = make_model(name)
     config = {
+        "task_type": "CAUSAL_LM",
         "r": 3,
         "lora_alpha": 12,
         "init_lora_weights": False,
@@ -28,10 +29,10 @@ def make_adapted(name: str = "Llama", *, patch_first: bool, **options):
         **options,
     }
     seed = torch.random.get_rng_state()
-    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config))
     torch.random.set_rng_state(seed)
     ours = patch(model) if patch_first else model
-    ours = peft.get_peft_model(ours, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    ours = peft.get_peft_model(ours, peft.LoraConfig(**config))
     return (ours if patch_first else patch(ours)), theirs
 
 
@@ -47,6 +48,15 @@ def test_lora_on_the_blocks(name, patch_first):
     check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
     adapters = [n for n, p in ours.named_parameters() if p.grad is not None]
     assert adapters and all("lora_" in n for n in adapters)
+
+
+@patch_order
+def test_a_head_with_a_transform_trained_whole(patch_first):
+    targets = {"target_modules": ["query"], "modules_to_save": ["cls"], "task_type": None}
+    ours, theirs = make_adapted("BERT, transform", patch_first=patch_first, **targets)
+    batch = make_batch()
+    assert not has_logits(ours(**batch))
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
 @patch_order

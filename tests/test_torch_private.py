@@ -171,7 +171,7 @@ def test_key_compiled_graphs_separates_what_torch_compile_has_cached():
         assert compile_again(torch.ones(2, 2)) == (1, 0)
 
 
-def test_hooks_on_the_output_are_those_of_the_module_and_of_all_modules():
+def test_hooks_on_input_and_output_are_those_of_the_module_and_of_all_modules():
     module, handles = torch.nn.Linear(2, 2), []
     everywhere = torch.nn.modules.module
 
@@ -191,12 +191,13 @@ def test_hooks_on_the_output_are_those_of_the_module_and_of_all_modules():
             add(everywhere.register_module_full_backward_hook),
             add(everywhere.register_module_full_backward_pre_hook),
         ]
-        add(module.register_forward_pre_hook)
+        before = [add(module.register_forward_pre_hook), add(everywhere.register_module_forward_pre_hook)]
         assert set(torch_private.hooks_on_the_output(module)) == set(added)
+        assert set(torch_private.hooks_on_the_input(module)) == set(before)
     finally:
         for handle in handles:
             handle.remove()
-    assert torch_private.hooks_on_the_output(module) == []
+    assert torch_private.hooks_on_the_output(module) == torch_private.hooks_on_the_input(module) == []
 
 
 def test_a_value_registered_without_leaves_is_kept_by_maps_over_tensors():

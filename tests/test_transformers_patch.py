@@ -504,6 +504,26 @@ def test_hooks_of_accelerate_run_before_and_after_patch(first):
     assert seen[-2:] == ["LlamaForCausalLM", "Linear"]
 
 
+def test_a_traceback_shows_the_lines_of_a_forward_that_computes_its_own_cross_entropy():
+    model = patch(make_model("T5, scaled before its tied head"))
+    with pytest.raises(ValueError, match="expected a label for each of the 33 positions") as error:
+        model(**make_batch() | {"decoder_input_ids": make_batch()["input_ids"], "labels": torch.zeros(2, 5).long()})
+    shown = [str(entry.statement).strip() for entry in error.traceback if entry.path.name == "modeling_t5.py"]
+    assert shown == ["loss = loss_fct(lm_logits.view(-1, lm_logits.size(-1)), labels.view(-1))"]
+
+
+@pytest.mark.parametrize("name", ["BERT, transform", "ESM, transform and bias"])
+def test_unpatch_puts_a_head_with_a_transform_back(name):
+    model, batch = make_model(name), make_batch()
+    modules = dict(model.named_modules())
+    before = {place: set(vars(module)) for place, module in modules.items()}
+    theirs = model(**batch)
+    unpatch(patch(model))
+    before[""].add("_flce_loss_without_logits")
+    assert {place: set(vars(module)) for place, module in modules.items()} == before
+    assert torch.equal(model(**batch).logits, theirs.logits)
+
+
 def test_a_wrapper_around_forward_survives_unpatch_and_patch():
     model = patch(make_model())
     inner = model.forward
@@ -543,9 +563,13 @@ def test_gradient_checkpointing_of_the_blocks():
     check_same(loss_and_gradients(patch(model), **batch), expected)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "ESM, transform and bias"])
 def test_compiles_as_one_graph(name):
-    model, batch = make_model(name), make_batch() | {"num_items_in_batch": torch.tensor(17), "use_cache": False}
+    model, batch = make_model(name), make_batch()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    if not name.startswith("ESM"):  # which means over its own tokens
+        batch["num_items_in_batch"] = torch.tensor(17)
     expected = loss_and_gradients(model, **batch)
     patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a causal language model's loss without its logits.
+"""Hugging Face Transformers: a language model's loss without its logits.
 
     from flce_ops.integrations.transformers import patch
 
@@ -6,13 +6,16 @@
 
 From then on `model(input_ids, labels=labels).loss` is the operator's; without labels the logits are as before.
 
-    patching.py       puts the new forward in place and takes it away
-    forward.py        runs the model's own forward with the logits left out
-    read_head.py      reads from that forward's source what it does to the logits
-    head.py           the lm_head's forward that takes targets; refuses heads it would get wrong
-    output_hooks.py   finds hooks on the lm_head that need its logits
-    no_logits.py      what an output has in place of the logits
-    trainer.py        tells a model when Trainer takes its logits
+    patching.py               puts the new forward in place and takes it away
+    forward.py                runs the model's own forward with the logits left out
+    read_head.py              reads from that forward's source what it does to the logits
+    operand.py                the numbers and paths in it; definition.py: its tree
+    cross_entropy_call.py     a forward that computes its cross-entropy by itself
+    head.py                   the lm_head's forward that takes targets; refuses heads it would get wrong
+    transform_head.py         a head that ends in a linear layer
+    output_hooks.py           finds hooks that need the logits which the head would make
+    no_logits.py              what an output has in place of the logits
+    trainer.py                tells a model when Trainer takes its logits
 """
 
 from flce_ops.integrations.transformers.patching import patch, patched, unpatch

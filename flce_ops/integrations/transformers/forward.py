@@ -1,10 +1,12 @@
 """The model's own forward, with the loss in place of the logits.
 
-The forward runs unchanged on a stand-in for the model. What it asks of the stand-in is the model's, but for two things:
+The forward runs on a stand-in for the model. What it asks of the stand-in is the model's, but for these:
 
     logits = self.lm_head(hidden)                keeps `hidden`, returns (B, T, 0): nothing to scale or cap
+    logits = logits + self.final_logits_bias     a bias of no classes
     loss = self.loss_function(logits, labels)    the model's lm_head on `hidden` and the targets
 
+A forward that computes its cross-entropy by itself asks for self.flce_cross_entropy instead (cross_entropy_call.py).
 Arguments, mixture-of-experts losses and outputs stay the model's. Where logits are wanted beside the loss, `lm_head`
 returns them and they go the model's way into its output; the loss is the same.
 """
@@ -16,19 +18,36 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
-from flce_ops.integrations.transformers.head import prepare_head
+from flce_ops.integrations.transformers.head import makers_of_logits, prepare_head
+from flce_ops.integrations.transformers.instance_forward import name_of
 from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
 from flce_ops.integrations.transformers.output_hooks import wants_logits
-from flce_ops.integrations.transformers.read_head import Head
+from flce_ops.integrations.transformers.read_head import Head, read
 
 # B batch, T tokens, D hidden, V vocabulary
 
 ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is in force
 EVAL_LOGITS = "_flce_eval_logits"  # of an instance or a class: what the user said to patch
 TAKEN_BY_TRAINER = "_flce_logits_taken_by_trainer"  # of an instance, while Trainer takes predictions from it
+
+
+class KeepHidden:
+    """Stands in for the head of `stand_in` while the logits are asked for."""
+
+    def __init__(self, stand_in: "WithoutLogits", head: nn.Module) -> None:
+        self.stand_in, self.head = stand_in, head
+
+    def __getattr__(self, name: str):  # weight, for its dtype
+        return getattr(self.head, name)
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0), or the logits (B, T, V)
+        self.stand_in.flce_hidden = hidden
+        if self.stand_in.flce_with_logits:
+            return self.head(hidden)
+        return hidden.new_empty(*hidden.shape[:-1], 0)
 
 
 class WithoutLogits:
@@ -39,16 +58,12 @@ class WithoutLogits:
         self.flce_head = head
         self.flce_with_logits = with_logits
         self.flce_hidden = None
-        setattr(self, head.name, self.flce_keep_hidden)
+        setattr(self, head.name, KeepHidden(self, getattr(model, head.name)))
+        if head.bias is not None and not with_logits:
+            setattr(self, head.bias, getattr(model, head.bias)[..., :0])
 
     def __getattr__(self, name: str):
         return getattr(self.flce_model, name)
-
-    def flce_keep_hidden(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0), or the logits (B, T, V)
-        self.flce_hidden = hidden
-        if self.flce_with_logits:
-            return getattr(self.flce_model, self.flce_head.name)(hidden)
-        return hidden.new_empty(*hidden.shape[:-1], 0)
 
     def loss_function(
         self,
@@ -60,12 +75,25 @@ class WithoutLogits:
         shift_labels: Tensor | None = None,  # (B, T)
         **kwargs,
     ) -> Tensor:  # ()
-        """Same as Transformers' ForCausalLMLoss on the logits."""
+        """Same as Transformers' ForCausalLMLoss or ForMaskedLMLoss on the logits."""
+        check_loss(self.flce_model, self.flce_head)
+        target = labels
+        if self.flce_model.loss_function is ForCausalLMLoss:
+            target = shift_labels
+            if target is None:
+                target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # position t predicts token t + 1
+        return self.flce_loss(target, vocab_size, ignore_index, num_items_in_batch)
+
+    def flce_cross_entropy(self, logits: Tensor, target: Tensor, vocab_size: int | None) -> Tensor:  # ()
+        """Same as nn.CrossEntropyLoss() on the logits, (B T, V), and target, (B T,)."""
+        check_loss(self.flce_model, self.flce_head)
+        ignore_index = self.flce_head.cross_entropy.ignore_index_of(self.flce_model)
+        return self.flce_loss(target, vocab_size, ignore_index, None)
+
+    def flce_loss(
+        self, target: Tensor, vocab_size: int | None, ignore_index: int, count: Tensor | int | None
+    ) -> Tensor:  # ()
         model, hidden = self.flce_model, self.flce_hidden
-        check_loss_function(model)
-        target = shift_labels
-        if target is None:
-            target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # position t predicts token t + 1
         if target.numel() != hidden.shape[:-1].numel():
             raise ValueError(
                 f"{type(model).__name__}: expected a label for each of the {hidden.shape[:-1].numel()} positions that "
@@ -80,7 +108,8 @@ class WithoutLogits:
             "softcap": self.flce_head.softcap_of(model),
             "logit_scale": self.flce_head.logit_scale(model),
         }
-        count = num_items_in_batch
+        if self.flce_head.bias is not None:
+            options["logits_bias"] = getattr(model, self.flce_head.bias)
         if isinstance(count, Tensor):
             count = count.to(hidden.device)
         # FSDP's mixed precision rounds the floating arguments of the head's forward, and the operator takes 0-d counts
@@ -99,11 +128,13 @@ class WithoutLogits:
         return loss / count if divide_afterwards else loss
 
 
-def check_loss_function(model: nn.Module) -> None:
-    if model.loss_function is not ForCausalLMLoss:
+def check_loss(model: nn.Module, head: Head) -> None:
+    head.check(model)
+    if head.cross_entropy is None and model.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise NotImplementedError(
-            f"{type(model).__name__}: expected model.loss_function to be Transformers' ForCausalLMLoss, got "
-            f"{model.loss_function!r}; another loss needs the logits, so leave the model unpatched"
+            f"{type(model).__name__}: expected model.loss_function to be Transformers' ForCausalLMLoss or "
+            f"ForMaskedLMLoss, got {name_of(model.loss_function)}; another loss needs the logits, so leave the model "
+            "unpatched"
         )
 
 
@@ -120,6 +151,7 @@ def is_patched(model: nn.Module) -> bool:
 
 def forward_without_logits(original: Callable, head: Head, *, of_instance: bool) -> Callable:
     """The forward that takes the place of `original`, for one instance or for a class."""
+    _, without_cross_entropy = read(original)
     parameters = list(inspect.signature(original).parameters)
     labels_at = parameters.index("labels") - 1  # after self
 
@@ -128,16 +160,17 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
         labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
         if labels is None or (of_instance and not getattr(self, ACTIVE, False)):
             return original(self, *args, **kwargs)
-        if wants_logits(getattr(self, head.name), type(self).__name__):
+        name = type(self).__name__
+        if wants_logits(makers_of_logits(getattr(self, head.name), name), head.modules_of_loss(self), name):
             return original(self, *args, **kwargs)
         if gives_logits(self):
-            return original(WithoutLogits(self, head, with_logits=True), *args, **kwargs)
+            return without_cross_entropy(WithoutLogits(self, head, with_logits=True), *args, **kwargs)
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = self.config.return_dict
         if not return_dict:
             kwargs["return_dict"] = True  # the logits can only be told from the rest by name
-        output = original(WithoutLogits(self, head, with_logits=False), *args, **kwargs)
+        output = without_cross_entropy(WithoutLogits(self, head, with_logits=False), *args, **kwargs)
         output = without_logits(output)
         return output if return_dict else output.to_tuple()
 

@@ -1,20 +1,24 @@
-"""The lm_head: an nn.Linear whose forward, given targets, returns the loss instead of the logits.
+"""The lm_head: an nn.Linear whose forward, given targets, returns the loss instead of the logits, or a head that ends
+in one (transform_head.py).
 
 The loss runs inside the forward of the module that owns the weight, so that whoever gathers parameters around a
 module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
 """
 
 import sys
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from flce_ops.functional import linear_cross_entropy
+from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.instance_forward import (
     BoundForward,
     is_replaced,
     replace_forward,
     restore_forward,
 )
+from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
 
@@ -30,19 +34,24 @@ def linear_or_loss(
     logit_scale: float = 1.0,
     reduction: str = "mean",
     normalizer: Tensor | int | None = None,
+    logits_bias: Tensor | None = None,  # V entries, beside the layer's own
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)
-    if self.weight.shape[0] != vocab_size:
+    if vocab_size is not None and self.weight.shape[0] != vocab_size:
         raise ValueError(
             f"expected the head to have the {vocab_size} classes of the model's vocab_size, got a weight of shape "
             f"{tuple(self.weight.shape)}; resize with model.resize_token_embeddings"
         )
+    bias = self.bias
+    if logits_bias is not None:
+        logits_bias = logits_bias.flatten().to(input.dtype)
+        bias = logits_bias if bias is None else bias + logits_bias
     return linear_cross_entropy(
         input,
         self.weight,
         target,
-        self.bias,
+        bias,
         reduction=reduction,
         ignore_index=ignore_index,
         softcap=softcap,
@@ -54,8 +63,12 @@ def linear_or_loss(
 linear_or_loss.flce_original = nn.Linear.forward
 
 
-def forward_of_head(linear: nn.Linear) -> BoundForward:
-    return BoundForward(linear_or_loss, linear, forward_of_head)
+def forward_of_head(module: nn.Module) -> BoundForward:
+    """Of an empty one too, while pickle reads it."""
+    if is_linear(module):
+        return BoundForward(linear_or_loss, module, forward_of_head)
+    inner_of(module)  # reads the source now: torch.compile cannot
+    return BoundForward(transform_then_loss, module, forward_of_head)
 
 
 def prepare_head(head: nn.Module, model_name: str) -> None:
@@ -63,9 +76,9 @@ def prepare_head(head: nn.Module, model_name: str) -> None:
 
     It runs before every loss: the head of a patched model may be replaced (resize_token_embeddings) or wrapped (PEFT).
     """
-    for linear in linears_of(head, model_name):
-        if not is_replaced(linear):
-            replace_forward(linear, forward_of_head(linear))
+    for module in list(makers_of_logits(head, model_name)):
+        if not is_wrapper_of_peft(module) and not is_replaced(module):
+            replace_forward(module, forward_of_head(module))
 
 
 def restore_head(head: nn.Module) -> None:
@@ -73,18 +86,44 @@ def restore_head(head: nn.Module) -> None:
         restore_forward(module)
 
 
-def linears_of(head: nn.Module, model_name: str) -> list[nn.Linear]:
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return [head]
+def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
+    """`head` and the modules in it that may make its output, from the outside in."""
+    if is_linear(head):
+        yield head
+        return
+    if is_wrapper_of_peft(head):
+        inner = [head.original_module, *head.modules_to_save.values()]
+    else:
+        inner = [inner_linear_of(head, model_name)]
+    yield head
+    for module in inner:
+        yield from makers_of_logits(module, model_name)
+
+
+def is_linear(head: nn.Module) -> bool:
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+def is_wrapper_of_peft(head: nn.Module) -> bool:
+    """Of a head that is trained whole, its copies inside."""
     peft = sys.modules.get("peft.utils.other")
-    if peft is not None and isinstance(head, peft.ModulesToSaveWrapper):
-        copies = [head.original_module, *head.modules_to_save.values()]
-        return [linear for copy in copies for linear in linears_of(copy, model_name)]
+    return peft is not None and isinstance(head, peft.ModulesToSaveWrapper)
+
+
+def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
+    """The linear layer that `head` ends in, which PEFT may have wrapped."""
+    why = ""
+    if isinstance(head, nn.Module):
+        try:
+            return getattr(head, inner_of(head).name)
+        except NotUnderstood as error:
+            why = f" ({error})"
     advice = "leave the model unpatched"
     if hasattr(head, "base_layer"):
+        why = ""
         advice = "leave the head out of the adapter's target_modules, or train it whole through modules_to_save"
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise NotImplementedError(
         f"{model_name}: expected its output embedding to be a plain nn.Linear, got {kind}, whose result is not "
-        f"input @ weight.T + bias; {advice}"
+        f"input @ weight.T + bias{why}; {advice}"
     )

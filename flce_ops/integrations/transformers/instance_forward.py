@@ -40,8 +40,9 @@ def replace_forward(module: nn.Module, forward: BoundForward) -> None:
     place = HOOKED if HOOKED in module.__dict__ else PLAIN
     if has_another_forward(module, forward.__func__.flce_original):
         raise NotImplementedError(
-            f"this {type(module).__name__} has a forward of its own, {module.__dict__[place]!r}, which patch would put "
-            "out of action; patch first, then set it"
+            f"this {type(module).__name__} has a forward of its own, {name_of(module.__dict__[place])}, which patch "
+            "would put out of action; set it after patch if it calls the forward it replaces, or leave the model "
+            "unpatched"
         )
     setattr(module, place, forward)
 
@@ -62,6 +63,18 @@ def restore_forward(module: nn.Module) -> None:
         module._old_forward = MethodType(type(module).forward, module)
     elif hasattr(function_of(module.__dict__.get(PLAIN)), "flce_original"):
         del module.forward
+
+
+def name_of(function: Callable) -> str:
+    """And where it is written, as functools.wraps gives a wrapper the name of what it wraps.
+
+    The repr of a bound method would have its whole module in it.
+    """
+    function = function_of(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"a {type(function).__module__}.{type(function).__qualname__}"
+    return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def function_of(method: Callable | None) -> Callable | None:

@@ -1,15 +1,17 @@
-"""Hooks on the head that see its output: forward hooks and backward hooks.
+"""Hooks that see logits: forward hooks and backward hooks on the head and on what in it makes them, all hooks on a
+module that computes the cross-entropy.
 
     logits = lm_head(hidden)            what such a hook was written for
     loss = lm_head(hidden, target)      what it would see, and change, in a patched model
 
 Hooks of the libraries that shard, move and count modules take any output alike. Where there is another one the model
-runs its own forward, with logits. Pre-hooks see the hidden states in both.
+runs its own forward, with logits. Pre-hooks of the head, and the modules that transform its input, see hidden states
+in both.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,14 +32,16 @@ ANY_OUTPUT = (
 _logged: set[str] = set()
 
 
-def wants_logits(head: nn.Module, model_name: str) -> bool:
-    """Whether a hook sees the output of `head` that is not known to take any."""
-    hooks = [hook for module in head.modules() for hook in hooks_of(module) if not takes_any_output(hook)]
+def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_name: str) -> bool:
+    """Whether a hook that is not known to take anything sees what `makers` return, or what `users` take or return."""
+    hooks = [hook for module in makers for hook in hooks_on_the_output(module)]
+    hooks += [hook for module in users for hook in [*hooks_on_the_input(module), *hooks_on_the_output(module)]]
+    hooks = [hook for hook in hooks if not takes_any_output(hook)]
     if hooks and not torch.compiler.is_compiling():
         names = ", ".join(dict.fromkeys(name_of(hook) for hook in hooks))
         message = (
             f"{model_name}: the patched model computes its loss from logits, as unpatched, since there are hooks on "
-            f"its output embedding that see them: {names}"
+            f"its output embedding or its loss that see them: {names}"
         )
         if message not in _logged:
             _logged.add(message)
@@ -45,19 +49,29 @@ def wants_logits(head: nn.Module, model_name: str) -> bool:
     return bool(hooks)
 
 
-def hooks_of(module: nn.Module) -> Iterator[Callable]:
+def hooks_on_the_output(module: nn.Module) -> Iterator[Callable]:
     yield from torch_private.hooks_on_the_output(module)
+    for hook in hooks_of_accelerate(module):
+        yield hook.post_forward
+
+
+def hooks_on_the_input(module: nn.Module) -> Iterator[Callable]:
+    yield from torch_private.hooks_on_the_input(module)
+    for hook in hooks_of_accelerate(module):
+        yield hook.pre_forward
+
+
+def hooks_of_accelerate(module: nn.Module) -> Iterator[object]:
     if "_hf_hook" in module.__dict__:
-        yield from post_forwards(module._hf_hook)
+        yield from in_sequence(module._hf_hook)
 
 
-def post_forwards(hook) -> Iterator[Callable]:
-    """Of accelerate's hook, which may be several in sequence."""
+def in_sequence(hook) -> Iterator[object]:
     if hasattr(hook, "hooks"):
         for inner in hook.hooks:
-            yield from post_forwards(inner)
+            yield from in_sequence(inner)
     else:
-        yield hook.post_forward
+        yield hook
 
 
 def takes_any_output(hook: Callable) -> bool:

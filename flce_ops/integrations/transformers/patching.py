@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
+from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.forward import (
     ACTIVE,
     EVAL_LOGITS,
-    check_loss_function,
+    check_loss,
     forward_without_logits,
 )
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
@@ -20,14 +21,14 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.read_head import Head, NotUnderstood, read_head
+from flce_ops.integrations.transformers.read_head import Head, read_head
 from flce_ops.integrations.transformers.trainer import announce_predictions
 
 Model = nn.Module | type[PreTrainedModel]
 
 
 def patch(model_or_class: Model, *, eval_logits: bool = False) -> Model:
-    """Make a causal language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
+    """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
 
     With labels, the output has the loss, and in place of the logits an object that raises when it is used; without
     labels it is what it was. Everything else that the model's forward takes and returns stays: num_items_in_batch,
@@ -100,7 +101,7 @@ def patch_class(cls: type) -> None:
 def patch_instance(model: PreTrainedModel) -> None:
     cls = type(model)
     head = head_of(cls)
-    check_loss_function(model)
+    check_loss(model, head)
     prepare_head(getattr(model, head.name), cls.__name__)
     held_by_a_wrapper = hasattr(model, ACTIVE) and has_another_forward(model, original_of(cls))
     if not is_replaced(model) and not held_by_a_wrapper:
@@ -120,8 +121,7 @@ def head_of(cls: type) -> Head:
         return read_head(original_of(cls))
     except NotUnderstood as error:
         raise NotImplementedError(
-            f"{cls.__name__}: {error}. Its loss without logits would differ from its own, so it is left as it is; call "
-            "flce_ops.linear_cross_entropy on its last hidden state and lm_head.weight instead"
+            f"{cls.__name__}: {error}. Its loss without logits would differ from its own, so leave it unpatched"
         ) from error
 
 

@@ -1,8 +1,9 @@
 """What a model's forward does between lm_head and loss, read from its source.
 
-Causal language models of Transformers end alike, with lines of their own in the middle:
+Language models of Transformers end alike, with lines of their own in the middle:
 
     logits = self.lm_head(hidden_states)                          head         "lm_head"
+    logits = logits + self.final_logits_bias                      bias         "final_logits_bias"
     logits = logits / self.config.logits_scaling                  factors      1 / config.logits_scaling
     if self.config.final_logit_softcapping is not None:
         logits = logits / self.config.final_logit_softcapping
@@ -10,38 +11,65 @@ Causal language models of Transformers end alike, with lines of their own in the
         logits = logits * self.config.final_logit_softcapping
     loss = self.loss_function(logits=logits, labels=labels, ...)
 
+    or, without a shift, as masked language models and encoder-decoders
+
+    loss = CrossEntropyLoss()(logits.view(-1, vocab_size), labels.view(-1))
+
 Every place that uses the logits is either one of these or makes the model be refused, so no transformation is lost,
 also in models and versions that did not exist when this was written.
 """
 
 import ast
 import functools
-import inspect
-import math
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-Operand = tuple[str, ...] | float  # ("config", "logits_scaling") stands for self.config.logits_scaling
+from flce_ops.integrations.transformers.cross_entropy_call import (
+    CrossEntropy,
+    flattened_logits,
+    global_object,
+    with_loss_of_self,
+)
+from flce_ops.integrations.transformers.definition import (
+    NotUnderstood,
+    check_self,
+    first_line,
+    function_of,
+    is_name,
+    is_named,
+    parents_in,
+    statement_of,
+    without_casts,
+)
+from flce_ops.integrations.transformers.operand import Names, Operand, Path, lookup, number, path_of, written
+
 TANH = "tanh"
-Step = str | tuple[str, Operand]  # TANH, ("*", operand) or ("/", operand)
+# TANH, ("*", operand), ("/", operand), ("+", path); "*?" and "/?" do nothing where the operand is None
+Step = str | tuple[str, Operand]
 
 
 @dataclass(frozen=True)
 class Head:
-    """logits = softcap * tanh(factors * self.<name>(hidden) / softcap)."""
+    """logits = softcap * tanh(factors * (self.<name>(hidden) + self.<bias>) / softcap)."""
 
     name: str
     factors: tuple[Step, ...] = ()
     softcap: Operand | None = None
+    bias: str | None = None
+    cross_entropy: CrossEntropy | None = None  # None: self.loss_function
+    unless: tuple[Path, ...] = ()  # numbers which, above 0, add something to the loss that needs the logits
 
     def logit_scale(self, model: nn.Module) -> float:
         scale = 1.0
         for operation, operand in self.factors:
+            if operation.endswith("?") and lookup(model, operand) is None:
+                continue
             value = number(model, operand)
-            scale = scale * value if operation == "*" else scale / value
+            scale = scale * value if operation.startswith("*") else scale / value
         return scale
 
     def softcap_of(self, model: nn.Module) -> float | None:
@@ -49,81 +77,112 @@ class Head:
             return None
         return number(model, self.softcap)
 
+    def modules_of_loss(self, model: nn.Module) -> list[nn.Module]:
+        """Which the model's own forward gives logits, and which do not run without."""
+        return [] if self.cross_entropy is None else self.cross_entropy.modules_of(model)
 
-def lookup(model: nn.Module, operand: Operand) -> object:
-    if not isinstance(operand, tuple):
-        return operand
-    value = model
-    for attribute in operand:
-        value = getattr(value, attribute)
-    return value
-
-
-def number(model: nn.Module, operand: Operand) -> float:
-    value = lookup(model, operand)
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value == 0:
-        raise NotImplementedError(
-            f"{type(model).__name__}: expected self.{'.'.join(operand)}, a scale of its logits, to be a finite number "
-            f"other than 0, got {value!r}; leave the model unpatched"
-        )
-    return value
+    def check(self, model: nn.Module) -> None:
+        for path in self.unless:
+            if lookup(model, path) > 0:
+                raise NotImplementedError(
+                    f"{type(model).__name__}: {written(path)} is {lookup(model, path)}, and above 0 its loss has a "
+                    "term that needs the logits; leave the model unpatched"
+                )
+        if self.cross_entropy is not None:
+            self.cross_entropy.check(model)
 
 
-class NotUnderstood(Exception):
-    """Why this forward cannot run without logits."""
+def read_head(forward: Callable) -> Head:
+    """Raises NotUnderstood."""
+    return read(forward)[0]
 
 
 @functools.cache
-def read_head(forward: Callable) -> Head:
-    """Raises NotUnderstood."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
-    except (OSError, TypeError) as error:
-        raise NotUnderstood(f"the source of its forward cannot be read ({error})") from error
-    function = ast.parse(source).body[0]
-    if not isinstance(function, ast.FunctionDef):
-        raise NotUnderstood("its forward is not a plain function")
+def read(forward: Callable) -> tuple[Head, Callable]:
+    """And a forward that takes its loss from self.loss_function or self.flce_cross_entropy."""
+    function, inner = function_of(forward)
     if "labels" not in [argument.arg for argument in function.args.args]:
         raise NotUnderstood("its forward takes no labels")
-    return _Reader(function).head()
+    reader = _Reader(function, inner.__globals__)
+    head = reader.head()
+    if head.cross_entropy is None:
+        return head, forward
+    rewritten = with_loss_of_self(forward, function, reader.loss_call)
+    if rewritten is None:
+        raise NotUnderstood("its forward is decorated, or closes over names, in a way that hides its loss")
+    return head, rewritten
 
 
 class _Reader:
     """Statements of one forward, in the order of its lines."""
 
-    def __init__(self, function: ast.FunctionDef) -> None:
+    def __init__(self, function: ast.FunctionDef, names: dict[str, object]) -> None:
         self.function = function
-        self.parent = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+        self.globals = names
+        self.names = Names(function)
+        self.parent = parents_in(function)
 
     def head(self) -> Head:
-        self.check_self()
-        loss_call = self.only_call_of("loss_function", "computes its loss by other means than one self.loss_function")
-        self.logits = self.name_of_logits(loss_call)
+        check_self(self.function)
+        self.loss_call, cross_entropy = self.find_loss()
         assigned = self.head_assignment()
         name = path_of(self.head_call.func)[0]
         self.check_only_called(name)
-        steps = self.steps_in(assigned.value) + self.steps_before(loss_call, assigned)
-        self.check_uses(loss_call)
-        return factors_and_softcap(name, steps)
+        steps = self.steps_in(assigned.value) + self.steps_before_loss(assigned)
+        unless = self.check_uses(assigned)
+        bias, factors, softcap = ordered(steps)
+        if bias is not None and self.uses_of_attribute(bias) > 1:
+            raise NotUnderstood(f"it uses self.{bias} for something else than its logits")
+        return Head(name, factors, softcap, bias, cross_entropy, unless)
 
-    def check_self(self) -> None:
-        """forward sees a stand-in for self, so it may only read attributes of it."""
-        for node in ast.walk(self.function):
-            if isinstance(node, ast.Name) and node.id == "super":
-                raise NotUnderstood("its forward calls super()")
-            if isinstance(node, ast.Name) and node.id == "self":
-                outer = self.parent[node]
-                if not (isinstance(outer, ast.Attribute) and isinstance(outer.ctx, ast.Load)):
-                    raise self.refusal("its forward passes on or changes self", node)
+    def find_loss(self) -> tuple[ast.Call, CrossEntropy | None]:
+        calls = self.calls_of("loss_function")
+        if len(calls) == 1:
+            self.logits = self.name_of_logits(calls[0])
+            return calls[0], None
+        found = [] if calls else [(call, self.cross_entropy_of(call)) for call in self.all_calls()]
+        found = [(call, cross_entropy) for call, cross_entropy in found if cross_entropy is not None]
+        if len(found) != 1:
+            raise NotUnderstood(
+                "it computes its loss by other means than one self.loss_function(logits, labels, ...) or one "
+                "CrossEntropyLoss()(logits.view(-1, ...), labels.view(-1))"
+            )
+        self.logits = flattened_logits(found[0][0]).id
+        return found[0]
+
+    def cross_entropy_of(self, call: ast.Call) -> CrossEntropy | None:
+        if flattened_logits(call) is None or not any(is_named(node, "labels") for node in ast.walk(call.args[1])):
+            return None
+        path = path_of(call.func)
+        if path is not None:  # of the model, which is looked at when it is there
+            return CrossEntropy(module=path[0]) if len(path) == 1 else None
+        if global_object(call.func, self.globals) is F.cross_entropy:
+            return CrossEntropy()
+        constructed = call.func
+        if isinstance(constructed, ast.Name):
+            constructed = self.only_assigned(constructed.id)
+        if not isinstance(constructed, ast.Call) or constructed.args:
+            return None
+        options = {keyword.arg: keyword.value for keyword in constructed.keywords}
+        try:
+            ignore_index = ast.literal_eval(options.pop("ignore_index", ast.Constant(-100)))
+        except ValueError:
+            return None
+        if options or global_object(constructed.func, self.globals) is not nn.CrossEntropyLoss:
+            return None
+        return CrossEntropy(ignore_index=ignore_index)
+
+    def only_assigned(self, name: str) -> ast.expr | None:
+        stored = [n for n in ast.walk(self.function) if is_named(n, name) and isinstance(n.ctx, ast.Store)]
+        if len(stored) == 1 and isinstance(self.parent[stored[0]], ast.Assign):
+            return self.parent[stored[0]].value
+        return None
+
+    def all_calls(self) -> list[ast.Call]:
+        return [node for node in ast.walk(self.function) if isinstance(node, ast.Call)]
 
     def calls_of(self, attribute: str) -> list[ast.Call]:
-        return [n for n in ast.walk(self.function) if isinstance(n, ast.Call) and path_of(n.func) == (attribute,)]
-
-    def only_call_of(self, attribute: str, otherwise: str) -> ast.Call:
-        calls = self.calls_of(attribute)
-        if len(calls) != 1:
-            raise NotUnderstood(f"it {otherwise}")
-        return calls[0]
+        return [call for call in self.all_calls() if path_of(call.func) == (attribute,)]
 
     def name_of_logits(self, loss_call: ast.Call) -> str:
         given = [keyword.value for keyword in loss_call.keywords if keyword.arg == "logits"] + loss_call.args[:1]
@@ -132,28 +191,37 @@ class _Reader:
         return given[0].id
 
     def head_assignment(self) -> ast.Assign:
-        """`logits = self.lm_head(...)`, the first statement about the logits."""
-        first = self.statement_of(self.uses()[0])
-        if isinstance(first, ast.Assign) and self.parent[first] is self.function:
-            for call in ast.walk(first.value):  # outer calls first
-                if isinstance(call, ast.Call) and len(path_of(call.func) or ()) == 1:
-                    if len(call.args) == 1 and not call.keywords:
-                        self.head_call = call
-                        return first
-                    break
-        raise self.refusal("its logits do not come from one call of a head", first)
+        """`logits = self.lm_head(...)`: the last of them, as what the name held before is another tensor."""
+        last = None
+        for statement in self.function.body:
+            if statement.lineno > self.loss_call.lineno:
+                break
+            if isinstance(statement, ast.Assign) and is_name(statement.targets, self.logits):
+                call = head_call_in(statement.value)
+                if call is not None:
+                    last, self.head_call = statement, call
+        if last is None:
+            first = self.statement_of(self.uses()[0])
+            raise self.refusal("its logits do not come from one call of a head", first)
+        return last
 
     def check_only_called(self, name: str) -> None:
-        call = self.only_call_of(name, f"calls self.{name} more than once")
+        if len(self.calls_of(name)) != 1:
+            raise NotUnderstood(f"it calls self.{name} more than once")
         for node in ast.walk(self.function):
-            if isinstance(node, ast.Attribute) and path_of(node) == (name,) and node is not call.func:
-                raise self.refusal(f"it uses self.{name} for something else", node)
+            if isinstance(node, ast.Attribute) and path_of(node) == (name,) and node is not self.head_call.func:
+                whole = self.parent[self.parent[node]]
+                if path_of(whole) not in ((name, "weight", "dtype"), (name, "weight", "device")):
+                    raise self.refusal(f"it uses self.{name} for something else", node)
 
-    def steps_before(self, loss_call: ast.Call, assigned: ast.Assign) -> list[Step]:
+    def uses_of_attribute(self, name: str) -> int:
+        return sum(isinstance(node, ast.Attribute) and path_of(node) == (name,) for node in ast.walk(self.function))
+
+    def steps_before_loss(self, assigned: ast.Assign) -> list[Step]:
         steps: list[Step] = []
         for statement in self.function.body:
-            if assigned.lineno < statement.lineno and loss_call not in ast.walk(statement):
-                if statement.lineno > loss_call.lineno:
+            if assigned.lineno < statement.lineno and self.loss_call not in ast.walk(statement):
+                if statement.lineno > self.loss_call.lineno:
                     break
                 if self.mentions_logits(statement):
                     steps += self.steps_of(statement)
@@ -162,8 +230,11 @@ class _Reader:
     def steps_of(self, statement: ast.stmt) -> list[Step]:
         if isinstance(statement, ast.If) and not statement.orelse:
             steps = [step for inner in statement.body for step in self.steps_of(inner)]
-            if softcap_in(steps) is not None and len(steps) == 3 and checked_for_none(statement.test) == steps[0][1]:
+            checked = self.names.checked_for_none(statement.test)
+            if checked is not None and softcap_in(steps) == checked:
                 return steps
+            if checked is not None and steps in ([("*", checked)], [("/", checked)]):
+                return [(steps[0][0] + "?", checked)]
         if isinstance(statement, ast.Assign) and is_name(statement.targets, self.logits):
             return self.steps_in(statement.value)
         raise self.refusal("it does something to its logits that is neither a scale nor a softcap", statement)
@@ -173,42 +244,70 @@ class _Reader:
         expression = without_casts(expression)
         if self.is_logits(expression):
             return []
-        if isinstance(expression, ast.Call) and ast.unparse(expression.func) == "torch.tanh":
-            return [*self.steps_in(expression.args[0]), TANH]
-        if isinstance(expression, ast.BinOp) and isinstance(expression.op, (ast.Mult, ast.Div)):
-            multiplies = isinstance(expression.op, ast.Mult)
+        if isinstance(expression, ast.Call) and len(expression.args) == 1 and not expression.keywords:
+            if global_object(expression.func, self.globals) in (torch.tanh, F.tanh):
+                return [*self.steps_in(expression.args[0]), TANH]
+        if isinstance(expression, ast.BinOp):
             left, right = expression.left, expression.right
-            if multiplies and operand_of(left) is not None:
+            if isinstance(expression.op, (ast.Mult, ast.Add)) and self.operand_of(left) is not None:
                 left, right = right, left
-            operand = operand_of(right)
-            if operand is not None:
-                return [*self.steps_in(left), ("*" if multiplies else "/", operand)]
+            operand = self.operand_of(right)
+            if operand is not None and isinstance(expression.op, (ast.Mult, ast.Div)):
+                return [*self.steps_in(left), ("*" if isinstance(expression.op, ast.Mult) else "/", operand)]
+            if isinstance(operand, tuple) and len(operand) == 1 and isinstance(expression.op, ast.Add):
+                return [*self.steps_in(left), ("+", operand)]
         raise self.refusal("it does something to its logits that is neither a scale nor a softcap", expression)
 
-    def check_uses(self, loss_call: ast.Call) -> None:
-        """After the loss, the logits may only go into the output."""
-        loss_statement = self.statement_of(loss_call)
+    def operand_of(self, expression: ast.expr) -> Operand | None:
+        return self.names.operand_of(without_casts(expression))
+
+    def check_uses(self, assigned: ast.Assign) -> tuple[Path, ...]:
+        """Beside the loss, the logits may only go into the output, or be used where a number is above 0."""
+        loss_statement, unless = self.statement_of(self.loss_call), []
         for use in self.uses():
             outer = self.parent[use]
-            if isinstance(outer, ast.Attribute) and outer.attr in ("device", "dtype"):
+            if self.is_asked_where(use):
                 continue
-            if use.lineno <= loss_call.end_lineno and self.outermost(use) is not self.outermost(loss_statement):
-                continue  # head_assignment and steps_before have read these
-            if outer is loss_call or self.parent[outer] is loss_call:
+            if use.lineno <= self.loss_call.end_lineno and self.outermost(use) is not self.outermost(loss_statement):
+                continue  # head_assignment and steps_before_loss have read these
+            if outer is self.loss_call or self.parent[outer] is self.loss_call or self.flattens_for_loss(use):
                 continue
             if isinstance(outer, ast.keyword) and outer.arg == "logits" and self.is_returned(self.parent[outer]):
                 continue
-            if isinstance(outer, ast.Tuple) and self.only_without_return_dict(use):
+            if self.only_without_return_dict(use):
                 continue
-            raise self.refusal("it uses its logits beside the loss", use)
+            switch = self.only_above_zero(use)
+            if switch is None:
+                raise self.refusal("it uses its logits beside the loss", use)
+            unless.append(switch)
+        return tuple(dict.fromkeys(unless))
+
+    def flattens_for_loss(self, use: ast.Name) -> bool:
+        """In `logits.view(-1, logits.size(-1))`, the loss's first argument, which flattened_logits has read."""
+        return flattened_logits(self.loss_call) is not None and use in ast.walk(self.loss_call.args[0])
 
     def is_returned(self, node: ast.AST) -> bool:
-        return isinstance(self.parent[node], ast.Return)
+        """`return node`, or `name = node` followed by nothing but `return name`."""
+        outer = self.parent[node]
+        if isinstance(outer, ast.Assign) and len(outer.targets) == 1 and isinstance(outer.targets[0], ast.Name):
+            named = [n for n in ast.walk(self.function) if is_named(n, outer.targets[0].id)]
+            return len(named) == 2 and isinstance(self.parent[named[1]], ast.Return)
+        return isinstance(outer, ast.Return)
+
+    def only_above_zero(self, node: ast.AST) -> Path | None:
+        """The number that an `if ... > 0` around node asks for."""
+        while node is not self.function:
+            inner, node = node, self.parent[node]
+            if isinstance(node, ast.If) and inner in node.body:
+                path = self.names.compared_with_zero(node.test)
+                if path is not None:
+                    return path
+        return None
 
     def only_without_return_dict(self, node: ast.AST) -> bool:
         while node is not self.function:
-            node = self.parent[node]
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "not return_dict":
+            inner, node = node, self.parent[node]
+            if isinstance(node, ast.If) and inner in node.body and ast.unparse(node.test) == "not return_dict":
                 return True
         return False
 
@@ -220,12 +319,14 @@ class _Reader:
         return node is self.head_call or (isinstance(node, ast.Name) and node.id == self.logits)
 
     def mentions_logits(self, node: ast.AST) -> bool:
-        return any(self.is_logits(inner) for inner in ast.walk(node))
+        return any(self.is_logits(inner) and not self.is_asked_where(inner) for inner in ast.walk(node))
+
+    def is_asked_where(self, logits: ast.AST) -> bool:
+        outer = self.parent[logits]
+        return isinstance(outer, ast.Attribute) and outer.attr in ("device", "dtype")
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
-        while not isinstance(node, ast.stmt):
-            node = self.parent[node]
-        return node
+        return statement_of(node, self.parent)
 
     def outermost(self, node: ast.AST) -> ast.AST:
         while self.parent[node] is not self.function:
@@ -233,17 +334,22 @@ class _Reader:
         return node
 
     def refusal(self, reason: str, node: ast.AST) -> NotUnderstood:
-        line = ast.unparse(self.statement_of(node)).splitlines()[0]
-        return NotUnderstood(f"{reason}: `{line}`")
+        return NotUnderstood(f"{reason}: `{first_line(self.statement_of(node))}`")
 
 
-def factors_and_softcap(name: str, steps: list[Step]) -> Head:
-    """The operator scales first and caps last."""
+def ordered(steps: list[Step]) -> tuple[str | None, tuple[Step, ...], Operand | None]:
+    """The operator adds the bias first, then scales, and caps last."""
+    bias = None
+    if steps and steps[0][0] == "+":
+        (bias,) = steps[0][1]
+        steps = steps[1:]
     softcap = softcap_in(steps[-3:])
     factors = steps if softcap is None else steps[:-3]
     if TANH in factors:
         raise NotUnderstood("the tanh over its logits is not the last step of a softcap")
-    return Head(name, tuple(factors), softcap)
+    if any(operation == "+" for operation, _ in factors):
+        raise NotUnderstood("it adds to its logits after another step")
+    return bias, tuple(factors), softcap
 
 
 def softcap_in(steps: list[Step]) -> Operand | None:
@@ -253,41 +359,9 @@ def softcap_in(steps: list[Step]) -> Operand | None:
     return None
 
 
-def without_casts(expression: ast.expr) -> ast.expr:
-    """Logits in float32 are what the operator computes anyway."""
-    while (
-        isinstance(expression, ast.Call)
-        and isinstance(expression.func, ast.Attribute)
-        and expression.func.attr in ("float", "contiguous")
-        and not expression.args
-    ):
-        expression = expression.func.value
-    return expression
-
-
-def path_of(expression: ast.expr) -> tuple[str, ...] | None:
-    """("config", "logits_scaling") of self.config.logits_scaling."""
-    names = []
-    while isinstance(expression, ast.Attribute):
-        names.append(expression.attr)
-        expression = expression.value
-    return tuple(reversed(names)) if isinstance(expression, ast.Name) and expression.id == "self" and names else None
-
-
-def operand_of(expression: ast.expr) -> Operand | None:
-    if isinstance(expression, ast.Constant) and isinstance(expression.value, (int, float)):
-        return float(expression.value)
-    return path_of(expression)
-
-
-def checked_for_none(test: ast.expr) -> Operand | None:
-    """x of `self.x is not None`."""
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot) and len(test.ops) == 1:
-        compared = test.comparators[0]
-        if isinstance(compared, ast.Constant) and compared.value is None:
-            return path_of(test.left)
+def head_call_in(expression: ast.expr) -> ast.Call | None:
+    """`self.lm_head(hidden)`, the outermost call of something of self."""
+    for call in ast.walk(expression):  # outer calls first
+        if isinstance(call, ast.Call) and len(path_of(call.func) or ()) == 1:
+            return call if len(call.args) == 1 and not call.keywords else None
     return None
-
-
-def is_name(targets: list[ast.expr], name: str) -> bool:
-    return len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id == name

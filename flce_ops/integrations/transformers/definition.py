@@ -1,0 +1,70 @@
+"""The definition of a forward, as a tree: found from the function, and questions that do not depend on the model."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+
+
+class NotUnderstood(Exception):
+    """Why this forward cannot run without logits."""
+
+
+def function_of(forward: Callable) -> tuple[ast.FunctionDef, Callable]:
+    """Its definition, and the function inside of its decorators."""
+    inner = inspect.unwrap(forward)
+    try:
+        source = textwrap.dedent(inspect.getsource(inner))
+    except (OSError, TypeError) as error:
+        raise NotUnderstood(f"the source of its forward cannot be read ({error})") from error
+    function = ast.parse(source).body[0]
+    if not isinstance(function, ast.FunctionDef):
+        raise NotUnderstood("its forward is not a plain function")
+    return function, inner
+
+
+def check_self(function: ast.FunctionDef) -> None:
+    """forward sees a stand-in for self, so it may only read attributes of it."""
+    parent = parents_in(function)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == "super":
+            raise NotUnderstood("its forward calls super()")
+        if isinstance(node, ast.Name) and node.id == "self":
+            outer = parent[node]
+            if not (isinstance(outer, ast.Attribute) and isinstance(outer.ctx, ast.Load)):
+                line = first_line(statement_of(node, parent))
+                raise NotUnderstood(f"its forward passes on or changes self: `{line}`")
+
+
+def without_casts(expression: ast.expr) -> ast.expr:
+    """Logits in float32 are what the operator computes anyway; nothing changes by moving to the logits' own device."""
+    while isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute) and not expression.keywords:
+        arguments = [argument.attr for argument in expression.args if isinstance(argument, ast.Attribute)]
+        plain = expression.func.attr in ("float", "contiguous") and not expression.args
+        moved = expression.func.attr == "to" and arguments == ["device"]
+        if not plain and not moved:
+            break
+        expression = expression.func.value
+    return expression
+
+
+def parents_in(function: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+
+
+def statement_of(node: ast.AST, parent: dict[ast.AST, ast.AST]) -> ast.stmt:
+    while not isinstance(node, ast.stmt):
+        node = parent[node]
+    return node
+
+
+def first_line(statement: ast.stmt) -> str:
+    return ast.unparse(statement).splitlines()[0]
+
+
+def is_name(targets: list[ast.expr], name: str) -> bool:
+    return len(targets) == 1 and is_named(targets[0], name)
+
+
+def is_named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
