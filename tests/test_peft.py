@@ -59,6 +59,17 @@ def test_a_head_with_a_transform_trained_whole(patch_first):
     check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
+@pytest.mark.parametrize("name,head", [("Llama", "lm_head"), ("BERT, transform", "cls")])
+def test_a_hook_on_the_wrapper_of_a_head_that_is_trained_whole_acts_on_logits(name, head):
+    targets = {"target_modules": ["q_proj", "query"], "modules_to_save": [head], "task_type": None}
+    ours, theirs = make_adapted(name, patch_first=True, **targets)
+    for model in (ours, theirs):
+        model.base_model.model.get_submodule(head).register_forward_hook(lambda module, args, output: output / 2)
+    batch = make_batch()
+    assert has_logits(ours(**batch))
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
 @patch_order
 @pytest.mark.parametrize("wanted", ["adapters", "everything"])
 def test_a_frozen_head_gets_no_weight_gradient(patch_first, wanted):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 import flce_ops
-from flce_ops.integrations.transformers import patch, patched, unpatch
+from flce_ops.integrations.transformers import patch, patched, transform_head, unpatch
 from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
 
 # ---------------------------------------------------------------- arguments of forward
@@ -106,10 +106,14 @@ def test_output_has_everything_but_the_logits():
 
 
 @pytest.mark.parametrize("eval_logits", [False, True])
-@pytest.mark.parametrize("name", ["Llama", "GPT-2, tied"])  # a decorated forward, and one that makes tuples itself
+@pytest.mark.parametrize(
+    "name",
+    # a decorated forward, and those that make tuples themselves
+    ["Llama", "GPT-2, tied", "T5, scaled before its tied head", "DistilBERT, loss that is a module"],
+)
 def test_entries_of_a_tuple_keep_their_places(name, eval_logits):
-    model = make_model(name).eval()
-    batch = make_batch() | {"output_hidden_states": True, "use_cache": False, "return_dict": False}
+    model = make_model(name, output_hidden_states=True, use_cache=False).eval()
+    batch = make_batch() | {"return_dict": False}
     theirs, ours = model(**batch), patch(model, eval_logits=eval_logits)(**batch)
     assert isinstance(ours, tuple)
     assert len(ours) == len(theirs)
@@ -124,7 +128,14 @@ def test_entries_of_a_tuple_keep_their_places(name, eval_logits):
 # ---------------------------------------------------------------- logits beside the loss
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Granite", "GPT-2, tied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Llama", "Gemma2", "Granite", "GPT-2, tied", "T5Gemma, softcap of the decoder"),
+        *("T5, scaled before its tied head", "BART, bias that is a buffer", "DistilBERT, loss that is a module"),
+        *("BERT, transform", "ESM, transform and bias", "ModernBERT, loss without a shift"),
+    ],
+)
 def test_eval_logits_are_the_unpatched_models_and_the_loss_is_the_operators(name):
     model, batch = make_model(name).eval(), make_batch()
     theirs = model(**batch)
@@ -312,13 +323,22 @@ def test_patching_twice_is_patching_once():
     assert has_logits(model(**make_batch()))
 
 
-def test_a_copy_of_a_patched_model_is_patched_and_on_its_own():
-    model, batch = patch(make_model()), make_batch()
+HEADS = [
+    "BERT, transform",  # a module in a module
+    "ESM, transform and bias",  # the bias is added outside of the linear layer
+    "BART, bias that is a buffer",  # a cross-entropy of the forward's own, as the next one
+    "DistilBERT, loss that is a module",
+]
+
+
+@pytest.mark.parametrize("name", ["Llama", *HEADS])
+def test_a_copy_of_a_patched_model_is_patched_and_on_its_own(name):
+    model, batch = patch(make_model(name)), make_batch()
     copied = copy.deepcopy(model)
     with torch.no_grad():
-        copied.lm_head.weight.mul_(2)
+        copied.get_output_embeddings().weight.mul_(2)
     loss, gradients = loss_and_gradients(copied, **batch)
-    assert model.lm_head.weight.grad is None
+    assert model.get_output_embeddings().weight.grad is None
     check_same((loss, gradients), loss_and_gradients(unpatch(copied), **batch))
     assert not has_logits(model(**batch))  # unpatching the copy left it alone
 
@@ -331,25 +351,35 @@ def saved_and_loaded(model):
 
 
 @pytest.mark.parametrize("carry", [saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))], ids=["save", "pickle"])
-@pytest.mark.parametrize("name", ["Llama tied", "Gemma2"])
+@pytest.mark.parametrize("name", ["Llama tied", "Gemma2", *HEADS])
 def test_a_patched_model_that_was_written_and_read_is_patched(name, carry):
     model, batch = patch(make_model(name), eval_logits=True), make_batch()
     expected = loss_and_gradients(model, **batch)
     read = carry(model)
     with torch.no_grad():
-        model.lm_head.weight.zero_()  # the one that was read is on its own
+        model.get_output_embeddings().weight.zero_()  # the one that was read is on its own
     check_same(loss_and_gradients(read, **batch), expected)
     assert not has_logits(read(**batch))
     assert has_logits(read.eval()(**batch))
     assert inspect.signature(read.forward) == inspect.signature(model.forward)
     unpatch(read)
-    assert "forward" not in vars(read) and "forward" not in vars(read.lm_head)
+    assert not any("forward" in vars(module) for module in read.modules())
     check_same(loss_and_gradients(read, **batch), expected)
 
 
-def test_a_model_written_while_its_class_is_patched_is_read_where_it_is_not():
-    model, batch = make_model("Mistral"), make_batch()
-    with patched(MistralForCausalLM):
+def test_a_model_with_a_transform_that_another_process_reads_compiles_at_once(monkeypatch):
+    # heads are read from their sources, which torch.compile cannot do
+    model, batch = patch(make_model("ESM, transform and bias", num_hidden_layers=1)), make_batch()
+    expected, written = model(**batch).loss, pickle.dumps(model)
+    monkeypatch.setattr(transform_head, "INNER", {})
+    compiled = torch.compile(pickle.loads(written), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "BERT, transform"])
+def test_a_model_written_while_its_class_is_patched_is_read_where_it_is_not(name):
+    model, batch = make_model(name), make_batch()
+    with patched(type(model)):
         expected = loss_and_gradients(model, **batch)  # the head is prepared now
         written = pickle.dumps(model)
         assert not has_logits(pickle.loads(written)(**batch))
@@ -432,6 +462,48 @@ def test_a_hook_on_the_head_acts_as_on_the_unpatched_model(hook):
     check_same(loss_and_gradients(model, **batch), plain)
 
 
+def halve_input(module, args):
+    return (args[0] / 2, *args[1:])
+
+
+# which module; whether its hooks see logits, or what is computed from them alone
+INNER_MODULES = {
+    "cls": ("BERT, transform", True),
+    "cls.predictions": ("BERT, transform", True),
+    "cls.predictions.decoder": ("BERT, transform", True),
+    "cls.predictions.transform": ("BERT, transform", False),
+    "cls.predictions.transform.dense": ("BERT, transform", False),
+    "lm_head.decoder": ("ESM, transform and bias", True),
+    "lm_head.dense": ("ESM, transform and bias", False),
+    "lm_head": ("BART, bias that is a buffer", True),
+    "vocab_projector": ("DistilBERT, loss that is a module", True),
+    "mlm_loss_fct": ("DistilBERT, loss that is a module", True),
+}
+INNER_HOOKS = {
+    "forward": lambda module: module.register_forward_hook(halve_output),
+    "backward": lambda module: module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: tuple(None if g is None else 3 * g for g in grad_input)
+    ),
+    "before forward": lambda module: module.register_forward_pre_hook(halve_input),
+}
+
+
+@pytest.mark.parametrize("hook", INNER_HOOKS)
+@pytest.mark.parametrize("place", INNER_MODULES)
+def test_a_hook_inside_of_a_head_or_on_a_loss_acts_as_on_the_unpatched_model(place, hook):
+    name, sees_logits = INNER_MODULES[place]
+    model, batch = make_model(name), make_batch()
+    plain = loss_and_gradients(model, **batch)
+    handle = INNER_HOOKS[hook](model.get_submodule(place))
+    expected = loss_and_gradients(model, **batch)
+    assert any((expected[1][n] - g).abs().max() > 1e-3 for n, g in plain[1].items() if g is not None)
+    check_same(loss_and_gradients(patch(model), **batch), expected)
+    by_logits = sees_logits and (hook != "before forward" or place == "mlm_loss_fct")
+    assert has_logits(model(**batch)) == by_logits
+    handle.remove()
+    assert not has_logits(model(**batch))
+
+
 def test_a_hook_on_the_head_acts_in_a_compiled_model():
     model, batch = make_model(), make_batch() | {"use_cache": False}
     model.lm_head.register_forward_hook(halve_output)
@@ -512,8 +584,8 @@ def test_a_traceback_shows_the_lines_of_a_forward_that_computes_its_own_cross_en
     assert shown == ["loss = loss_fct(lm_logits.view(-1, lm_logits.size(-1)), labels.view(-1))"]
 
 
-@pytest.mark.parametrize("name", ["BERT, transform", "ESM, transform and bias"])
-def test_unpatch_puts_a_head_with_a_transform_back(name):
+@pytest.mark.parametrize("name", HEADS)
+def test_unpatch_puts_every_module_back(name):
     model, batch = make_model(name), make_batch()
     modules = dict(model.named_modules())
     before = {place: set(vars(module)) for place, module in modules.items()}
@@ -587,6 +659,13 @@ def test_a_patched_class_compiles_as_one_graph_after_a_first_loss_in_eager_mode(
         model(**batch)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
+
+
+def test_a_patched_class_with_a_transform_is_not_read_while_it_is_compiled(monkeypatch):
+    monkeypatch.setattr(transform_head, "INNER", {})
+    model, batch = make_model("ESM, transform and bias"), make_batch()
+    with patched(type(model)), pytest.raises(torch._dynamo.exc.Unsupported, match="must run in eager mode"):
+        torch.compile(model, fullgraph=True, backend="eager")(**batch)
 
 
 def patched_copy(model):

@@ -142,6 +142,10 @@ def test_a_cross_entropy_with_weights_of_its_own_is_refused():
     model.mlm_loss_fct = nn.CrossEntropyLoss(label_smoothing=0.1)
     with pytest.raises(NotImplementedError, match="expected self.mlm_loss_fct to be nn.CrossEntropyLoss"):
         patch(model)
+    model.mlm_loss_fct = nn.CrossEntropyLoss()
+    model.mlm_loss_fct.forward = lambda logits, labels: logits.square().mean()
+    with pytest.raises(NotImplementedError, match="got one with a forward of its own"):
+        patch(model)
     model.mlm_loss_fct = nn.CrossEntropyLoss(ignore_index=7)
     batch = make_batch()
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, 7)

@@ -119,6 +119,15 @@ EVALUATIONS = {
     "losses and inputs": {"arguments": {"include_for_metrics": ["loss", "inputs"]}},
     "bf16": {"arguments": {"bf16": True}},
     "Seq2SeqTrainer": {"trainer": Seq2SeqTrainer, "arguments": {"predict_with_generate": False}},
+    "generated": {
+        "name": "T5, scaled before its tied head",
+        "trainer": Seq2SeqTrainer,
+        "arguments": {"predict_with_generate": True, "generation_max_length": 4},
+    },
+    "encoder-decoder": {"name": "BART, bias that is a buffer", "config": {"output_hidden_states": True}},
+    "transform": {"name": "BERT, transform"},
+    "transform, the class": {"name": "ESM, transform and bias", "of_class": True},
+    "loss that is a module": {"name": "DistilBERT, loss that is a module", "config": {"output_hidden_states": True}},
     "PEFT": {"wrap": lambda model: adapted(model)},
     "the class": {"of_class": True},
 }
@@ -277,13 +286,15 @@ def fsdp2_around_a_transform(device):
     """The targets pass through the hooks of two modules; each rank has the whole batch."""
     model, batch = make_model("ESM, transform and bias", tie_word_embeddings=False).to(device), make_batch()
     batch = {k: v.to(device) for k, v in batch.items()}
-    expected = loss_and_gradients(copy.deepcopy(model), **batch)
+    reference = copy.deepcopy(model)
+    expected = loss_and_gradients(reference, **batch)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (model.lm_head.decoder, model.lm_head, model):
         fully_shard(module, mesh=mesh)
     loss, gradients = loss_and_gradients(patch(model), **batch)
     check_same((loss, {n: g if g is None else g.full_tensor() for n, g in gradients.items()}), expected)
     assert not has_logits(model(**batch))
+    check_eval_logits(model, reference, batch, tolerance=1e-4)
 
 
 def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from flce_ops.integrations.transformers.definition import (
@@ -72,6 +73,7 @@ class WithTargets:
         return getattr(self.flce_head, name)
 
 
+@torch.compiler.disable(reason="a patched class reads a head at its first loss, which must run in eager mode")
 def read_inner(forward: Callable) -> Inner:
     """Of a forward that ends in `return self.decoder(hidden)`, on one line or several."""
     function, _ = function_of(forward)
