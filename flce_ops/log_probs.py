@@ -14,6 +14,7 @@ from flce_ops.arguments import check_head, resolve_ignore_index
 from flce_ops.dtensor import any_dtensor
 from flce_ops.functional import autocast_operands, entry_of
 from flce_ops.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.loss import surprisal
 from flce_ops.scalars import Number, logit_scalars
 
 # N tokens, D hidden, V vocabulary
@@ -153,9 +154,8 @@ def per_token(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log_probs, lse, entropy and argmax from the row statistics; (0,) for those that are not there."""
     entropy = lse.new_zeros(0) if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0)
-    log_prob = target_logit - lse if lse_rest is None else target_logit - lse - lse_rest
     return (
-        torch.where(valid, log_prob, 0.0),
+        torch.where(valid, -surprisal(target_logit, lse, lse_rest), 0.0),
         torch.where(valid, lse, 0.0),
         entropy,
         lse.new_zeros(0, dtype=torch.int64) if argmax is None else argmax,

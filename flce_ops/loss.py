@@ -22,6 +22,18 @@ def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tenso
     return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
 
 
+def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,)
+    """lse - target_logit = -log p of the target. `lse_rest` is what the rounding of lse took from it.
+
+    The target is among the classes of a whole row, so below 0 stands a rounding of target_logit.
+    """
+    distance = lse - target_logit
+    if lse_rest is None:
+        return distance
+    distance = distance + lse_rest
+    return distance - distance.detach().clamp(max=0.0)
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """The factors of the three terms above. Tensors have shape (N,) or () and the accumulation dtype."""
@@ -35,10 +47,7 @@ class LossTerms:
         self, target_logit: Tensor, lse: Tensor, logit_sum: Tensor | None, lse_rest: Tensor | None = None
     ) -> Tensor:
         """`lse_rest` is what the rounding of lse took from it."""
-        distance = lse - target_logit
-        if lse_rest is not None:
-            distance = distance + lse_rest
-        loss = self.target_factor * distance
+        loss = self.target_factor * surprisal(target_logit, lse, lse_rest)
         if logit_sum is not None:
             loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
         if self.z_loss is not None:

@@ -46,10 +46,12 @@ def logit_scalars(
 
     cap tanh(scale u / cap) / T = (cap / T) tanh((scale / T) u / (cap / T))
     """
-    if isinstance(temperature, SymFloat) or temperature != 1.0:
-        logit_scale = logit_scale / temperature
-        softcap = None if softcap is None else softcap / temperature
+    divisor = scalar_unless(1.0, temperature, like)
+    softcap = None if softcap is None else scalar(softcap, like)
+    if divisor is None:
+        return {"softcap": softcap, "logit_scale": scalar_unless(1.0, logit_scale, like)}
+    # tensors are divided: a quotient of SymFloats is a constant of the graph on torch 2.11
     return {
-        "softcap": None if softcap is None else scalar(softcap, like),
-        "logit_scale": scalar_unless(1.0, logit_scale, like),
+        "softcap": None if softcap is None else softcap / divisor,
+        "logit_scale": scalar(logit_scale, like) / divisor,
     }

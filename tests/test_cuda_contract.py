@@ -72,15 +72,19 @@ def test_bf16_gradients_on_data_like_a_language_model(shape):
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_softmax_sees_unrounded_logits(reduction, dtype, bound):
-    """field report 21: log-probabilities right to float32 from half operands; gradients to their own rounding."""
+    """field report 21: log-probabilities right to float32 from half operands; gradients to their own rounding.
+
+    The mean's are small: in float16 without a loss scale they lose digits as plain torch's do.
+    """
     inputs = make_inputs((512, 256, 1021), device="cuda", dtype=dtype, bias=True)
     exact, ours = (
         run_reference(inputs, reduction=reduction),
         run(flce_ops.linear_cross_entropy, inputs, reduction=reduction),
     )
     assert error(ours["loss"], exact["loss"]) < 2e-6
+    plain = run(plain_loss, inputs, reduction=reduction)
     for name in ("input", "linear_weight", "linear_bias"):
-        assert error(ours[name], exact[name]) < bound, name
+        assert error(ours[name], exact[name]) < max(bound, 1.1 * error(plain[name], exact[name])), name
 
 
 # --- host synchronisation ---

@@ -56,7 +56,7 @@ def derivatives(function, made, w, target, **options):
     w = w.detach().clone().requires_grad_()
     arguments = made(w, target)
     if made is one_tensor_as_input_and_weight:
-        target = torch.arange(V).flip(0)
+        target = torch.arange(V, device=w.device).flip(0)
     if options["reduction"] == "none":
         arguments.pop("normalizer", None)
     input, linear_weight = arguments.pop("input"), arguments.pop("linear_weight")

@@ -122,9 +122,10 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
     (*args, row_scale), (*changed, strided_scale) = made((12, 24, 300), matrices, "step")
     wanted = {"expected_logit": True, "argmax": True}
     options = {"output_mask": [True, True, True]}
-    _, lse, _, expected, *_ = truth = reference.forward(*double(*args), **wanted)
+    *truth, _ = reference.forward(*double(*args), **wanted)
+    _, lse, _, expected, *_ = truth
     with flce_ops.workspace(workspace):
-        found = launch_forward(*changed, **wanted)
+        *found, lse_rest = launch_forward(*changed, **wanted)
         rows = [strided(tensor.float(), "step") for tensor in (lse, expected)]
         grads = launch_backward(
             *(-strided_scale, strided_scale, None, *changed, rows[0]),
@@ -133,6 +134,7 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
             **options,
         )
     assert_matches(found, truth, ("target_logit", "lse", "logit_sum", "expected_logit", "max_logit", "argmax"))
+    assert lse_rest.abs().max() < 1e-6
     scale = row_scale.double()
     truth = reference.backward(
         *(-scale, scale, None, *double(*args), lse), grad_expected_logit=scale, expected_logit=expected, **options

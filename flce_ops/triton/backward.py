@@ -192,6 +192,7 @@ def add_gradients(
                     for part, classes in readable_rows(linear_weight[cols], copies):
                         first_part = cols.start == part.start == 0
                         accumulate(input_sum, chunk[:, part], classes, first=first_part)
+                    del classes  # a copy, perhaps: before the next slice's is allocated
             if want_input:
                 launch_finish_product(
                     input_sum,

@@ -71,6 +71,7 @@ def write_grad_input(
             for part, weight in readable_rows(linear_weight[cols, features], copies):
                 first = cols.start == part.start == 0
                 accumulate(product, piece[block, part], weight, first=first)
+            del weight  # a copy, perhaps: before the next piece's is allocated
         launch_finish_product(
             product,
             out[block, features],
