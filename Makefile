@@ -1,5 +1,6 @@
 # make demo   trains a small GPT with the operator and with F.cross_entropy, compares them -> demo_output/
 # make test   ruff check, ruff format --check, pytest (the tests marked `gpu` only where CUDA is)
+# make newest runs the kernels' tests under the newest Triton that the package allows (1 GB more in .venv; Linux)
 # make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
 # All first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
 
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
 
-.PHONY: demo test docs lint format toolchain clean
+.PHONY: demo test newest docs lint format toolchain clean
 
 demo: $(INSTALLED) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -27,6 +28,11 @@ test: lint toolchain
 	else \
 	    echo "no CUDA: leaving out the tests marked gpu"; $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS); \
 	fi
+
+# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
+newest: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest -r requirements-newest.txt
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_triton_layouts.py tests/test_triton_targets.py
 
 docs: $(INSTALLED)
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { echo "the pages need Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }

@@ -25,6 +25,7 @@ from flce_ops.torch_private import (
     is_batched,
     runs_in_this_backward,
 )
+from flce_ops.vendor import made_by_nvidia
 
 # N tokens, D hidden, V vocabulary
 
@@ -385,7 +386,7 @@ def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor, leaf: Tenso
     for grad in grads:
         if grad is None:
             continue
-        if grad.device.type == "cuda" and grad.dtype in (torch.bfloat16, torch.float16):
+        if grad.device.type == "cuda" and made_by_nvidia() and grad.dtype in (torch.bfloat16, torch.float16):
             from flce_ops.triton import launch_scale_in_place
 
             launch_scale_in_place(grad, factor)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.path import Path, record_path
+from flce_ops.readable import copied_row_bytes, readable, readable_rows
+from flce_ops.vendor import device_name
 from flce_ops.workspace import matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -46,9 +48,14 @@ def product_is_rounded(input: Tensor) -> bool:
 
 def chunk_product(input: Tensor, linear_weight: Tensor, out: Tensor | None = None) -> Tensor:  # (n, V)
     dtype = product_dtype(input)
-    if dtype == input.dtype:
-        return torch.mm(input, linear_weight.T, out=out)
-    return torch.mm(input, linear_weight.T, out_dtype=dtype, out=out)
+    options = {} if dtype == input.dtype else {"out_dtype": dtype}
+    if readable(linear_weight):
+        return torch.mm(input, linear_weight.T, out=out, **options)
+    if out is None:
+        out = input.new_empty(input.shape[0], linear_weight.shape[0], dtype=dtype)
+    for classes, weight in readable_rows(linear_weight):
+        torch.mm(input, weight.T, out=out[:, classes], **options)
+    return out
 
 
 def block_bytes(input: Tensor) -> int:
@@ -66,7 +73,7 @@ def rows_per_chunk(
     """
     accumulate, product = meta.accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
-    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
+    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize) + copied_row_bytes(input)
     rows = (matrix_bytes(input.shape[0]) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
@@ -77,7 +84,7 @@ def rows_per_chunk(
 
 def row_chunks(op: str, input: Tensor, rows: int) -> Iterator[slice]:
     total = input.shape[0]
-    record_path(Path(op, "aten", f"{input.device.type} tensors in {input.dtype}", rows, -(-total // rows)))
+    record_path(Path(op, "aten", f"{device_name(input)} tensors in {input.dtype}", rows, -(-total // rows)))
     for start in range(0, total, rows):
         yield slice(start, min(start + rows, total))
 

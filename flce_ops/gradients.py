@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.chunks import product_is_rounded, rows_per_chunk
+from flce_ops.readable import readable_columns
 from flce_ops.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -23,13 +24,15 @@ def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
     return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
 
 
-def rows_beside_gradients(input: Tensor, num_classes: int, want_weight: bool, **matrices: int) -> int:
+def rows_beside_gradients(
+    input: Tensor, num_classes: int, want_weight: bool, *, reserved: int = 0, **matrices: int
+) -> int:
     """Rows of a chunk that fit the workspace with the float32 sum of grad_linear_weight, where there is one."""
-    rows = rows_per_chunk(input, num_classes, **matrices)
+    rows = rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
     elements = num_classes * input.shape[1] * want_weight
     if not sums_in_float32(input, elements, -(-input.shape[0] // rows)):
         return rows
-    return rows_per_chunk(input, num_classes, reserved=4 * elements + PRODUCT_BYTES, **matrices)
+    return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
 class GradientAccumulator:
@@ -65,7 +68,8 @@ class GradientAccumulator:
         input = self.input[rows] if input is None else input
         rounded = grad_logits.to(self.input.dtype)
         if self.mask[0]:
-            torch.mm(rounded, self.linear_weight, out=self.grad_input[rows])
+            for features, weight in readable_columns(self.linear_weight):
+                torch.mm(rounded, weight, out=self.grad_input[rows, features])
         if not self.mask[1]:
             return
         if self.weight_sum.dtype == self.input.dtype:

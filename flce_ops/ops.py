@@ -14,7 +14,7 @@ The inner four share one layout of dispatch keys:
     AutocastCPU, AutocastCUDA          cast the operands     (forward, with_grad, the entry)
     FuncTorchDynamicLayerFrontMode     torch.func            flce_ops/autograd.py
     Autograd                           formulas              flce_ops/autograd.py
-    CUDA                               half dtypes: flce_ops/triton, imported inside the kernel; others: ATen
+    CUDA                               half dtypes: flce_ops/triton, imported inside the kernel; others, and AMD: ATen
     CompositeExplicitAutograd          every other device: flce_ops/reference.py
     fake / Meta                        flce_ops/meta
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from flce_ops import autograd, double_backward, functional, log_probs, meta, reference
 from flce_ops.compile_cache import keyed
 from flce_ops.torch_private import below_autograd
+from flce_ops.vendor import made_by_nvidia
 
 # N tokens, D hidden, V vocabulary
 
@@ -79,7 +80,7 @@ linear_cross_entropy_double_backward = torch.ops.flce.linear_cross_entropy_doubl
 
 
 def _triton_takes(input: Tensor) -> bool:
-    return input.dtype in (torch.bfloat16, torch.float16) and input.numel() > 0
+    return made_by_nvidia() and input.dtype in (torch.bfloat16, torch.float16) and input.numel() > 0
 
 
 def _cuda_forward(input: Tensor, *args, **options) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from flce_ops import meta
 from flce_ops.chunks import chunk_product, chunk_products, product_is_rounded, row_blocks, rows_per_chunk
 from flce_ops.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.loss import loss_terms
+from flce_ops.readable import copy_bytes
 from flce_ops.target_range import check_target_range
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -123,7 +124,7 @@ def forward(
     _, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + expected_logit
-    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block)
+    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     for chunk, product in chunk_products("linear_cross_entropy_forward", input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):
             logits = activate(block, linear_bias, logit_scale, softcap)
@@ -245,7 +246,9 @@ def backward(
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (grad_expected_logit is not None) + (softcap is not None)
-    step = rows_beside_gradients(input, linear_weight.shape[0], output_mask[1], matrices_in_block=in_block)
+    step = rows_beside_gradients(
+        input, linear_weight.shape[0], output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
+    )
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for chunk, product in chunk_products("linear_cross_entropy_backward", input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):
@@ -328,7 +331,9 @@ def with_grad(
     target_weight = None if class_weight is None else class_weight[column.squeeze(1)]
     weight_sum = None if class_weight is None else class_weight.sum()
     in_block = product_is_rounded(input) + (softcap is not None)
-    step = rows_beside_gradients(input, num_classes, output_mask[1], matrices_in_block=in_block)
+    step = rows_beside_gradients(
+        input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
+    )
     gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
     for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):

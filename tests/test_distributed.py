@@ -696,7 +696,7 @@ def opcheck_one_pass(device):
     op = getattr(torch.ops.flce, one_pass.NAME).default
     checks = ("test_schema", "test_faketensor")  # its autograd is VocabParallelWithGrad, above the dispatcher
     for mask in ([True, True, True], [True, False, False], [False, True, False]):
-        arguments = {**sharing, "output_mask": mask, "z_loss": 1e-3}
+        arguments = {**sharing, "output_mask": mask, **scalars({"z_loss": 1e-3}, device)}
         torch.library.opcheck(op, (*operands, row_scale), arguments, test_utils=checks)
 
 

@@ -114,10 +114,21 @@ def strided(tensor, layout):
         )
         wide[:, ::2] = tensor
         return wide[:, ::2]
+    if layout == "both_steps":  # no unit stride either way, columns closer than rows
+        return strided(strided(tensor.t(), "column_step").t(), "column_step")
+    if layout == "offset":  # contiguous, and not aligned to 16 bytes
+        return torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
+    if layout == "step":
+        return torch.stack([tensor, tensor.neg()], 1)[:, 0]
+    if layout == "expanded":
+        assert tensor.eq(tensor[:1]).all()
+        return tensor[:1].expand_as(tensor)
     return tensor
 
 
 LAYOUTS = ["contiguous", "transposed", "column_slice", "row_step", "column_step"]
+MATRIX_LAYOUTS = [*LAYOUTS[1:], "both_steps", "offset", "expanded"]
+VECTOR_LAYOUTS = ["step", "offset", "expanded"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,3 +138,9 @@ def test_the_version_is_written_once_and_the_changelog_knows_it():
 def test_pre_commit_runs_the_ruff_of_the_requirements():
     pinned = re.search(r"^ruff==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
     assert re.findall(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text()) == [pinned]
+
+
+def test_the_newest_triton_that_is_allowed_is_the_one_that_make_newest_runs():
+    newest = re.search(r"^triton==(\d+)\.(\d+)\.", (ROOT / "requirements-newest.txt").read_text(), re.MULTILINE)
+    below = re.search(r'"triton>=[\d.]+,<(\d+)\.(\d+);', (ROOT / "pyproject.toml").read_text())
+    assert (int(below[1]), int(below[2])) == (int(newest[1]), int(newest[2]) + 1)

@@ -28,6 +28,7 @@ SHAPES = [
     (16384, 896, 151936),
     (2000, 256, 50257),  # the float32 sum of the weight's gradient fits; V is odd
     (777, 512, 32003),  # one chunk
+    (100, 4096, 128256),  # few tokens: exponentials twice, a slice at a time
 ]
 
 
@@ -61,11 +62,20 @@ def launchers(monkeypatch):
     """flce_ops.triton with kernels that do nothing, Hopper's tiles, and GEMMs that write where they are told."""
     triton = pytest.importorskip("triton")
     from flce_ops.distributed import one_pass_triton
-    from flce_ops.triton import backward, exponentials, forward, grad_input, logits_gemm, tiles, with_grad
+    from flce_ops.triton import (
+        backward,
+        exponentials,
+        forward,
+        grad_input,
+        logits_gemm,
+        split_product,
+        tiles,
+        with_grad,
+    )
 
     kernels = type(exponentials.combine_kernel)
     monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)
-    for module in (with_grad, backward, grad_input, one_pass_triton):
+    for module in (with_grad, backward, grad_input, split_product, one_pass_triton):
         monkeypatch.setattr(module, "accumulate", lambda *args, **options: None)
     for module in (forward, with_grad, one_pass_triton):
         monkeypatch.setattr(module, "check_target_range", lambda *args: None)

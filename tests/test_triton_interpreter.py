@@ -235,3 +235,38 @@ def test_recomputed_rows_add_up_to_zero_at_any_magnitude(offset, poisoned_memory
     cotangents = (-valid, valid, None)
     *_, grad_bias = launch_backward(*cotangents, *args, lse, output_mask=[True] * 3, lse_rest=lse_rest)
     assert abs(float(grad_bias.double().sum())) / RAGGED[0] < 5e-7
+
+
+@pytest.mark.parametrize("option", ["masked_load", "masked_store"])
+def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
+    """A scalar condition broadcast into a mask is of integers in the interpreter, which took them before 3.9."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    run, seen = getattr(InterpreterBuilder, f"create_{option}"), []
+
+    def checked(builder, pointers, *args):
+        mask = args[0] if option == "masked_load" else args[1]
+        seen.append(mask.data.dtype)
+        return run(builder, pointers, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, f"create_{option}", checked)
+    x, w, target, bias, weight = operands((5, 20, 67), torch.float32, {"bias": True, "class_weight": True})
+    per_row, mask = torch.ones(5), [True, True, True]
+    launch_with_grad(x, w, target, bias, weight, per_row, label_smoothing=0.1, output_mask=mask)
+    launch_with_grad(100 * x, w, target, bias, weight, per_row, output_mask=mask)  # rows are rescued
+    launch_forward(x, w, target, bias, weight, logit_sum=True, expected_logit=True, argmax=True)
+    launch_backward(
+        -per_row,
+        per_row,
+        per_row,
+        x,
+        w,
+        target,
+        bias,
+        weight,
+        per_row,
+        output_mask=mask,
+        **logit_options({"softcap": 4.0}),
+    )
+    launch_scale_in_place(x, torch.tensor(2.0))
+    assert {str(dtype) for dtype in seen} == {"bool"}

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from inputs import Inputs
+from inputs import Inputs, scalars
 from reference_divergence import KINDS
 from torch.utils.checkpoint import checkpoint
 
@@ -204,7 +204,7 @@ def test_triton_one_pass_makes_of_an_infinite_slope_what_aten_makes(launchers, s
     operands = [None if operand is None else operand.detach() for operand in (*inputs.args, inputs.weight)]
     row_scale = torch.where(inputs.target == -100, 0.0, slope)
     kernels = (launchers.launch_with_grad, reference.with_grad)
-    assert_kernels_make_the_same_kinds(kernels, slice(2, 5), *operands, row_scale, **options)
+    assert_kernels_make_the_same_kinds(kernels, slice(2, 5), *operands, row_scale, **scalars(options))
 
 
 @pytest.mark.parametrize("slope", [math.inf, -math.inf, math.nan])

@@ -20,13 +20,11 @@ from flce_ops.distributed.layout import Layout, check_plain_target, check_same_m
 from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.functional import (
-    ValueOf,
     accuracy_of,
     autocast_operands,
     loss_and_argmax,
     mean_denominator,
     nan_for_nothing,
-    quotient,
     right_and_valid,
     row_factor,
     weighted_loss,
@@ -183,23 +181,32 @@ def quotient_over_tokens(
     layout: Layout, local_loss: Tensor, local_total: Tensor, denominator: Tensor | None
 ) -> DTensor:  # () each
     """flce_ops.functional.quotient of all ranks' tokens: their sums are added before they are divided."""
-    total = sum_over_tokens(layout, ValueOf.apply(local_loss, local_total))
-    if denominator is not None:
-        denominator = DTensor.from_local(denominator.detach(), layout.mesh, layout.replicated, run_check=False)
-    return quotient(total, total.detach(), denominator)
+    return SumOverTokens.apply(layout, local_loss, local_total, denominator)
 
 
 class SumOverTokens(Function):
-    """Partial to Replicate. Backward can be differentiated: each rank's use of the gradient is a part of a sum."""
+    """Partial to Replicate. Backward can be differentiated: each rank's use of the gradient is a part of a sum.
+
+    The sum is that of `total`, divided by `denominator`, where they are given; the gradient is that of `local`'s sum.
+    The division is of local tensors: torch 2.13 cannot compile a graph that divides DTensors here.
+    """
 
     @staticmethod
-    def forward(ctx, layout: Layout, local: Tensor) -> DTensor:
+    def forward(
+        ctx, layout: Layout, local: Tensor, total: Tensor | None = None, denominator: Tensor | None = None
+    ) -> DTensor:
         ctx.layout = layout
         partial = layout.placements(tokens=Partial())
-        summed = DTensor.from_local(local.detach(), layout.mesh, partial, run_check=False)
-        return summed.redistribute(layout.mesh, layout.replicated)
+        part = (local if total is None else total).detach()
+        summed = DTensor.from_local(part, layout.mesh, partial, run_check=False)
+        summed = summed.redistribute(layout.mesh, layout.replicated)
+        if denominator is None:
+            return summed
+        quotient = summed.to_local() / denominator.detach()
+        return DTensor.from_local(quotient, layout.mesh, layout.replicated, run_check=False)
 
     @staticmethod
     def backward(ctx, grad: DTensor):
         layout = ctx.layout
-        return None, localize(layout, grad, layout.replicated, gradient=layout.placements(tokens=Partial()))
+        local = localize(layout, grad, layout.replicated, gradient=layout.placements(tokens=Partial()))
+        return None, local, None, None

@@ -36,6 +36,7 @@ from flce_ops.reference import (
     weighted_sum,
 )
 from flce_ops.target_range import check_target_range
+from flce_ops.vendor import made_by_nvidia
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -253,7 +254,8 @@ def aten_kernel(
 
 
 def cuda_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    if input.dtype != torch.bfloat16 or input.numel() == 0 or options.get("label_smoothing"):
+    smoothed = options.get("label_smoothing")
+    if not made_by_nvidia() or input.dtype != torch.bfloat16 or input.numel() == 0 or smoothed:
         return aten_kernel(input, *args, **options)
     from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad
 

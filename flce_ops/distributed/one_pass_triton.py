@@ -16,7 +16,7 @@ from flce_ops.distributed.vocab_parallel import argmax_of_shards
 from flce_ops.path import Path, record_path
 from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded, product_bytes, rows_and_sum, slices
+from flce_ops.triton.chunks import padded, product_bytes, rows_and_sum, slices, small_bytes
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
@@ -25,6 +25,7 @@ from flce_ops.triton.grad_input import float32_memory, write_grad_input
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
+from flce_ops.triton.split_product import SPLIT_AT_MOST, add_split_product
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -74,7 +75,7 @@ def launch_vocab_parallel_with_grad(
         exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
         exponentials = torch.empty(step, padded(classes, input.dtype.itemsize), dtype=input.dtype, device=input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
-        scaled_input = grad_input if want_input else torch.empty_like(input[:step])
+        scaled_input = grad_input if want_input else input.new_empty(step, hidden)
         weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
         bias_sum = torch.zeros(classes, dtype=torch.float32, device=input.device) if want_bias else None
         for rows in chunks:
@@ -126,9 +127,13 @@ def launch_vocab_parallel_with_grad(
             if want_bias:
                 bias_sum += weighted_column_sum(chunk, weight_factor)
             if want_weight:
-                scaled = scaled_input[rows if want_input else slice(count)]
-                launch_scale_rows(input[rows], weight_factor, scaled)
-                accumulate(weight_sum, chunk.T, scaled, first=rows.start == 0)
+                first = rows.start == 0
+                if tokens <= SPLIT_AT_MOST:
+                    add_split_product(weight_sum, chunk, input[rows], weight_factor, first=first)
+                else:
+                    scaled = scaled_input[rows if want_input else slice(count)]
+                    launch_scale_rows(input[rows], weight_factor, scaled)
+                    accumulate(weight_sum, chunk.T, scaled, first=first)
             if want_input:
                 write_grad_input(
                     grad_input[rows],
@@ -140,6 +145,7 @@ def launch_vocab_parallel_with_grad(
                     ignore_index=-1,
                     nbytes=product_bytes(fitting, step, shard, input.dtype.itemsize),
                     memory=float32_memory(grad_input[rows.stop :]),
+                    copies=small_bytes(),
                 )
         if exact:
             grad_weight.copy_(weight_sum)

@@ -61,7 +61,8 @@ class Forward(ReverseModeOnly):
         if grad_divergence is None:
             return nothing
         mask = list(ctx.needs_input_grad[:3])
-        scalars, tensors = ctx.saved_tensors[: len(SCALARS)], ctx.saved_tensors[len(SCALARS) :]
+        saved = ctx.saved_tensors
+        scalars, tensors = saved[: len(SCALARS)], saved[len(SCALARS) :]
         grads = torch.ops.flce.linear_kl_div_backward(
             grad_divergence, *tensors, **dict(zip(SCALARS, scalars)), **ctx.options, output_mask=mask
         )

@@ -21,6 +21,7 @@ from flce_ops.divergence.operands import Operands, Options
 from flce_ops.divergence.rows import MATRICES, divergence_and_gradient
 from flce_ops.gradients import GradientAccumulator
 from flce_ops.meta import accumulation_dtype
+from flce_ops.readable import copy_bytes
 from flce_ops.reference import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
 from flce_ops.workspace import float32_sum_fits, matrix_bytes
 
@@ -44,6 +45,8 @@ def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) 
     if operands.teacher_input is not None:
         row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.itemsize
     available = matrix_bytes(input.shape[0])
+    if options.vocab_size is None:
+        available -= copy_bytes(linear_weight, operands.teacher_weight)
     gradient_elements = classes * input.shape[1]
     if weight_gradient and half and float32_sum_fits(gradient_elements):
         available -= accumulate * gradient_elements

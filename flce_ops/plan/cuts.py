@@ -115,11 +115,14 @@ def vocabulary_parallel_triton(shard: Head) -> Cut:
 def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int) -> Cut:
     from flce_ops.triton.chunks import padded
     from flce_ops.triton.grad_input import product_blocks
+    from flce_ops.triton.split_product import SPLIT_AT_MOST, split_bytes
 
     size, elements = head.dtype.itemsize, head.vocab * head.hidden
     exact, several = float32_sum_fits(elements), len(chunks) > 1
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     small = PARTIAL_BYTES * vocabulary_tiles(head) * rows
+    if head.tokens <= SPLIT_AT_MOST and rows:
+        small = max(small, split_bytes(rows, head.hidden, head.vocab, size))
     for chunk in chunks:
         later = (chunks[-1].stop - chunk.stop) * head.hidden * size // 4  # numbers that rows of grad_input hold
         for block, columns in product_blocks(chunk.stop - chunk.start, head.hidden, max(later, product_bytes // 4)):

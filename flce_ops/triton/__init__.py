@@ -11,7 +11,7 @@
         grad_input.py                         E @ linear_weight in float32 blocks, and where they wait
             finish_product.py                 a block to grad_input
         smoothing.py, columns.py              rank-1 terms, column sums
-        scale_rows.py                         c input
+        scale_rows.py, split_product.py       c input; in two half numbers for few rows
         set_entries.py                        the target's entry of a gradient
     upstream.py                               the scalar that arrives in backward
 

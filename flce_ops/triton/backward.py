@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.readable import copied_row_bytes, copy_bytes, readable_rows
 from flce_ops.reference import target_columns
 from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
@@ -115,7 +116,9 @@ def add_gradients(
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     size = input.dtype.itemsize
     logits = {"softcap": softcap, "logit_scale": logit_scale}
-    row_slices, column_slices = pieces(input.shape[0], hidden, num_classes, size, want_input)
+    copies = copy_bytes(linear_weight) if want_input else 0
+    row_bytes = copied_row_bytes(input) if want_weight else 0
+    row_slices, column_slices = pieces(input.shape[0], hidden, num_classes, size, want_input, copies, row_bytes)
     chunk_rows, chunk_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     record_triton_path("linear_cross_entropy_backward", input, linear_weight, row_slices)
     with torch.cuda.device_of(input):
@@ -186,7 +189,9 @@ def add_gradients(
                 if want_weight:
                     accumulate(weight_sum[cols], chunk.T, input[rows], first=first and rows.start == 0)
                 if want_input:
-                    accumulate(input_sum, chunk, linear_weight[cols], first=cols.start == 0)
+                    for part, classes in readable_rows(linear_weight[cols], copies):
+                        first_part = cols.start == part.start == 0
+                        accumulate(input_sum, chunk[:, part], classes, first=first_part)
             if want_input:
                 launch_finish_product(
                     input_sum,
@@ -204,13 +209,17 @@ def add_gradients(
 
 
 def pieces(
-    rows: int, hidden: int, num_classes: int, itemsize: int, want_input: bool
+    rows: int, hidden: int, num_classes: int, itemsize: int, want_input: bool, copies: int = 0, row_bytes: int = 0
 ) -> tuple[list[slice], list[slice]]:
-    """Row slices whose float32 grad_input takes at most half the workspace, and column slices that fill the rest."""
-    workspace = get_workspace()
-    most_rows = max(workspace // 2 // (4 * hidden) // MULTIPLE * MULTIPLE, MULTIPLE) if want_input else rows
+    """Row slices that take at most half the workspace, and column slices that fill what is left beside `copies` bytes.
+
+    A row takes grad_input's float32 sum and `row_bytes`.
+    """
+    row_bytes += 4 * hidden * want_input
+    half = get_workspace() // 2
+    most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE) if row_bytes else rows
     row_slices = slices(rows, min(most_rows, rows))
     count = row_slices[0].stop
-    left = matrix_bytes(rows) - (4 * hidden * count if want_input else 0)
+    left = matrix_bytes(rows) - row_bytes * count - copies
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     return row_slices, slices(num_classes, most_columns)

@@ -28,14 +28,15 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int) -> in
 
 
 def rows_and_sum(
-    tokens: int, columns: int, hidden: int, itemsize: int, *, want_weight: bool, argmax: bool
+    tokens: int, columns: int, hidden: int, itemsize: int, *, want_weight: bool, argmax: bool, copies: int = 0
 ) -> tuple[int, bool]:
-    """Rows that fit, and whether grad_linear_weight is summed in float32: over one chunk it is rounded once anyway."""
-    maxima = small_bytes() * argmax  # two more numbers a tile
-    fitting = rows_that_fit(tokens, columns, itemsize, maxima)
+    """Rows that fit beside `copies` bytes, and whether grad_linear_weight is summed in float32: over one chunk it is
+    rounded once anyway."""
+    reserved = small_bytes() * argmax + copies  # two more numbers a tile
+    fitting = rows_that_fit(tokens, columns, itemsize, reserved)
     exact = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
     if exact:
-        fitting = rows_that_fit(tokens, columns, itemsize, maxima + 4 * columns * hidden)
+        fitting = rows_that_fit(tokens, columns, itemsize, reserved + 4 * columns * hidden)
     return fitting, exact
 
 

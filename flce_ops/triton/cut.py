@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flce_ops.path import Path, last_path, record_path
+from flce_ops.readable import copy_bytes
 from flce_ops.triton.chunks import product_bytes, rows_and_sum, slices, triton_reason
 from flce_ops.triton.lead import Lead, lead_chunk
 
@@ -46,12 +47,15 @@ def cut_tokens(
 ) -> Cut:
     want_input, want_weight, _ = output_mask
     tokens, (num_classes, hidden), size = input.shape[0], linear_weight.shape, input.dtype.itemsize
-    fitting, exact = rows_and_sum(tokens, num_classes, hidden, size, want_weight=want_weight, argmax=argmax)
+    copies = copy_bytes(linear_weight) if want_input else 0
+    fitting, exact = rows_and_sum(
+        tokens, num_classes, hidden, size, want_weight=want_weight, argmax=argmax, copies=copies
+    )
     chunks = slices(tokens, fitting)
     few = len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW
     lead = None
     # label smoothing writes its rank-1 term into grad_linear_weight before the first chunk
-    if len(chunks) > 1 and want_weight and not exact and not smoothed:
+    if len(chunks) > 1 and want_weight and not exact and not smoothed and not copies:
         lead = lead_chunk(
             tokens, hidden, num_classes, size, ordinary_rows=fitting, argmax=argmax, want_input=want_input
         )

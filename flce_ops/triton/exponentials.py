@@ -48,7 +48,8 @@ def sum_tiles_kernel(
         mask = (t[:, None] < T) & (rows[None, :] < n)
         acc += tl.load(partial_ptr + t[:, None].to(tl.int64) * n + rows[None, :], mask=mask, other=0.0)
     total = tl.sum(acc, 0)
-    tl.store(row_sum_ptr + rows, total, mask=(rows < n) & (end > 0))
+    # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
+    tl.store(row_sum_ptr + rows, total, mask=rows < tl.where(end > 0, n, 0))
     if not GUARDED:
         bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(guard_ptr, tl.max(tl.where(rows < n, bits, 0), 0))
@@ -85,10 +86,10 @@ def combine_kernel(
         )
         running_max = new_max
     row_sum = tl.load(row_sum_ptr + rows, mask=rows < n, other=0.0)
-    rescued = (end > 0) & ((row_sum > LIMIT) | (row_sum != row_sum))
+    rescued = (row_sum > LIMIT) | (row_sum != row_sum)
     # a row whose classes are all at -inf: any finite reference makes its exponentials 0
     lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
-    tl.store(reference_ptr + rows, lse2, mask=(rows < n) & rescued)
+    tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, n, 0)) & rescued)
 
 
 class RowSums(NamedTuple):

@@ -57,6 +57,7 @@ def launch_finish_product(
     *,
     ignore_index: int,
 ) -> None:
+    assert product.stride(1) == out.stride(1) == 1
     rows, hidden = product.shape
     block = min(1024, triton.next_power_of_2(hidden))
     u, v = outer or (None, None)

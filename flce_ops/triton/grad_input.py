@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flce_ops.readable import readable_rows
 from flce_ops.triton.chunks import MULTIPLE, slices
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate
@@ -56,6 +57,7 @@ def write_grad_input(
     ignore_index: int,
     nbytes: int,  # of workspace for a block of the product
     memory: Tensor,  # flat float32, used instead where it is larger
+    copies: int,  # bytes for slices of a linear_weight that BLAS cannot read where it lies
     outer: tuple[Tensor, Tensor] | None = None,  # (n,), (D,): their outer product is added
 ) -> None:
     numbers = max(nbytes // 4, memory.shape[0])
@@ -66,7 +68,9 @@ def write_grad_input(
         else:
             product = torch.empty(shape, dtype=torch.float32, device=out.device)
         for cols, piece in pieces:
-            accumulate(product, piece[block], linear_weight[cols, features], first=cols.start == 0)
+            for part, weight in readable_rows(linear_weight[cols, features], copies):
+                first = cols.start == part.start == 0
+                accumulate(product, piece[block, part], weight, first=first)
         launch_finish_product(
             product,
             out[block, features],

@@ -151,7 +151,7 @@ def logits_gemm_kernel(
             else:
                 ks = k * BLOCK_D + tl.arange(0, BLOCK_D)
                 a = tl.load(
-                    input_ptr + rows.to(tl.int64)[:, None] * stride_input_n + ks[None, :] * stride_input_d,
+                    input_ptr + rows.to(tl.int64)[:, None] * stride_input_n + ks.to(tl.int64)[None, :] * stride_input_d,
                     mask=row_mask[:, None] & (ks < D)[None, :],
                     other=0.0,
                 )
@@ -254,6 +254,7 @@ def launch_logits_gemm(
     softcap: Tensor | None,  # ()
     tiles: Tiles | None = None,
 ) -> None:
+    assert out is None or out.stride(1) == 1
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input, linear_weight)
@@ -320,8 +321,10 @@ def launch_logits_gemm(
 
 
 def fits_tma(tensor: Tensor) -> bool:
-    """Rows contiguous, base and row stride multiples of 16 bytes: what a tensor-map descriptor can address."""
-    return tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    """Rows contiguous and apart, base and row stride multiples of 16 bytes: what a tensor map can address."""
+    stride, unit = tensor.stride()
+    aligned = stride * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return unit == 1 and stride >= tensor.shape[1] and aligned
 
 
 def multiprocessors(tensor: Tensor) -> int:

@@ -50,11 +50,9 @@ def reference_logit_kernel(
     column = tl.where(hit, column, 0)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+        d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
         x = tl.load(input_ptr + row * stride_input_n + d * stride_input_d, mask=d < D, other=0.0).to(tl.float32)
-        w = tl.load(weight_ptr + column * stride_weight_v + d.to(tl.int64) * stride_weight_d, mask=d < D, other=0.0).to(
-            tl.float32
-        )
+        w = tl.load(weight_ptr + column * stride_weight_v + d * stride_weight_d, mask=d < D, other=0.0).to(tl.float32)
         acc += x * w
     bias = 0.0
     if HAS_BIAS:

@@ -27,7 +27,7 @@ def scale_rows_kernel(
 
 
 def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor) -> None:
-    """`out` has contiguous rows."""
+    assert out.stride(1) == 1
     rows, columns = matrix.shape
     block = min(2048, triton.next_power_of_2(columns))
     scale_rows_kernel[(rows, triton.cdiv(columns, block))](

@@ -29,6 +29,7 @@ def set_entries_kernel(
 
 def launch_set_entries(matrix: Tensor, target: Tensor, value: Tensor, *, start: int, ignore_index: int) -> None:
     """`target` and `value` are (n,); the matrix holds the classes from `start`."""
+    assert matrix.stride(1) == 1
     rows, columns = matrix.shape
     set_entries_kernel[(triton.cdiv(rows, 128),)](
         matrix, target, value, rows, columns, matrix.stride(0), start, ignore_index, BLOCK_N=128

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flce_ops.vendor import made_by_nvidia
+
 # n rows, D hidden, V vocabulary
 
 
@@ -38,6 +40,11 @@ INTERPRETER = Tiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=Fa
 def tiles_for(input: Tensor, linear_weight: Tensor) -> Tiles:
     if input.device.type != "cuda":
         return INTERPRETER
+    if not made_by_nvidia():
+        raise NotImplementedError(
+            "flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators (torch.ops.flce, "
+            "flce_ops.linear_cross_entropy), which run in ATen there"
+        )
     major, minor = torch.cuda.get_device_capability(input.device)
     return tiles_of_architecture(10 * major + minor, hidden=input.shape[1])
 

@@ -26,7 +26,9 @@ def scale_in_place_kernel(
 
 
 def launch_scale_in_place(grad: Tensor, factor: Tensor) -> None:
-    """`grad` is contiguous: the operators allocate it."""
+    if not grad.is_contiguous():  # the operators' are; a hook on saved tensors may hand over others
+        grad.mul_(factor)
+        return
     block = 4096
     programs = min(triton.cdiv(grad.numel(), block), 1024)
     if programs:

@@ -4,7 +4,7 @@ For each chunk of n rows, the first of them larger where its exponentials can wa
 
     E = exp(z - reference), row sums s              Triton GEMM, the exponentials rounded once     exponentials.py
     losses, row factors c, E[i, y_i]                one small kernel                               finish_rows.py
-    grad_linear_weight += E.T @ (c input)           cuBLAS
+    grad_linear_weight += E.T @ (c input)           cuBLAS                    of few rows:         split_product.py
     grad_input[rows]    = c (E @ linear_weight)     cuBLAS into float32 blocks, one rounding       grad_input.py
 
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.readable import copy_bytes
 from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import contiguous, padded
 from flce_ops.triton.columns import weighted_column_sum
@@ -30,6 +31,7 @@ from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
+from flce_ops.triton.split_product import SPLIT_AT_MOST, add_split_product
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -144,7 +146,7 @@ class OnePassStep:
         num_classes, size = self.linear_weight.shape[0], self.input.dtype.itemsize
         exponentials = torch.empty(count, padded(num_classes, size), dtype=self.input.dtype, device=self.input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
-        apart = None if self.want_input else torch.empty_like(self.input[:count])
+        apart = None if self.want_input else self.input.new_empty(count, self.input.shape[1])
         for rows in chunks:
             pieces = [(slice(0, num_classes), exponentials[: rows.stop - rows.start, :num_classes])]
             factors = self.exponentiate(rows, pieces)
@@ -160,7 +162,8 @@ class OnePassStep:
         factors = self.exponentiate(rows, pieces, scratch)
         self.write_input(rows, pieces, factors, scratch)  # first: grad_linear_weight is about to take E's memory
         later = slice(lead.rows, 2 * lead.rows)
-        scaled = torch.empty_like(self.input[rows]) if lead.scaled_apart else self.grad_input[later]
+        apart = self.input.new_empty(lead.rows, self.input.shape[1]) if lead.scaled_apart else None
+        scaled = self.grad_input[later] if apart is None else apart
         self.add_to_weight(rows, pieces[::-1], factors, scaled)
 
     def exponentiate(
@@ -218,9 +221,15 @@ class OnePassStep:
         """grad_linear_weight += E'.T @ (c input); `scaled`, (n, D), is memory for c input."""
         if not self.want_weight:
             return
-        launch_scale_rows(self.input[rows], factors[1], scaled)
+        few = self.input.shape[0] <= SPLIT_AT_MOST
+        if not few:
+            launch_scale_rows(self.input[rows], factors[1], scaled)
         for cols, piece in pieces:
-            accumulate(self.weight_gradient[cols], piece.T, scaled, first=self.weight_is_empty)
+            out, first = self.weight_gradient[cols], self.weight_is_empty
+            if few:
+                add_split_product(out, piece, self.input[rows], factors[1], first=first)
+            else:
+                accumulate(out, piece.T, scaled, first=first)
         self.weight_is_empty = False
 
     def write_input(
@@ -244,6 +253,7 @@ class OnePassStep:
             ignore_index=self.options["ignore_index"],
             nbytes=self.product_bytes,
             memory=memory,
+            copies=copy_bytes(self.linear_weight),
             outer=None if self.smoothing is None else self.smoothing.input_terms(rows),
         )
 

@@ -1,0 +1,104 @@
+"""Few tokens: grad_linear_weight as accurate as plain torch's, whose gradient of a rare target's row is exact.
+
+Such a row is one token's, -row_scale (1 - p) input with p near 0: in half nothing is lost where the scale is a power
+of two. What waits for it in one pass, c input and the entry of E, are both rounded (flce_ops/triton/split_product.py).
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_loss import error
+
+import flce_ops
+
+
+def make_rare_targets(tokens, hidden, vocab, dtype, device="cpu"):
+    """An untrained head: the classes are about as likely as each other."""
+    input = torch.randn(tokens, hidden, device=device).to(dtype)
+    linear_weight = (torch.randn(vocab, hidden, device=device) * 0.5 / hidden**0.5).to(dtype)
+    return input, linear_weight, torch.randint(vocab, (tokens,), device=device)
+
+
+def weight_gradient(loss_of, linear_weight):
+    leaf = linear_weight.detach().requires_grad_()
+    return torch.autograd.grad(loss_of(leaf), leaf)[0]
+
+
+def exact_and_plain(input, linear_weight, target, row_scale):
+    """In float64, and in the operands' dtype by F.linear and F.cross_entropy."""
+
+    def loss(weight, input):
+        return (F.cross_entropy(F.linear(input, weight), target, reduction="none") * row_scale).sum()
+
+    plain = weight_gradient(lambda weight: loss(weight, input), linear_weight)
+    return weight_gradient(lambda weight: loss(weight, input.double()), linear_weight.double()), plain
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine: the test below")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on log2(0)
+@pytest.mark.parametrize(
+    "tokens, factor, shard",
+    [
+        (1, 1.0, False),
+        (15, 1 / 15, False),  # a factor that is itself rounded
+        (16, 1.0, False),
+        (16, 1.0, True),
+    ],
+)
+def test_kernels_lose_nothing_that_plain_torch_keeps(tokens, factor, shard, poisoned_memory):
+    """float16 in the interpreter; a row scale of 4096 keeps c input, which is divided by the row sum, in its range."""
+    pytest.importorskip("triton")
+    from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad
+    from flce_ops.triton import launch_with_grad
+
+    vocab = 9001
+    args = make_rare_targets(tokens, 32, vocab, torch.float16)
+    row_scale = torch.full((tokens,), 4096 * factor)
+    exact, plain = exact_and_plain(*args, row_scale)
+    options = {"output_mask": [False, True, False]}
+    if shard:
+        found = launch_vocab_parallel_with_grad(
+            *(*args, None, None, row_scale), group="", ranks=1, vocab_start=0, vocab_size=vocab, **options
+        )
+    else:
+        found = launch_with_grad(*args, None, None, row_scale, **options)
+    assert error(found[3], exact) <= 1.05 * error(plain, exact)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine: the test below")
+def test_two_half_numbers_hold_a_scaled_row_to_twice_the_digits(poisoned_memory):
+    dtype = torch.float16
+    split_product = pytest.importorskip("flce_ops.triton.split_product")
+    matrix, factor = torch.randn(3000, 7).to(dtype).T, torch.rand(7) + 0.5
+    high, low = split_product.launch_split_rows(matrix, factor).chunk(2)
+    exact = matrix.double() * factor[:, None].double()
+    assert torch.equal(high, (matrix.float() * factor[:, None]).to(dtype))
+    assert error(high.double() + low.double(), exact) <= 2 * torch.finfo(torch.float32).eps + 2.0**-23
+    grad = torch.full((5001, 3000), float("nan"), dtype=dtype)
+    exponentials = torch.rand(7, 5008).to(dtype)[:, :5001]
+    with flce_ops.workspace(1):  # slices of 4096 classes
+        split_product.add_split_product(grad, exponentials, matrix, factor, first=True)
+    assert error(grad, exponentials.double().T @ exact) <= torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 64, 100, 128])
+def test_bf16_weight_gradients_are_as_accurate_as_plain_torchs(tokens, reduction):
+    args = make_rare_targets(tokens, 256, 128256, torch.bfloat16, device="cuda")
+    factor = 1.0 if reduction == "sum" else 1 / tokens
+    exact, plain = exact_and_plain(*args, torch.full((tokens,), factor, device="cuda"))
+    input, weight, target = args
+    plain = weight_gradient(lambda w: F.cross_entropy(F.linear(input, w), target, reduction=reduction), weight)
+    found = weight_gradient(lambda w: flce_ops.linear_cross_entropy(input, w, target, reduction=reduction), weight)
+    assert flce_ops.last_path().implementation == "triton"
+    assert error(found, exact) <= 1.05 * error(plain, exact)
+    few = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 128256, "output_mask": [True, True, False]}
+    from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad
+
+    row_scale = torch.full((tokens,), factor, device="cuda")
+    shard = launch_vocab_parallel_with_grad(*args, None, None, row_scale, **few)
+    assert error(shard[3], exact) <= 1.05 * error(plain, exact)
