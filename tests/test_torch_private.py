@@ -135,11 +135,13 @@ def test_runs_in_this_backward_tells_wanted_gradients_from_others():
             seen.append([torch_private.runs_in_this_backward(node) for node, _ in ctx.next_functions])
             return grad, grad
 
-    x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True).exp()
+    leaf = torch.ones((), requires_grad=True)
+    x, y = leaf.sin(), leaf.exp()
     torch.autograd.grad(Probe.apply(x, y), y, retain_graph=True)
     torch.autograd.grad(Probe.apply(x, y), x, retain_graph=True)
+    torch.autograd.grad(Probe.apply(leaf, y), y, retain_graph=True)
     Probe.apply(x, y).backward()
-    assert seen == [[False, True], [True, False], [True, True]]
+    assert seen == [[False, True], [True, False], [True, True], [True, True]]
 
 
 def test_assert_on_device_carries_the_message():
