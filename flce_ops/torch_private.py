@@ -47,12 +47,11 @@ def graph_is_kept_after_this_backward() -> bool:
 
 
 def runs_in_this_backward(node) -> bool:
-    """Whether the running backward goes on to `node`, an entry of next_functions: whether its gradient is wanted.
-
-    The engine does not tell of leaves while autograd.grad runs: they count as wanted.
-    """
-    is_leaf = hasattr(node, "variable")
-    return is_leaf or torch._C._will_engine_execute_node(node)
+    """Whether the running backward goes on to `node`, an entry of next_functions: whether its gradient is wanted."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that autograd.grad was asked for
+        return True
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

@@ -139,9 +139,10 @@ def test_runs_in_this_backward_tells_wanted_gradients_from_others():
     x, y = leaf.sin(), leaf.exp()
     torch.autograd.grad(Probe.apply(x, y), y, retain_graph=True)
     torch.autograd.grad(Probe.apply(x, y), x, retain_graph=True)
-    torch.autograd.grad(Probe.apply(leaf, y), y, retain_graph=True)
+    torch.autograd.grad(Probe.apply(leaf, y), leaf, retain_graph=True)
+    torch.autograd.grad(Probe.apply(leaf, y.detach().requires_grad_()), leaf, retain_graph=True)
     Probe.apply(x, y).backward()
-    assert seen == [[False, True], [True, False], [True, True], [True, True]]
+    assert seen == [[False, True], [True, False], [True, True], [True, False], [True, True]]
 
 
 def test_assert_on_device_carries_the_message():
