@@ -1,0 +1,12 @@
+"""Random cases of the operators against dense torch: `python -m tests.fuzz --cases 20000 --seed 1 [--device cuda]`.
+
+    cases.py     a case: shapes, dtypes, layouts, options, what depends on what, how derivatives are asked for
+    problem.py   a case's tensors, and the graph from its leaves to the arguments of the function
+    oracle.py    the same functions on dense logits
+    run.py       outputs, first and second derivatives of either
+    judge.py     whether ours are as near to the float64 result as plain torch's
+    triton_on_cpu.py   the Triton kernels in place of the ATen ones, in Triton's interpreter
+
+Each case runs three times along one graph: ours, plain torch in the same dtypes (the yardstick), plain torch in float64
+(the truth, of the same rounded leaves).
+"""

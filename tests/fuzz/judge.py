@@ -1,0 +1,301 @@
+"""Whether our numbers are as near to the truth as plain torch's.
+
+    1.  error(ours) <= SLACK error(plain) + ROUNDINGS unit ||truth||                              most cases end here
+    2.  error(ours) <= SLACK max over neighbours of error(plain) + ROUNDINGS unit ||truth||
+        + ROUNDINGS_OF_TERMS (unit of the accumulation dtype) natural size
+    3.  the median of error(ours) over the neighbours passes 2
+
+One draw of plain torch's rounding is a poor yardstick: it may be exact by luck, or because a gradient cancels. So a
+case that fails the first line is judged by its neighbours (leaves moved by a unit in the last place) and by the natural
+size of a result, that of other draws of the case whose targets are not learnt, in units of the accumulation dtype.
+
+float64 has no yardstick: it is here for formulas, float32 for rounding.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import flce_ops
+import flce_ops.chunks
+from tests.fuzz.cases import Case, consistent
+from tests.fuzz.problem import Problem, Tensors
+from tests.fuzz.run import DIFFERENTIABLE, run_oracle, run_ours
+
+# Ours is one more draw of the same distribution, or nearly: other orders of sums, one rounding more or less.
+SLACK = 2.0
+# A result is rounded once, and its terms once or twice before they are added up.
+ROUNDINGS = 4.0
+ROUNDINGS_FLOAT64 = 2.0**22  # 5e-10: logits of 2000 and sums of hundreds of products that nearly cancel, in any order
+# A term that cancels is the end of some ten operations of the accumulation dtype.
+ROUNDINGS_OF_TERMS = 16.0
+NEIGHBOURS = 8
+NATURAL_DRAWS = 2
+ROWS_OF_SHORT_CHUNKS = 4
+ROWS_OF_SHORT_TRITON_CHUNKS = 16  # what tl.dot takes at least
+
+
+@dataclass(frozen=True)
+class Failure:
+    what: str  # the result's name, or "raises"
+    how: str
+    ratio: float = math.inf  # error over what is allowed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    failures: list[Failure] = field(default_factory=list)
+    refused: bool = False  # by name, as documented
+    second_line: bool = False  # the neighbours were asked
+
+
+def examine(case: Case, device: str) -> Verdict:
+    problem = Problem(case, device)
+    try:
+        with surroundings(case, device):
+            found = run_ours(problem)
+    except Exception as error:
+        if refusal_is_documented(case, error):
+            return Verdict(refused=True)
+        message = str(error).strip().splitlines() or [""]
+        return Verdict([Failure("raises", f"{type(error).__name__}: {message[0][:160]}")])
+    if case.mode == "forward_mode":
+        return Verdict([Failure("forward mode", "not refused")])
+    plain, truth = run_oracle(problem), run_oracle(problem, torch.float64)
+    found, plain, truth = on_the_host(found, plain, truth)
+    failures = list(check_constants(problem, found, plain, truth))
+    suspects = []
+    for name in truth:
+        if name == "logits":
+            continue
+        if name not in found:
+            failures.append(Failure(name, "missing"))
+        elif found[name].shape != truth[name].shape:
+            failures.append(Failure(name, f"shape {tuple(found[name].shape)} for {tuple(truth[name].shape)}"))
+        else:
+            problem_found = pattern(case, name, found[name], plain[name], truth[name])
+            if problem_found:
+                failures.append(Failure(name, problem_found))
+            elif not near(found[name], plain[name], truth[name], problem.dtype):
+                suspects.append(name)
+    if suspects:
+        failures += second_line(problem, suspects, found, plain, truth)
+    return Verdict(failures, second_line=bool(suspects))
+
+
+@contextmanager
+def surroundings(case: Case, device: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        if case.workspace:
+            stack.enter_context(flce_ops.workspace(case.workspace))
+        for target, name, value in constants_of_the_cut(case, device):
+            stack.enter_context(patch.object(target, name, value))
+        if case.uninitialized:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            stack.callback(torch.use_deterministic_algorithms, False)
+        yield
+
+
+def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int]]:
+    """So that a few tokens take the paths of many."""
+    found: list[tuple[object, str, int]] = []
+    if case.short_chunks:
+        found += [(flce_ops.chunks, name, ROWS_OF_SHORT_CHUNKS) for name in ("CPU_ROWS_AT_LEAST", "ROWS_AT_LEAST")]
+    if device == "cpu":
+        return found
+    from flce_ops.triton import backward, chunks, cut, lead
+
+    if case.short_chunks:
+        found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in (chunks, lead, backward)]
+        if device == "interpreter":  # its tiles are 64 wide
+            found += [(module, "BLOCK_V", 64) for module in (lead, backward)]
+    if not case.recompute:
+        found.append((cut, "RECOMPUTE_BELOW", 0))
+    return found
+
+
+def refusal_is_documented(case: Case, error: Exception) -> bool:
+    text = str(error)
+    if case.learnt and isinstance(error, NotImplementedError | TypeError) and case.learnt in text:
+        return True
+    if not isinstance(error, NotImplementedError):
+        return False
+    higher = case.mode in ("create_graph", "create_graph_once", "func_twice", "hvp", "third")
+    return (
+        (case.mode == "forward_mode" and "forward-mode" in text)
+        or (case.mode == "third" and "third derivatives are not implemented" in text)
+        or (higher and case.function == "kl_div" and "second derivatives are not implemented" in text)
+        or (higher and case.entropy and "second derivatives through the entropy" in text)
+    )
+
+
+def on_the_host(*results: Tensors) -> list[Tensors]:
+    """One copy for all of them: the only time that the host waits for the device."""
+    tensors = [tensor for result in results for tensor in result.values()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(results)
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
+    pieces = iter(flat.split([tensor.numel() for tensor in tensors]))
+    return [{name: next(pieces).view(t.shape).to(t.dtype) for name, t in result.items()} for result in results]
+
+
+# --- what must hold exactly ---
+
+
+def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Tensors) -> Iterator[Failure]:
+    case = problem.case
+    target = problem.views["target"](problem.bases["target"]).cpu()
+    ignored = target == case.ignore_index
+    if "logits" in truth and "argmax" in found:
+        z, largest = truth["logits"], found["argmax"]
+        if largest.numel():
+            if largest.min() < 0 or largest.max() >= case.V:
+                yield Failure("argmax", "no class")
+                return
+            gap = z.amax(-1) - z.gather(-1, largest.unsqueeze(-1)).squeeze(-1)
+            gap = torch.where(plain["logits"].isfinite().all(-1), gap, 0.0)
+            rounding = (plain["logits"].double() - z).nan_to_num(0.0).abs().max() + 1e-6 * z.nan_to_num(0.0).abs().max()
+            if gap.nan_to_num(0.0).max() > 2.0 * rounding:
+                yield Failure("argmax", "not the largest", float(gap.nan_to_num(0.0).max() / (2.0 * rounding)))
+    if "token_accuracy" in found:
+        right = ((found["argmax"] == target) & ~ignored).double()
+        tokens = tuple(range(1, right.dim())) if case.mode == "vmap" else tuple(range(right.dim()))
+        share = right.sum(tokens) / (~ignored).double().sum(tokens)
+        if not torch.allclose(found["token_accuracy"].double(), share, rtol=1e-6, equal_nan=True):
+            yield Failure("token_accuracy", "not the argmax's")
+    name = "grad of input"
+    if name in found and not case.relations and not case.poison and not problem.is_view("input"):
+        if truth[name].isfinite().all() and found[name][ignored].any():
+            yield Failure(name, "not zero where ignored")
+
+
+def pattern(case: Case, name: str, found: Tensor, plain: Tensor, truth: Tensor) -> str:
+    """What is not finite, or should not be; "" if nothing is wrong."""
+    finite = truth.isfinite() & plain.isfinite()
+    finite &= truth.abs() < torch.finfo(found.dtype).max / 4  # near overflow either is right
+    if not found[finite].isfinite().all():
+        return "not finite"
+    odd = ~truth.isfinite()
+    if not odd.any():
+        return ""
+    if name in DIFFERENTIABLE:
+        same = [
+            torch.equal(found[odd].double().nan_to_num(7.0), other[odd].double().nan_to_num(7.0))
+            for other in (truth, plain)
+        ]
+        return "" if any(same) else f"{kinds(found[odd])} for {kinds(truth[odd])}"
+    # which of nan and the infinities a sum of them gives depends on its order
+    if found[odd].isfinite().any() and not case.poison:
+        return f"finite for {kinds(truth[odd])}"
+    return ""
+
+
+def kinds(tensor: Tensor) -> str:
+    found = {"nan": tensor.isnan(), "inf": tensor == math.inf, "-inf": tensor == -math.inf, "finite": tensor.isfinite()}
+    return "/".join(name for name, mask in found.items() if mask.any())
+
+
+# --- what is rounded ---
+
+
+def unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def smallest(tensor: Tensor, dtype: torch.dtype) -> float:
+    """What the results' underflow amounts to, in norm."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * math.sqrt(max(tensor.numel(), 1))
+
+
+def norm(tensor: Tensor) -> float:
+    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def error_of(found: Tensor, truth: Tensor) -> float:
+    """Of what is finite in both: `pattern` has the rest."""
+    return norm(found.double() - truth)
+
+
+def roundings(dtype: torch.dtype) -> float:
+    return ROUNDINGS_FLOAT64 if dtype == torch.float64 else ROUNDINGS
+
+
+def near(found: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
+    """The first line."""
+    allowed = SLACK * error_of(plain, truth) + roundings(dtype) * unit(found.dtype) * norm(truth)
+    return error_of(found, truth) <= allowed + smallest(found, found.dtype)
+
+
+def second_line(
+    problem: Problem, names: list[str], found: Tensors, plain: Tensors, truth: Tensors
+) -> Iterator[Failure]:
+    neighbours = [moved(problem, k) for k in range(NEIGHBOURS)]
+    exact = on_the_host(*(run_oracle(neighbour, torch.float64) for neighbour in neighbours))
+    theirs = on_the_host(*(run_oracle(neighbour) for neighbour in neighbours))
+    natural = natural_sizes(problem)
+
+    def allowed(name: str) -> float:
+        yardstick = max(error_of(a[name], b[name]) for a, b in zip([plain, *theirs], [truth, *exact]))
+        own, fine = found[name].dtype, torch.promote_types(problem.dtype, torch.float32)
+        size = natural.get(name, 0.0) * math.sqrt(truth[name].numel())
+        rounding = roundings(problem.dtype) * unit(own) * norm(truth[name])
+        rounding += max(roundings(problem.dtype), ROUNDINGS_OF_TERMS) * unit(fine) * size
+        return SLACK * yardstick + rounding + smallest(found[name], problem.arithmetic_dtype())
+
+    bounds = {name: allowed(name) for name in names}
+    suspects = [name for name in names if error_of(found[name], truth[name]) > bounds[name]]
+    if not suspects:
+        return
+    with surroundings(problem.case, problem.device):
+        again = on_the_host(*(run_ours(neighbour) for neighbour in neighbours))
+    for name in suspects:
+        error = median(error_of(a[name], b[name]) for a, b in zip([found, *again], [truth, *exact]))
+        if error > bounds[name]:
+            yield Failure(
+                name, f"error {error / max(norm(truth[name]), 1e-300):.1e}", error / max(bounds[name], 1e-300)
+            )
+
+
+def natural_sizes(problem: Problem) -> dict[str, float]:
+    """Root mean square of every result of ordinary draws: targets that are not learnt, rows that differ."""
+    case, sizes = problem.case, {}
+    for k in range(NATURAL_DRAWS):
+        ordinary = replace(
+            case,
+            seed=case.seed + 1 + k,
+            V=max(case.V, 5),
+            targets="uniform",
+            ignored=0.0,
+            cotangent="normal",
+            data="zipf" if case.dtype == "float64" else case.data,  # float64's truth has a saturated cap's rounding too
+            input_layout="rows",
+            weight_layout="rows",
+            vector_layout="rows",
+            views=(),
+            teacher="hidden" if case.teacher in ("near", "student") else case.teacher,
+        )
+        (exact,) = on_the_host(run_oracle(Problem(consistent(ordinary), problem.device), torch.float64))
+        for name, tensor in exact.items():
+            finite = tensor[tensor.isfinite()]
+            if finite.numel():
+                sizes[name] = max(sizes.get(name, 0.0), float(finite.norm()) / math.sqrt(finite.numel()))
+    return sizes
+
+
+def moved(problem: Problem, k: int) -> Problem:
+    """The problem with its numbers a unit in the last place of the arithmetic away."""
+    generator = torch.Generator().manual_seed(k)
+    bases = {}
+    for name, base in problem.bases.items():
+        if base.is_floating_point() and " of " not in name:
+            signs = torch.randint(-1, 2, base.shape, generator=generator).to(base.device)
+            eps = torch.finfo(problem.arithmetic_dtype()).eps
+            base = torch.empty_like(base).copy_(base.double() * (1.0 + eps * signs))
+        bases[name] = base
+    return problem.with_bases(bases)

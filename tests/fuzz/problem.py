@@ -1,0 +1,272 @@
+"""A case's tensors, and the graph from its leaves to the arguments of the function, the same for ours and the oracle.
+
+Problem.bases     name -> values in their memory layout, on the CPU first, then on the case's device
+leaves(dtype)     new tensors of those values; those that are wanted require a gradient
+arguments(leaves) what the function is given: views of leaves, and what is made of other arguments
+"""
+
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.cases import Case
+
+# N tokens, D hidden, V vocabulary, E hidden of the teacher
+
+Tensors = dict[str, Tensor]
+View = Callable[[Tensor], Tensor]
+
+LOGITS = {"large": 100.0, "huge": 2000.0}  # the largest magnitude
+VECTORS = ("bias", "class_weight", "token_weight", "target")
+
+
+class Problem:
+    def __init__(self, case: Case, device: str) -> None:
+        self.case = case
+        self.device = device  # "interpreter" is the CPU's
+        self.torch_device = "cuda" if device == "cuda" else "cpu"
+        self.dtype = getattr(torch, case.dtype)
+        self.first_call = replace(case, reduction="none", token_weight="", normalizer="", function="cross_entropy")
+        self.generator = torch.Generator().manual_seed(case.seed)
+        self.bases: Tensors = {}
+        self.views: dict[str, View] = {}
+        self.make_values()
+        absent = set(self.unused())
+        self.bases = {name: base.to(self.torch_device) for name, base in self.bases.items() if name not in absent}
+        floating = [name for name, base in self.bases.items() if base.is_floating_point()]
+        self.wanted = [name for name in (*case.wants, "learnt") if name in floating]
+        if not self.wanted:  # no bias or token weights to want a gradient for
+            self.wanted = [name for name in ("input", "weight") if name in floating]
+        for name in self.wanted:
+            self.bases[f"projection of {name}"] = self.eighths(self.leaf_shape(name)).to(self.torch_device)
+
+    def with_bases(self, bases: Tensors) -> "Problem":
+        other = copy(self)
+        other.bases = bases
+        return other
+
+    def arithmetic_dtype(self) -> torch.dtype:
+        return getattr(torch, self.case.autocast) if self.case.autocast and self.case.dtype != "float64" else self.dtype
+
+    # --- values ---
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator)
+
+    def eighths(self, shape: tuple[int, ...]) -> Tensor:
+        """In [-1, 1] and exact in every dtype."""
+        return torch.randint(-8, 9, shape, generator=self.generator) / 8.0
+
+    def make_values(self) -> None:
+        case, N, D, V = self.case, self.case.count, self.case.D, self.case.V
+        input, weight = self.head(N, D, V)
+        tokens = case.tokens
+        target = self.targets(input, weight).to(torch.int32 if case.int32 else torch.int64)
+        self.put("target", target.reshape(tokens), case.vector_layout, None, of_tokens=True)
+        target = self.views["target"](self.bases["target"]).reshape(N)  # an expanded one is another
+        ignored = target == case.ignore_index
+        if case.poison:
+            input[ignored] = float(case.poison)
+        self.put("input", input.reshape(*tokens, D), case.input_layout, self.input_dtype(), of_tokens=True)
+        self.put("weight", weight, case.weight_layout, self.dtype)
+        small = torch.float64 if self.dtype == torch.float64 else torch.float32
+        vector_dtype = small if case.seed % 2 else self.dtype
+        if case.bias and case.bias != "made":
+            bias = self.normal(V) * (20.0 if case.bias == "large" else 0.5)
+            if case.bias == "-inf":
+                off = self.uniform(V) < 0.5
+                off[target.clamp(0, V - 1)] = False
+                bias[off] = -math.inf
+            self.put("bias", bias, case.vector_layout if case.bias != "-inf" else "rows", self.dtype)
+        if case.class_weight and case.class_weight != "made":
+            values = self.uniform(V) + 0.25
+            if case.class_weight == "large":
+                values = 50.0 + 950.0 * self.uniform(V)
+            elif case.class_weight != "uniform":
+                values[self.uniform(V) < (0.5 if case.class_weight == "some zero" else 1.1)] = 0.0
+            self.put("class_weight", values, case.vector_layout, vector_dtype)
+        if case.token_weight and case.token_weight != "made":
+            values = self.uniform(*tokens) * 2.0
+            if case.token_weight == "signed":
+                values = values - 0.5
+            elif case.token_weight == "some zero":
+                values = torch.where(self.uniform(*tokens) < 0.5, 0.0, values)
+            self.put("token_weight", values, case.vector_layout, vector_dtype, of_tokens=True)
+        if case.normalizer in ("tensor", "count"):
+            value = torch.tensor(37.5) if case.normalizer == "tensor" else torch.tensor(41)
+            self.put("normalizer", value, "rows", vector_dtype if case.normalizer == "tensor" else None)
+        if case.function == "kl_div":
+            self.make_teacher(input, weight)
+        if case.learnt:
+            self.put("learnt", torch.tensor(float(getattr(case, case.learnt))), "rows", small)
+        self.bases["ids"] = torch.randint(V, tokens, generator=self.generator)
+        for name in ("loss", "log_probs", "lse", "entropy"):
+            shape = tokens if case.reduction == "none" else ()
+            values = self.eighths(shape) if case.cotangent != "ones" else torch.ones(shape)
+            if case.cotangent == "nan where ignored" and shape:
+                values = values.masked_fill(ignored.reshape(tokens), math.nan)
+            self.bases[f"cotangent of {name}"] = values
+
+    def head(self, N: int, D: int, V: int) -> tuple[Tensor, Tensor]:
+        """Hidden states and weight; "zipf": feature 0 carries a prior over the classes, as in a trained model."""
+        case = self.case
+        input, weight = self.normal(N, D), self.normal(V, D) * (1.5 / math.sqrt(D))
+        if case.data in ("zipf", "large", "huge"):
+            input[:, 0] = 1.0
+            weight[:, 0] = -torch.log1p(torch.randperm(V, generator=self.generator).float())
+        if case.data in LOGITS and N:
+            input *= LOGITS[case.data] / (input @ weight.T).abs().max().clamp(min=1e-3)
+        elif case.data == "tiny":
+            input, weight = input * 1e-3, weight * 1e-2
+        elif case.data == "shifted":  # all logits of a row near one large number
+            common = self.normal(D)
+            input, weight = input + 3.0 * common, weight + 3.0 * common
+        return input.to(self.dtype).float(), weight.to(self.dtype).float()
+
+    def targets(self, input: Tensor, weight: Tensor) -> Tensor:  # (N,)
+        case, N, V = self.case, self.case.count, self.case.V
+        if case.targets == "uniform":
+            target = torch.randint(V, (N,), generator=self.generator)
+        elif case.targets == "one class":
+            target = torch.full((N,), V // 3)
+        else:
+            logits = input @ weight.T
+            if case.targets == "likely":  # drawn from the softmax, by the Gumbel trick
+                logits = logits - torch.log(-torch.log(self.uniform(N, V).clamp(1e-20, 1 - 1e-7)))
+            target = logits.nan_to_num(0.0).argmax(1)
+        target[self.uniform(N) < case.ignored] = case.ignore_index
+        return target
+
+    def make_teacher(self, input: Tensor, weight: Tensor) -> None:
+        case, N, E, V = self.case, self.case.count, self.case.E, self.case.V
+        dtype = self.dtype
+        if case.teacher == "student":
+            return
+        if case.teacher == "near":
+            teacher_input = input.nan_to_num(0.0, 0.0, 0.0)
+            teacher_weight = weight * (1.0 + 0.02 * self.normal(*weight.shape))
+        else:
+            teacher_input, teacher_weight = self.normal(N, E), self.normal(V, E) * (1.5 / math.sqrt(E))
+        if "probs" in case.teacher:
+            probs = (teacher_input @ teacher_weight.T).double().softmax(-1)
+            if case.teacher == "sparse probs":
+                probs = torch.where(probs >= probs.topk(min(3, V), 1).values[:, -1:], probs, 0.0)
+            self.put("teacher_probs", probs.reshape(*case.tokens, V), case.weight_layout, dtype, of_tokens=True)
+            return
+        self.put(
+            "teacher_input",
+            teacher_input.reshape(*case.tokens, teacher_input.shape[1]),
+            case.weight_layout,
+            dtype,
+            of_tokens=True,
+        )
+        self.put("teacher_weight", teacher_weight, case.input_layout, dtype)
+
+    def input_dtype(self) -> torch.dtype:
+        return self.arithmetic_dtype() if self.case.half_input else self.dtype
+
+    # --- memory ---
+
+    def put(self, name: str, values: Tensor, layout: str, dtype: torch.dtype | None, of_tokens: bool = False) -> None:
+        """`values` as bases[name], whose views[name] is what the function is given."""
+        values = values if dtype is None else values.to(dtype)
+        turn = of_tokens and self.case.transposed_tokens and len(self.case.tokens) > 1
+        base, view = lay(values.transpose(0, 1) if turn else values, layout)
+        self.bases[name] = base
+        self.views[name] = (lambda base: view(base).transpose(0, 1)) if turn else view
+
+    def leaf_shape(self, name: str) -> tuple[int, ...]:
+        base = self.bases[name]
+        return tuple(base.shape if self.is_view(name) else self.views[name](base).shape)
+
+    def is_view(self, name: str) -> bool:
+        return name in self.case.views
+
+    # --- the graph ---
+
+    def unused(self) -> list[str]:
+        made = {"tied": "input", "same": "input"}
+        names = [leaf for relation, leaf in made.items() if relation in self.case.relations]
+        return names + ([] if "tied" in self.case.relations else ["ids"])
+
+    def leaves(self, dtype: torch.dtype | None = None) -> Tensors:
+        """By name, constants too; in `dtype` if one is given."""
+        leaves = {}
+        for name, base in self.bases.items():
+            to = dtype if dtype is not None and base.is_floating_point() else base.dtype
+            leaf = base.to(to, copy=True)
+            if name in self.wanted and not self.is_view(name):
+                leaf = self.views[name](leaf)
+            leaves[name] = leaf.requires_grad_(name in self.wanted)
+        return leaves
+
+    def arguments(self, leaves: Tensors) -> Tensors:
+        case, relations = self.case, self.case.relations
+        at = {}
+        for name, leaf in leaves.items():
+            unviewed = name in self.views and (self.is_view(name) or name not in self.wanted)
+            at[name] = self.views[name](leaf) if unviewed else leaf
+        if "inner weight" in relations:
+            at["weight"] = torch.tanh(at["weight"])
+        weight = at["weight"]
+        if "tied" in relations:
+            at["input"] = torch.tanh(weight[at["ids"]])
+        elif "same" in relations:
+            at["input"] = weight
+        if "trunk" in relations:
+            hidden = at["input"].to(weight.dtype)
+            at["input"] = hidden + torch.tanh(hidden @ weight.T) @ weight / case.V
+        classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long()
+        if "bias of weight" in relations:
+            at["bias"] = 0.3 * weight.sum(1)
+        if "class_weight of weight" in relations:
+            at["class_weight"] = weight.detach().abs().sum(1) + 0.1
+        if "token_weight of weight" in relations:
+            at["token_weight"] = torch.sigmoid(accumulated(weight).sum(1))[classes]
+        if "token_weight of input" in relations:
+            at["token_weight"] = torch.sigmoid(accumulated(at["input"]).sum(-1))
+        if "normalizer of token_weight" in relations and "token_weight" in at:
+            at["normalizer"] = accumulated(at["token_weight"]).abs().sum() + 1.0
+        elif case.normalizer == "made":
+            at["normalizer"] = accumulated(at["input"]).square().mean(-1).sum() + 1.0
+        if case.teacher == "student" and case.function == "kl_div":
+            at["teacher_input"], at["teacher_weight"] = at["input"].detach().roll(1, 0), weight.detach()
+        return at
+
+
+def accumulated(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def lay(values: Tensor, layout: str) -> tuple[Tensor, View]:
+    """A tensor that holds `values` in this layout, with what must not be read in between, and the view of them."""
+    # torch's own products of half operands on a CPU multiply what is between the rows by 0
+    filler = (math.nan if values.dtype.itemsize > 2 else 1000.0) if values.is_floating_point() else -7
+    shape = values.shape
+    if values.dim() == 0 or layout == "rows" or values.numel() == 0:
+        return values.contiguous(), lambda base: base
+    if layout == "columns":
+        order = tuple(reversed(range(values.dim())))
+        return values.permute(order).contiguous(), lambda base: base.permute(order)
+    if layout == "both strides":
+        base = values.new_full((2 * shape[0], *shape[1:-1], *([2 * shape[-1]] if len(shape) > 1 else [])), filler)
+        view = (lambda base: base[::2, ..., 1::2]) if len(shape) > 1 else (lambda base: base[::2])
+        view(base).copy_(values)
+        return base, view
+    if layout == "wide rows":
+        base = values.new_full((*shape[:-1], shape[-1] + 3), filler)
+        base[..., 1:-2] = values
+        return base, lambda base: base[..., 1:-2]
+    if layout == "offset":
+        base = values.new_full((values.numel() + 1,), filler)
+        base[1:] = values.reshape(-1)
+        return base, lambda base: base[1:].view(shape)
+    one = values[:1] if layout == "repeated" or len(shape) == 1 else values[..., :1]
+    return one.contiguous(), lambda base: base.expand(shape)

@@ -1,0 +1,275 @@
+"""Outputs and derivatives of a case: ours in its mode, the oracle's by torch.autograd.grad."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flce_ops
+from tests.fuzz import oracle
+from tests.fuzz.cases import SECOND_ORDER, Case
+from tests.fuzz.problem import Problem, Tensors, accumulated
+
+Function = Callable[[Case, Tensors], Tensors]
+
+DIFFERENTIABLE = ("loss", "log_probs", "lse", "entropy")
+BATCH = (1.0, -2.0, 0.5)  # upstream factors of the mode "batched"
+MODULES = {"head": flce_ops.LinearCrossEntropyHead, "loss_module": flce_ops.LinearCrossEntropyLoss}
+
+
+class Ours:
+    """The outputs by name, as oracle.call has them."""
+
+    def __init__(self, case: Case) -> None:
+        self.module = None
+        if case.function in MODULES:
+            options = logit_options(case) | {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
+            if case.function == "loss_module":
+                options |= {"reduction": case.reduction}
+                options |= {"weight": torch.empty(case.V, device="meta")} if case.class_weight else {}
+            self.module = MODULES[case.function](case.D, case.V, bias=bool(case.bias), device="meta", **options)
+
+    def __call__(self, case: Case, at: Tensors) -> Tensors:
+        arguments = (at["input"], at["weight"], at["target"], at.get("bias"))
+        options = logit_options(case)
+        if case.learnt in options:
+            options[case.learnt] = at["learnt"]
+        if case.function == "log_probs":
+            found = flce_ops.linear_log_probs(*arguments, entropy=case.entropy, argmax=case.argmax, **options)
+            return {name: tensor for name, tensor in found._asdict().items() if tensor is not None}
+        sums = {"token_weight": at.get("token_weight")}
+        if case.normalizer:
+            sums["normalizer"] = oracle.normalizer_of(case, at)
+        if case.function == "kl_div":
+            return {"loss": self.divergence(case, at, **options, **sums)}
+        sums["weight"], sums["reduction"] = at.get("class_weight"), case.reduction
+        if case.function in MODULES:
+            return {"loss": self.of_module(case, at, sums)}
+        options |= {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
+        if case.learnt == "z_loss":
+            options["z_loss"] = at["learnt"]
+        if case.function != "metrics":
+            return {"loss": flce_ops.linear_cross_entropy(*arguments, **options, **sums)}
+        loss, metrics = flce_ops.linear_cross_entropy(*arguments, **options, **sums, return_metrics=True)
+        return {"loss": loss, "token_accuracy": metrics.token_accuracy, "argmax": metrics.argmax}
+
+    def of_module(self, case: Case, at: Tensors, options: dict) -> Tensor:
+        prefix = "linear." if case.function == "loss_module" else ""
+        parameters = {prefix + name: at[name] for name in ("weight", "bias") if name in at}
+        if case.function == "loss_module":
+            options = {name: value for name, value in options.items() if name not in ("weight", "reduction")}
+            parameters |= {"weight": at["class_weight"]} if "class_weight" in at else {}
+        return torch.func.functional_call(self.module, parameters, (at["input"], at["target"]), options)
+
+    def divergence(self, case: Case, at: Tensors, **options) -> Tensor:
+        nothing_ignored = not case.ignored and case.ignore_index == -100
+        return flce_ops.linear_kl_div(
+            at["input"],
+            at["weight"],
+            at.get("teacher_input"),
+            at.get("teacher_weight"),
+            teacher_probs=at.get("teacher_probs"),
+            linear_bias=at.get("bias"),
+            kind=case.kind,
+            beta=case.beta,
+            target=None if nothing_ignored else at["target"],
+            reduction=case.reduction,
+            teacher_softcap=case.teacher_softcap,
+            **options,
+        )
+
+
+def logit_options(case: Case) -> dict:
+    return {"ignore_index": case.ignore_index, "softcap": case.softcap, "logit_scale": case.logit_scale}
+
+
+# --- the objective ---
+
+
+def outputs_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[Tensors, Tensors]:
+    """What the function returns, and the arguments that it was given."""
+    case = problem.case
+    at = problem.arguments(leaves)
+    if "token_weight of losses" in case.relations:
+        at["token_weight"] = torch.exp(-0.1 * function(problem.first_call, at)["loss"])
+    if "two calls" in case.relations:
+        half = case.tokens[0] // 2
+        parts = [split_tokens(case, at, slice(0, half)), split_tokens(case, at, slice(half, None))]
+        first, second = (function(case, part) for part in parts)
+        found = {"loss": first["loss"] + second["loss"]}
+        found |= {name: torch.cat([first[name], second[name]]) for name in ("argmax", "logits") if name in first}
+    elif case.mode == "vmap" and isinstance(function, Ours):
+        per_token = tokens_of(at)
+
+        def one(part: Tensors) -> Tensors:
+            return function(case, {**at, **part})
+
+        found = torch.func.vmap(one, randomness="same")({name: at[name] for name in per_token})
+    else:
+        found = function(case, at)
+    return found, at
+
+
+def tokens_of(at: Tensors) -> list[str]:
+    names = ("input", "target", "token_weight", "teacher_input", "teacher_probs")
+    return [name for name in names if name in at]
+
+
+def split_tokens(case: Case, at: Tensors, rows: slice) -> Tensors:
+    return {name: tensor[rows] if name in tokens_of(at) else tensor for name, tensor in at.items()}
+
+
+def objective_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[Tensor, Tensors]:
+    case = problem.case
+    found, at = outputs_of(problem, function, leaves)
+    total: Tensor | float = 0.0
+    for name in DIFFERENTIABLE:
+        if name in found:
+            total = total + (found[name] * leaves[f"cotangent of {name}"].to(found[name].dtype)).sum()
+    if "penalty" in case.relations:
+        total = total + 0.01 * (accumulated(at["input"]).square().sum() + accumulated(at["weight"]).square().sum())
+    return case.factor * total, found
+
+
+# --- derivatives ---
+
+
+def run_ours(problem: Problem) -> Tensors:
+    return run(problem, Ours(problem.case), problem.case.mode)
+
+
+def run_oracle(problem: Problem, dtype: torch.dtype | None = None) -> Tensors:
+    return run(problem, oracle.call, oracle_mode(problem.case.mode), dtype)
+
+
+def run(problem: Problem, function: Function, mode: str, dtype: torch.dtype | None = None) -> Tensors:
+    """Outputs under their names, "grad of x", "second of x" for every leaf that is wanted. `dtype`: of all leaves."""
+    case = problem.case
+    leaves = problem.leaves(dtype)
+    wanted = {name: leaves[name] for name in problem.wanted}
+    autocast = case.autocast if dtype is None else ""
+
+    def objective(some: Tensors) -> tuple[Tensor, Tensors]:
+        device_type = leaves["weight"].device.type
+        with torch.autocast(device_type, getattr(torch, autocast)) if autocast else nullcontext():
+            return objective_of(problem, function, {**leaves, **some})
+
+    result = derive(mode, problem, objective, wanted)
+    return {name: tensor.detach() for name, tensor in result.items()}
+
+
+def oracle_mode(mode: str) -> str:
+    if mode in ("no_grad", "inference_mode", "batched", "retain_graph", "hvp"):
+        return mode if mode != "hvp" else "second_only"
+    return "create_graph" if mode in SECOND_ORDER else "grad"
+
+
+def derive(mode: str, problem: Problem, objective: Callable, wanted: Tensors) -> Tensors:
+    names, tensors = list(wanted), list(wanted.values())
+
+    def named(kind: str, grads: list[Tensor | None]) -> Tensors:
+        return {
+            f"{kind} of {name}": torch.zeros_like(tensor) if grad is None else grad
+            for name, tensor, grad in zip(names, tensors, grads)
+        }
+
+    if mode in ("no_grad", "inference_mode"):
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            return objective(wanted)[1]
+    if mode in ("func", "func_twice"):
+        return by_torch_func(mode, problem, objective, wanted, named)
+    if mode == "hvp":
+        vectors = tuple(problem.bases[f"projection of {name}"].to(leaf.dtype) for name, leaf in wanted.items())
+        products = torch.autograd.functional.hvp(
+            lambda *some: objective(dict(zip(names, some)))[0], tuple(tensors), vectors
+        )[1]
+        return named("second", products)
+    if mode == "forward_mode":
+        tangents = {name: torch.ones_like(leaf) for name, leaf in wanted.items()}
+        torch.func.jvp(lambda some: objective(some)[0], ({n: t.detach() for n, t in wanted.items()},), (tangents,))
+        return {}
+    if mode.startswith("compile"):
+        torch._dynamo.reset()
+        backend = {"compile_eager": "eager", "compile_aot": "aot_eager"}[mode]
+        objective = torch.compile(objective, backend=backend, fullgraph=True)
+    if mode in ("checkpoint", "reentrant_checkpoint"):
+        value, found = checkpointed(objective, names, tensors, mode == "reentrant_checkpoint")
+    else:
+        with saved_tensor_hooks() if mode == "saved_tensor_hooks" else nullcontext():
+            value, found = objective(wanted)
+    if mode in ("backward", "reentrant_checkpoint"):
+        value.backward()
+        return {**found, **named("grad", [tensor.grad for tensor in tensors])}
+    if mode == "batched":
+        factors = torch.tensor(BATCH, dtype=value.dtype, device=value.device)
+        batched = torch.autograd.grad(value, tensors, factors, is_grads_batched=True, allow_unused=True)
+        return {**found, **named("batched grad", batched)}
+    higher = mode in ("create_graph", "create_graph_once", "second_only", "third")
+    first = torch.autograd.grad(
+        value, tensors, retain_graph=higher or mode == "retain_graph", create_graph=higher, allow_unused=True
+    )
+    found = {**found, **named("grad", first)}
+    if mode == "retain_graph":
+        again = torch.autograd.grad(value, tensors, torch.full_like(value, -2.0), allow_unused=True)
+        return {**found, **named("second backward", again)}
+    if mode in ("create_graph", "second_only", "third"):
+        second = second_of(problem, names, tensors, first, create_graph=mode == "third")
+        if mode == "third":
+            second_of(problem, names, tensors, second, create_graph=False)
+        second = named("second", second)
+        return second if mode == "second_only" else {**found, **second}
+    return found
+
+
+def second_of(
+    problem: Problem, names: list[str], tensors: list[Tensor], first: list[Tensor | None], *, create_graph: bool
+) -> list[Tensor | None]:
+    projected = projection(problem, dict(zip(names, first)))
+    if not isinstance(projected, Tensor) or not projected.requires_grad:  # a gradient that depends on nothing
+        return [None] * len(names)
+    return torch.autograd.grad(projected, tensors, create_graph=create_graph, allow_unused=True)
+
+
+def projection(problem: Problem, grads: dict[str, Tensor | None]) -> Tensor | float:
+    total: Tensor | float = 0.0
+    for name, grad in grads.items():
+        if grad is not None:
+            total = (
+                total + (accumulated(grad) * problem.bases[f"projection of {name}"].to(accumulated(grad).dtype)).sum()
+            )
+    return total
+
+
+def by_torch_func(mode: str, problem: Problem, objective: Callable, wanted: Tensors, named: Callable) -> Tensors:
+    constant = {name: leaf.detach() for name, leaf in wanted.items()}
+    gradient = torch.func.grad(objective, has_aux=True)
+    if mode == "func":
+        grads, found = gradient(constant)
+        return {**found, **named("grad", grads.values())}
+
+    def projected(some: Tensors) -> tuple[Tensor, tuple]:
+        grads, found = gradient(some)
+        return projection(problem, grads), (grads, found)
+
+    second, (grads, found) = torch.func.grad(projected, has_aux=True)(constant)
+    return {**found, **named("grad", grads.values()), **named("second", second.values())}
+
+
+def checkpointed(
+    objective: Callable, names: list[str], tensors: list[Tensor], reentrant: bool
+) -> tuple[Tensor, Tensors]:
+    keys: list[str] = []
+
+    def flat(*some: Tensor) -> tuple[Tensor, ...]:
+        value, found = objective(dict(zip(names, some)))
+        keys[:] = found
+        return value, *found.values()
+
+    value, *found = checkpoint(flat, *tensors, use_reentrant=reentrant)
+    return value, dict(zip(keys, found))
+
+
+def saved_tensor_hooks() -> AbstractContextManager:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
