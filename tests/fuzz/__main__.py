@@ -12,7 +12,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
     parser.add_argument("--device", choices=["cpu", "cuda", "interpreter"], default="cpu")
-    parser.add_argument("--workers", type=int, default=0, help="processes (default: 8 on cuda, else 1)")
+    parser.add_argument("--workers", type=int, default=0, help="processes (default: 12 on cuda, else 1)")
     parser.add_argument("--only", metavar="SEED:INDEX", help="one case, with every number")
     parser.add_argument("--out", metavar="FILE", help="also write the report here")
     arguments = parser.parse_args()
@@ -28,7 +28,7 @@ def main() -> int:
         seed, index = arguments.only.split(":")
         return report.show(int(seed), int(index), arguments.device)
     indices = range(arguments.first, arguments.first + arguments.cases)
-    workers = arguments.workers or (8 if arguments.device == "cuda" else 1)
+    workers = arguments.workers or (12 if arguments.device == "cuda" else 1)
     return report.campaign(arguments.seed, indices, arguments.device, workers, arguments.out)
 
 

@@ -73,6 +73,7 @@ class Case:
     label_smoothing: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
+    temperature: float = 1.0
     z_loss: float = 0.0
     learnt: str = ""  # an option given as a tensor that wants a gradient
     entropy: bool = False
@@ -80,6 +81,7 @@ class Case:
     kind: str = "forward"
     beta: float = 0.5
     teacher: str = "hidden"
+    teacher_scale: float | None = None
     teacher_softcap: float | None = None
     E: int = 4
     workspace: int = 0  # bytes; 0 for the default
@@ -181,6 +183,7 @@ def flags(random: Random, case: Case) -> dict:
     new: dict = {
         "bias": choose(random, {"": 6, "normal": 4, "large": 0.3, "-inf": 0.3}),
         "softcap": maybe(random, 0.2, random.choice([0.5, 3.0, 5.0, 30.0]), None),
+        "logit_scale": maybe(random, 0.25, 0.7, 1.0),
         "int32": random.random() < 0.15,
     }
     if case.function in ("log_probs", "metrics"):
@@ -192,30 +195,33 @@ def flags(random: Random, case: Case) -> dict:
             "kind": random.choice(["forward", "reverse", "jsd"]),
             "beta": choose(random, {0.5: 4, 0.1: 1, 0.9: 1, 0.0: 0.2, 1.0: 0.2}),
             "teacher": choose(random, {"hidden": 4, "probs": 3, "near": 1, "sparse probs": 1, "student": 1}),
+            "teacher_scale": maybe(random, 0.2, random.choice([1.0, 0.5]), None),
             "teacher_softcap": maybe(random, 0.15, 4.0, None),
         }
         return new
     return new | {
         "class_weight": choose(random, {"": 8, "uniform": 2, "some zero": 0.7, "large": 0.4, "all zero": 0.1}),
         "label_smoothing": maybe(random, 0.2, random.choice([0.1, 0.3, 1.0]), 0.0),
+        "z_loss": maybe(random, 0.2, 1e-2, 0.0),
     }
 
 
 def numbers(random: Random, case: Case) -> dict:
-    """What is a tensor or a number to the kernels."""
-    new = {
+    """What is a tensor to the kernels."""
+    scaled = case.logit_scale != 1.0
+    return {
         "reduction": choose(random, {"mean": 5, "sum": 3, "none": 3}),
-        "logit_scale": maybe(random, 0.25, random.choice([0.1, 0.7, -1.3, 2.0, 0.0]), 1.0),
+        "logit_scale": random.choice([0.1, 0.7, -1.3, 2.0, 0.0]) if scaled else 1.0,
+        "temperature": maybe(random, 0.5, random.choice([0.3, 0.7, 2.0]), 1.0) if scaled else 1.0,
         "ignore_index": choose(random, {-100: 8, 0: 1, case.V // 2: 1, -1: 0.5}),
         "ignored": choose(random, {0.0: 3, 0.2: 5, 0.8: 1, 1.0: 0.4}),
         "factor": choose(random, {1.0: 5, 3.0: 1, -0.25: 1, 1024.0: 0.5, 0.0: 0.2}),
         "cotangent": choose(random, {"ones": 3, "normal": 3, "nan where ignored": 0.3}),
-        "learnt": maybe(random, 0.01, random.choice(["logit_scale", "softcap", "z_loss"]), ""),
-        "z_loss": maybe(random, 0.2, random.choice([1e-4, 1e-2, 1.0]), 0.0),
+        "learnt": maybe(random, 0.03, random.choice(["logit_scale", "temperature", "softcap", "z_loss"]), ""),
+        "z_loss": random.choice([1e-4, 1e-2, 1.0]) if case.z_loss else 0.0,
         "token_weight": choose(random, {"": 7, "uniform": 2, "signed": 1, "some zero": 0.5}),
         "normalizer": choose(random, {"": 7, "number": 1, "tensor": 1, "count": 0.5, "zero": 0.1}),
     }
-    return new
 
 
 def data(random: Random, case: Case) -> dict:
@@ -290,7 +296,7 @@ def with_its_options(case: Case) -> Case:
     """Without those that the function or the mode does not have."""
     new: dict = {}
     if case.mode == "vmap":
-        new |= {"reduction": "none", "tokens": case.tokens if len(case.tokens) > 1 else (3, *case.tokens)}
+        new |= {"reduction": "none", "tokens": case.tokens or (3,)}
     if case.function == "log_probs":
         new |= {"reduction": "none", "token_weight": ""}
     if case.function in ("log_probs", "kl_div"):
@@ -299,13 +305,29 @@ def with_its_options(case: Case) -> Case:
         new["normalizer"] = ""
     if case.bias == "-inf" and (case.logit_scale <= 0.0 or case.function == "kl_div"):
         new["bias"] = "normal"  # inf logits; 0 log 0 of either distribution
-    functions = {"logit_scale": ("cross_entropy", "log_probs"), "softcap": ("cross_entropy", "log_probs")}
-    if case.learnt and case.function not in functions.get(case.learnt, ("cross_entropy",)):
+    if case.function in ("head", "loss_module"):
+        new["temperature"] = 1.0
+    if case.function == "kl_div" and case.dtype == "float64" and case.data == "huge":
+        new["data"] = "large"  # log-ratios of 2000 nats: the truth has no digits left of saturated rows
+    if not can_be_learnt(case):
         new["learnt"] = ""
-    elif case.learnt:
-        usual = {"logit_scale": 0.7, "softcap": 5.0, "z_loss": 0.01}
-        new[case.learnt] = getattr(case, case.learnt) or usual[case.learnt]
+    elif case.learnt == "softcap":
+        new["softcap"] = case.softcap or 5.0
+    elif case.learnt == "z_loss":
+        new["z_loss"] = case.z_loss or 0.01
+    elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
+        new["teacher_scale"] = 1.0  # the teacher's may not be learnt
     return replace(case, **new)
+
+
+def can_be_learnt(case: Case) -> bool:
+    if case.mode.startswith("compile") and case.learnt in ("softcap", "z_loss"):
+        return False  # Dynamo wraps the refusal
+    if case.learnt == "z_loss":
+        return case.function in ("cross_entropy", "metrics")
+    if case.learnt == "temperature":
+        return case.function in ("cross_entropy", "metrics", "log_probs")
+    return case.function not in ("head", "loss_module")
 
 
 def possible_relations(case: Case) -> set[str]:

@@ -28,8 +28,8 @@ from tests.fuzz.cases import Case, consistent
 from tests.fuzz.problem import Problem, Tensors
 from tests.fuzz.run import DIFFERENTIABLE, run_oracle, run_ours
 
-# Ours is one more draw of the same distribution, or nearly: other orders of sums, one rounding more or less.
-SLACK = 2.0
+# Ours is one more draw of nearly the same distribution: other orders of sums, a rounding or two more or less.
+SLACK = 3.0
 # A result is rounded once, and its terms once or twice before they are added up.
 ROUNDINGS = 4.0
 ROUNDINGS_FLOAT64 = 2.0**22  # 5e-10: logits of 2000 and sums of hundreds of products that nearly cancel, in any order
@@ -164,9 +164,9 @@ def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Ten
             if gap.nan_to_num(0.0).max() > 2.0 * rounding:
                 yield Failure("argmax", "not the largest", float(gap.nan_to_num(0.0).max() / (2.0 * rounding)))
     if "token_accuracy" in found:
-        right = ((found["argmax"] == target) & ~ignored).double()
-        tokens = tuple(range(1, right.dim())) if case.mode == "vmap" else tuple(range(right.dim()))
-        share = right.sum(tokens) / (~ignored).double().sum(tokens)
+        counted = torch.stack([(found["argmax"] == target) & ~ignored, ~ignored]).double()
+        right, valid = counted.unsqueeze(-1).flatten(2 if case.mode == "vmap" else 1).sum(-1)
+        share = right / valid
         if not torch.allclose(found["token_accuracy"].double(), share, rtol=1e-6, equal_nan=True):
             yield Failure("token_accuracy", "not the argmax's")
     name = "grad of input"
@@ -263,29 +263,42 @@ def second_line(
 
 
 def natural_sizes(problem: Problem) -> dict[str, float]:
-    """Root mean square of every result of ordinary draws: targets that are not learnt, rows that differ."""
-    case, sizes = problem.case, {}
-    for k in range(NATURAL_DRAWS):
+    """Root mean square of every result of ordinary draws: targets that are not learnt, rows that differ.
+
+    Where all draws of the data are saturated, second derivatives vanish in all of them (and float64's truth is not
+    better than ours), so one draw has logits of usual size for those.
+    """
+    sizes: dict[str, float] = {}
+    for case in ordinary_draws(problem.case):
+        usual = case.data != problem.case.data
+        (exact,) = on_the_host(run_oracle(Problem(case, problem.device), torch.float64))
+        for name, tensor in exact.items():
+            finite = tensor[tensor.isfinite()]
+            if finite.numel() and (not usual or name.startswith("second") or problem.dtype == torch.float64):
+                sizes[name] = max(sizes.get(name, 0.0), float(finite.norm()) / math.sqrt(finite.numel()))
+    return sizes
+
+
+def ordinary_draws(case: Case) -> Iterator[Case]:
+    usual = "randn" if case.data == "zipf" else "zipf"
+    for k, data in enumerate((*(case.data,) * NATURAL_DRAWS, usual)):
         ordinary = replace(
             case,
             seed=case.seed + 1 + k,
             V=max(case.V, 5),
+            data=data,
+            bias="normal" if case.bias == "large" and data == usual else case.bias,
             targets="uniform",
             ignored=0.0,
             cotangent="normal",
-            data="zipf" if case.dtype == "float64" else case.data,  # float64's truth has a saturated cap's rounding too
+            logit_scale=case.logit_scale or 1.0,
             input_layout="rows",
             weight_layout="rows",
             vector_layout="rows",
             views=(),
             teacher="hidden" if case.teacher in ("near", "student") else case.teacher,
         )
-        (exact,) = on_the_host(run_oracle(Problem(consistent(ordinary), problem.device), torch.float64))
-        for name, tensor in exact.items():
-            finite = tensor[tensor.isfinite()]
-            if finite.numel():
-                sizes[name] = max(sizes.get(name, 0.0), float(finite.norm()) / math.sqrt(finite.numel()))
-    return sizes
+        yield consistent(ordinary)
 
 
 def moved(problem: Problem, k: int) -> Problem:

@@ -17,11 +17,16 @@ from tests.fuzz.problem import Tensors, accumulated
 def call(case: Case, at: Tensors) -> Tensors:
     """The outputs by name."""
     learnt = {case.learnt: at["learnt"]} if case.learnt else {}
-    scale = learnt.get("logit_scale", case.logit_scale)
+    scale, temperature = case.logit_scale, case.temperature
+    if case.learnt in ("logit_scale", "temperature"):  # documented: multiplied into input and bias, in their dtype
+        factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
+        at = {name: tensor * factor if name in ("input", "bias") else tensor for name, tensor in at.items()}
+        scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
     valid = at["target"] != case.ignore_index
     if case.function == "kl_div":  # what ignored rows hold does not matter, nan and infinite divergences included
         at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
-    z = logits(at["input"], at["weight"], at.get("bias"), scale, learnt.get("softcap", case.softcap))
+    cap = learnt.get("softcap", case.softcap)
+    z = logits(at["input"], at["weight"], at.get("bias"), scale, cap) / temperature
     classes = torch.where(valid, at["target"], 0).long()
     if case.function == "log_probs":
         log_p = F.log_softmax(z, -1)
@@ -47,7 +52,17 @@ def logits(
     input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float, cap: Tensor | float | None
 ) -> Tensor:
     z = scale * accumulated(F.linear(input, weight, bias))
-    return z if cap is None else cap * torch.tanh(z / cap)
+    if cap is None:
+        return z
+    return cap * (exact_tanh(z / cap) if z.dtype == torch.float64 else torch.tanh(z / cap))
+
+
+def exact_tanh(y: Tensor) -> Tensor:
+    """tanh whose slope, made by autograd, keeps its digits where it is small; torch's 1 - tanh^2 is a difference."""
+    size = torch.where(y >= 0.0, y, -y)
+    exponential = torch.exp(-2.0 * size)
+    far = torch.where(y >= 0.0, 1.0, -1.0) * (1.0 - exponential) / (1.0 + exponential)
+    return torch.where(size < 0.5, torch.tanh(y), far)
 
 
 def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor, z_loss: Tensor | float) -> Tensor:
@@ -60,8 +75,11 @@ def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Te
     losses = F.cross_entropy(flat, target, class_weight, reduction="none", **options).reshape(valid.shape)
     if case.z_loss:
         losses = losses + z_loss * torch.logsumexp(z, -1).square()
-    counted = valid.to(z.dtype) if class_weight is None else torch.where(valid, class_weight[classes], 0.0)
-    return reduced(case, losses, at, counted.sum())
+    if class_weight is None:
+        return reduced(case, losses, at, valid.to(z.dtype).sum())
+    count = torch.where(valid, class_weight[classes], 0.0).sum()
+    # F.cross_entropy's mean over class weights of 0 is nan, whatever the z-loss of those tokens is
+    return reduced(case, losses, at, torch.where(count == 0.0, torch.nan, count))
 
 
 def reduced(case: Case, losses: Tensor, at: Tensors, count: Tensor) -> Tensor:
@@ -88,8 +106,9 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
     if "teacher_probs" in at:
         log_p = accumulated(at["teacher_probs"]).to(log_q.dtype).log()
     else:
-        teacher = logits(at["teacher_input"], at["teacher_weight"], None, case.logit_scale, case.teacher_softcap)
-        log_p = F.log_softmax(teacher, -1).to(log_q.dtype)
+        scale = case.logit_scale if case.teacher_scale is None else case.teacher_scale
+        teacher = logits(at["teacher_input"], at["teacher_weight"], None, scale, case.teacher_softcap)
+        log_p = F.log_softmax(teacher / case.temperature, -1).to(log_q.dtype)
     log_p = torch.where(valid, log_p, log_q.detach())
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -223,7 +223,8 @@ class Problem:
         if "trunk" in relations:
             hidden = at["input"].to(weight.dtype)
             at["input"] = hidden + torch.tanh(hidden @ weight.T) @ weight / case.V
-        classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long()
+        # contiguous: torch's fake tensors give what a transposed index picks other strides than it has
+        classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long().contiguous()
         if "bias of weight" in relations:
             at["bias"] = 0.3 * weight.sum(1)
         if "class_weight of weight" in relations:

@@ -33,7 +33,7 @@ class Ours:
 
     def __call__(self, case: Case, at: Tensors) -> Tensors:
         arguments = (at["input"], at["weight"], at["target"], at.get("bias"))
-        options = logit_options(case)
+        options = logit_options(case) | {"temperature": case.temperature}
         if case.learnt in options:
             options[case.learnt] = at["learnt"]
         if case.function == "log_probs":
@@ -76,6 +76,7 @@ class Ours:
             beta=case.beta,
             target=None if nothing_ignored else at["target"],
             reduction=case.reduction,
+            teacher_logit_scale=case.teacher_scale,
             teacher_softcap=case.teacher_softcap,
             **options,
         )
@@ -188,7 +189,9 @@ def derive(mode: str, problem: Problem, objective: Callable, wanted: Tensors) ->
         return named("second", products)
     if mode == "forward_mode":
         tangents = {name: torch.ones_like(leaf) for name, leaf in wanted.items()}
-        torch.func.jvp(lambda some: objective(some)[0], ({n: t.detach() for n, t in wanted.items()},), (tangents,))
+        torch.func.jvp(
+            lambda some: objective(some)[0], ({n: t.detach().contiguous() for n, t in wanted.items()},), (tangents,)
+        )
         return {}
     if mode.startswith("compile"):
         torch._dynamo.reset()
