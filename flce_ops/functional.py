@@ -244,8 +244,6 @@ def loss_and_argmax(
             losses = losses * torch.where(valid, token_weight, 0.0)
         return losses.reshape(target_shape), largest.reshape(target_shape) if argmax else None
 
-    if token_weight is None:
-        token_weight = torch.ones_like(valid, dtype=accumulate)
     denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
     if reduction == "mean" and normalizer is None and weight is not None:
         denominator = nan_for_nothing(denominator)
@@ -261,14 +259,18 @@ def weighted_loss(
     target: Tensor,  # (N,)
     linear_bias: Tensor | None,  # (V,)
     weight: Tensor | None,  # (V,)
-    token_weight: Tensor,  # (N,)
+    token_weight: Tensor | None,  # (N,)
     denominator: Tensor | None,  # ()
     **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
     operands = (input, linear_weight, target, linear_bias, weight)
     valid = target != options["ignore_index"]
-    row_scale = row_factor(valid, token_weight, denominator)
+    if token_weight is None:
+        slope = 1.0 if denominator is None else denominator.reciprocal()
+        row_scale = torch.where(valid, slope, 0.0).to(meta.accumulation_dtype(input.dtype))
+    else:
+        row_scale = row_factor(valid, token_weight, denominator)
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
         losses, largest = losses_from_forward(*operands, **options)
         return (row_scale * losses).sum(), weighted_sum(valid, token_weight, losses), largest
@@ -350,9 +352,10 @@ def row_factor(
     return token_weight / (denominator if valid is None else torch.where(valid, denominator, 1.0))
 
 
-def weighted_sum(valid: Tensor | None, token_weight: Tensor, losses: Tensor) -> Tensor:  # (N,) each -> ()
+def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tensor) -> Tensor:  # (N,) each -> ()
     """What the denominator divides; a constant, as `quotient` wants it."""
-    return (row_factor(valid, token_weight, None) * losses).detach().sum()
+    losses = losses.detach()  # 0 where ignored
+    return losses.sum() if token_weight is None else (row_factor(valid, token_weight.detach(), None) * losses).sum()
 
 
 def quotient(loss: Tensor, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each

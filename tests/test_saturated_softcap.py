@@ -5,6 +5,7 @@
 import numpy as np
 import pytest
 import torch
+from inputs import scalars
 from reference_divergence import plain_divergence, reference_divergence
 from reference_loss import dense_logits, error, plain_loss, reference_loss
 
@@ -107,7 +108,14 @@ def test_gradients_of_the_decomposed_operator_are_no_worse_than_plain_torch():
         input, linear_weight, target = d
         row_scale = torch.full((N,), 1 / N)
         made = decompositions.with_grad(
-            input, linear_weight, target, None, None, row_scale, softcap=5.0, output_mask=[True, True, False]
+            input,
+            linear_weight,
+            target,
+            None,
+            None,
+            row_scale,
+            **scalars({"softcap": 5.0}),
+            output_mask=[True, True, False],
         )
         return made[2:4]
 
@@ -120,7 +128,7 @@ def test_gradients_of_the_decomposed_operator_are_no_worse_than_plain_torch():
 @pytest.mark.parametrize("kernel", ["one pass", "recomputed"])
 def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel):
     launchers = pytest.importorskip("flce_ops.triton")
-    options = {"softcap": 5.0, "output_mask": [True, True, False]}
+    options = scalars({"softcap": 5.0, "output_mask": [True, True, False]})
     row_scale = torch.full((N,), 1 / N)
 
     def of(function, dtype=torch.float32):
@@ -130,7 +138,7 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel):
         operands = (*d, None, None)
         if kernel == "one pass":
             return launchers.launch_with_grad(*operands, row_scale, **options)[2:4]
-        _, lse, *_ = reference.forward(*operands, softcap=5.0)
+        _, lse, *_ = reference.forward(*operands, softcap=options["softcap"])
         return launchers.launch_backward(-row_scale, row_scale, None, *operands, lse, **options)[:2]
 
     draws = [draw(40.0) for _ in range(12)]  # few, so plain torch's worst is a matter of luck

@@ -26,11 +26,15 @@ def apart_from_zero(slope):
 
 
 @triton.jit
-def row_factor_of(scale, slope):
-    """(c_i s_i / logit_scale, L) for a scale a_i and a slope L. inf times a slope of 0 stays the nan it is in ATen."""
+def row_factor_of(scale, slope, target_factor):
+    """(c_i s_i / logit_scale, L) for a scale a_i and a slope L. inf times a slope of 0 stays the nan it is in ATen.
+
+    A row without slope and target, of a class of weight 0, has gradient 0.
+    """
     exact = scale * slope
+    nothing = (slope == 0.0) & (target_factor == 0.0)
     slope = apart_from_zero(slope)
-    return tl.where(exact == exact, scale * slope, exact), slope
+    return tl.where((exact == exact) & (nothing == 0), scale * slope, exact), slope
 
 
 @triton.jit
@@ -133,7 +137,7 @@ def finish_rows_kernel(
         slope += 2.0 * z_loss * lse
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope)
+    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope, target_factor)
     store_target_entry(
         at_target - tl.where(valid, row_sum * target_factor / slope, 0.0),
         tl.where(valid, factor * number_at(logit_scale_ptr, 1.0) / row_sum, 0.0),

@@ -123,7 +123,7 @@ def finish_shard_rows_kernel(
         slope += 2.0 * z_loss * lse
     tl.store(losses_ptr + rows, tl.where(valid, loss, 0.0), mask=mask)
 
-    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope)
+    factor, slope = row_factor_of(tl.load(row_scale_ptr + rows, mask=mask, other=0.0), slope, target_factor)
     # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
     exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)

@@ -51,14 +51,13 @@ def base2_logits(acc, bias, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SO
     if HAS_BIAS:
         acc = acc + bias
     if HAS_SOFTCAP:
-        # With e = exp(-2 |y|), right at both infinities: |tanh y| = 1 - 2 e / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2,
-        # which does not cancel where tanh is near 1.
+        # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
+        # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
         y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
-        e = tl.exp2(-tl.abs(y2))
+        e = tl.exp2(tl.where(y2 > 126.0, 126.0, y2))
         inverse = 1.0 / (1.0 + e)
-        tanh = 1.0 - 2.0 * (e * inverse)
-        z = tl.where(y2 < 0.0, -tanh, tanh) * (softcap * LOG2E)
-        slope = 4.0 * (e * inverse) * inverse
+        z = (1.0 - 2.0 * inverse) * (softcap * LOG2E)
+        slope = 4.0 * inverse * (e * inverse)
     else:
         z = acc * (logit_scale * LOG2E)
         slope = acc

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.chunks import padded, slices, small_bytes
+from flce_ops.triton.chunks import padded, slices
 from flce_ops.triton.gemm import accumulate
+from flce_ops.workspace import get_workspace
 
 # n rows, D hidden, V vocabulary, v columns of a slice
 
 SPLIT_AT_MOST = 128
+STACK_SHARE = 4  # of the workspace: by default one slice at 128x128256, where eight took 0.6 ms to launch
 COLUMNS_AT_LEAST = 4096  # of a slice, however small the workspace is
 
 
@@ -40,7 +42,8 @@ def split_rows_kernel(
     places = row * stride_matrix_n + cols.to(tl.int64) * stride_matrix_c
     value = tl.load(matrix_ptr + places, mask=mask, other=0.0).to(tl.float32) * tl.load(factor_ptr + row)
     high = value.to(out_ptr.dtype.element_ty)
-    low = (value - high.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    rest = tl.where(tl.abs(high.to(tl.float32)) == float("inf"), 0.0, value - high.to(tl.float32))  # not inf - inf
+    low = rest.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * C + cols, high, mask=mask)
     tl.store(out_ptr + (row + n) * C + cols, low, mask=mask)
 
@@ -56,7 +59,7 @@ def launch_split_rows(matrix: Tensor, factor: Tensor) -> Tensor:  # (2 n, C)
 
 
 def column_slices(rows: int, num_classes: int, itemsize: int) -> list[slice]:
-    return slices(num_classes, max(small_bytes() // (2 * rows * itemsize), COLUMNS_AT_LEAST))
+    return slices(num_classes, max(get_workspace() // STACK_SHARE // (2 * rows * itemsize), COLUMNS_AT_LEAST))
 
 
 def split_bytes(rows: int, hidden: int, num_classes: int, itemsize: int) -> int:
