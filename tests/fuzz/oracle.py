@@ -112,7 +112,7 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
     log_p = torch.where(valid, log_p, log_q.detach())
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        present = log_a > -torch.inf
+        present = log_a.exp() > 0.0  # what underflows is 0 too
         return torch.where(present, log_a.exp() * torch.where(present, log_a - log_b, 0.0), 0.0).sum(-1)
 
     if case.kind == "forward" or (case.kind == "jsd" and case.beta == 0.0):

@@ -47,11 +47,12 @@ def results(seed: int, indices: range, device: str) -> Iterator[Result]:
         began = time.process_time()
         try:
             verdict = examine(case, device)
-        except Exception as error:  # outside ours: the oracle cannot do the case, or the device is lost
+        except torch.AcceleratorError as error:
+            verdict = Verdict([Failure("raises", f"the device is lost: {str(error).splitlines()[0]}")])
+            yield Result(index, case, verdict, time.process_time() - began)
+            return
+        except Exception:
             verdict = Verdict([Failure("oracle", traceback.format_exc(limit=-1).splitlines()[-1][:160])])
-            if isinstance(error, torch.AcceleratorError):
-                yield Result(index, case, verdict, time.process_time() - began)
-                return
         yield Result(index, case, verdict, time.process_time() - began)
 
 
