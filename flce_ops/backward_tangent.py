@@ -4,7 +4,7 @@ Both differentiate a vector-Jacobian product by its vector. The double-backward 
 A, C, c that it is given (flce_ops/double_backward.py), so its derivative by them is the transposed map: from a
 direction in the backward operator's arguments to the change of its results. With dots for that direction,
 
-    u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'          z' = f' u'        p' = p (z' - lse')
+    u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'      z' = f' u'      p' = p (z' - sum_j p_j z'_j)
     d  = l p + s w + a [j = y]                                                d' = l' p + l p' + s' w + a' [j = y]
     G  = d f'                                                                 G' = d' f' + d f'' u'
 
@@ -33,7 +33,6 @@ class Direction(NamedTuple):
     grad_target_logit: Tensor | None  # (N,)
     grad_lse: Tensor | None  # (N,)
     grad_logit_sum: Tensor | None  # (N,)
-    lse: Tensor | None  # (N,)
     input: Tensor | None  # (N, D)
     linear_weight: Tensor | None  # (V, D)
     linear_bias: Tensor | None  # (V,)
@@ -66,7 +65,7 @@ def backward_tangent(
 
     a, l, s = rows_of(grad_target_logit, hit), rows_of(grad_lse, valid), rows_of(grad_logit_sum, valid)
     a_dot, l_dot = rows_of(direction.grad_target_logit, hit), rows_of(direction.grad_lse, valid)
-    s_dot, lse_dot = rows_of(direction.grad_logit_sum, valid), rows_of(direction.lse, valid)
+    s_dot = rows_of(direction.grad_logit_sum, valid)
     out_input, out_weight, out_bias = gradient_outputs(
         input, linear_weight, linear_bias, [True, True, linear_bias is not None]
     )
@@ -88,7 +87,8 @@ def backward_tangent(
         z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
         p = probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows])
         z_dot = u_dot if slope is None else u_dot * slope
-        d_dot = p * (l_dot[rows, None] + l[rows, None] * (z_dot - lse_dot[rows, None]))
+        lse_dot = (p * z_dot).sum(1, keepdim=True)
+        d_dot = p * (l_dot[rows, None] + l[rows, None] * (z_dot - lse_dot))
         add_target_and_sum(d_dot, column[rows], a_dot[rows], s_dot[rows], weight)
         d = p * l[rows, None]
         add_target_and_sum(d, column[rows], a[rows], s[rows], weight)

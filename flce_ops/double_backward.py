@@ -8,12 +8,12 @@ Let A (N, D), C (V, D), c (V,) be the cotangents of those three results. Then L 
 
     H = A @ linear_weight.T + input @ C.T + c            K = f' H
 
-and, reading p as exp(z - lse) with lse an input of its own (what depends on z in it comes back through the forward
-operator):
+and, with p = exp(z - lse), where lse is the logsumexp of the same operands. It gets no cotangent of its own: what comes
+through it stands in S. Apart, and rounded, it would not cancel the rest of S where a token is sure of its class.
 
     dL/da_i = K_i,y_i        dL/dl_i   = sum_j p_ij K_ij
-    dL/ds_i = sum_j w_j K_ij   dL/dlse_i = -l_i sum_j p_ij K_ij
-    S = dL/du = (l p K) f' + d f'' H           f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
+    dL/ds_i = sum_j w_j K_ij
+    S = dL/du = l p (K - sum_j p_ij K_ij) f' + d f'' H         f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
     dL/dinput = S @ linear_weight + G @ C      dL/dlinear_weight = S.T @ input + G.T @ A      dL/dlinear_bias = S.T @ 1
 
 A, C and c alone have derivatives in turn (flce_ops/backward_tangent.py): third derivatives are refused by name.
@@ -55,12 +55,12 @@ def double_backward(
     logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     cotangents = (grad_grad_input, grad_grad_linear_weight, grad_grad_linear_bias)
     upstream = (grad_target_logit, grad_lse, grad_logit_sum)
     operands = (input, linear_weight, target, linear_bias, weight, lse)
     outputs = meta.double_backward_outputs(*cotangents, *upstream, *operands)
-    out_target, out_lse_cotangent, out_sum, out_lse, out_input, out_weight, out_bias = outputs
+    out_target, out_lse_cotangent, out_sum, out_input, out_weight, out_bias = outputs
 
     valid, hit, column = target_columns(target, ignore_index, vocab_start, linear_weight.shape[0])
     a, l, s = (
@@ -89,10 +89,9 @@ def double_backward(
         out_target[rows] = torch.where(hit[rows], k.gather(1, column[rows]).squeeze(1), 0.0)
         out_lse_cotangent[rows] = torch.where(valid[rows], pk, 0.0)
         out_sum[rows] = torch.where(valid[rows], weighted_sum(k, weight), 0.0)
-        out_lse[rows] = -l[rows] * pk
 
         d = p * l[rows, None]
-        grad_u = apply_slope(d * k, slope)
+        grad_u = apply_slope(d * (k - pk[:, None]), slope)
         add_target_and_sum(d, column[rows], a[rows], s[rows], weight)
         if softcap is not None:
             grad_u += d * h * slope_derivative(z, slope, logit_scale, softcap)

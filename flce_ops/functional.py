@@ -224,11 +224,11 @@ def loss_and_argmax(
     )
     target_shape = target.shape
     input = input.reshape(target.numel(), input.shape[-1])
-    target = target.reshape(-1)
+    target = target.reshape(target.numel())  # -1 has no answer in a vmap over nothing
     accumulate = meta.accumulation_dtype(input.dtype)
     valid = target != ignore_index
     if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(accumulate)
+        token_weight = token_weight.reshape(token_weight.numel()).to(accumulate)
     loss_options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,

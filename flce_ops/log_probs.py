@@ -127,7 +127,7 @@ def composite(
         )
     input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
     check_head(OP, input, linear_weight, target, linear_bias, softcap, temperature)
-    flat_target = target.reshape(-1)
+    flat_target = target.reshape(target.numel())
     target_logit, lse, _, expected, _, largest, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
         input.reshape(target.numel(), input.shape[-1]),
         linear_weight,

@@ -66,7 +66,7 @@ SCHEMAS = {
     f"Tensor? grad_grad_linear_bias, {_COTANGENTS}{_OPERANDS.format(default='')}, Tensor lse, *, "
     f"{_LOGITS.format(extra='')}{_SHARD}, Tensor? lse_rest=None) -> (Tensor grad_target_logit, Tensor grad_lse, "
     "Tensor grad_logit_sum, "
-    "Tensor lse_cotangent, Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
     "linear_cross_entropy_upstream": "(Tensor factor, Tensor leaf) -> Tensor",
 }
 for _name, _schema in SCHEMAS.items():

@@ -33,6 +33,14 @@ def assert_close(ours, exact):
         assert error(a, b) < TIGHT
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_vmap_over_an_empty_batch_is_refused_by_name(device, reduction):
+    inputs = example(device)
+    empty = torch.zeros(0, *SMALL[:2], dtype=torch.float64, device=device)
+    with pytest.raises(NotImplementedError, match="vmap over an empty batch"):
+        vmap(lambda x: flce_ops.linear_cross_entropy(x, *inputs.args[1:3], reduction=reduction))(empty)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "everything"])
 def test_grad(device, options, reduction):

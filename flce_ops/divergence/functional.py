@@ -229,7 +229,7 @@ def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int)
         input=flat(operands.input),
         teacher_input=flat(operands.teacher_input),
         teacher_probs=flat(operands.teacher_probs),
-        valid=None if target is None else target.reshape(-1) != ignore_index,
+        valid=None if target is None else target.reshape(tokens) != ignore_index,
     )
 
 
@@ -250,7 +250,7 @@ def flat_token_weight(operands: Operands, token_weight: Tensor | None) -> Tensor
     dtype = accumulation_dtype(input.dtype)
     if token_weight is None:
         return torch.ones(input.shape[0], dtype=dtype, device=input.device)
-    return token_weight.reshape(-1).to(dtype)
+    return token_weight.reshape(token_weight.numel()).to(dtype)
 
 
 def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)

@@ -144,8 +144,8 @@ def double_backward_outputs(
     logit_scale: Tensor | None = None,  # ()
     vocab_start: int = 0,
     lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of grad_target_logit, grad_lse, grad_logit_sum, lse (N,) each, input, linear_weight, linear_bias."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of grad_target_logit, grad_lse, grad_logit_sum (N,) each, input, linear_weight, linear_bias."""
     op = "linear_cross_entropy_double_backward"
     check_operands(op, input, linear_weight, target, linear_bias, weight)
     cotangents = {
@@ -157,5 +157,5 @@ def double_backward_outputs(
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
     per_token = {"dtype": accumulation_dtype(input.dtype)}
     rows = input.shape[0]
-    per_row = tuple(input.new_empty(rows, **per_token) for _ in range(4))
+    per_row = tuple(input.new_empty(rows, **per_token) for _ in range(3))
     return (*per_row, *gradient_outputs(input, linear_weight, linear_bias, [True, True, linear_bias is not None]))
