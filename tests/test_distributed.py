@@ -545,8 +545,9 @@ def dependent_operands(device):
         return [first, with_graph, *torch.autograd.grad(with_graph.square().sum(), made.linear_weight)]
 
     found = derivatives(placed, flce_ops.linear_cross_entropy)
-    for ours, exact in zip(found, derivatives(inputs, plain_loss), strict=True):
-        assert error(full(ours), exact) < 1e-12
+    names = ("first", "with a graph", "second")
+    for name, ours, exact in zip(names, found, derivatives(inputs, plain_loss), strict=True):
+        assert error(full(ours), exact) < 1e-12, (name, error(full(ours), exact))
 
 
 @pytest.mark.parametrize("world", worlds(2))
