@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.chunks import row_chunks, rows_per_chunk
-from flce_ops.double_backward import slope_derivative
+from flce_ops.chunks import chunk_product, row_chunks, rows_per_chunk
+from flce_ops.double_backward import normalized, slope_derivative
 from flce_ops.meta.outputs import gradient_outputs
 from flce_ops.reference import add_target_and_sum, apply_slope, chunk_logits_with_slope, probabilities, target_columns
 
@@ -78,14 +78,14 @@ def backward_tangent(
         x = input[rows]
         u_dot = torch.zeros(x.shape[0], num_classes, dtype=dtype, device=x.device)
         if direction.input is not None:
-            u_dot += (direction.input[rows] @ linear_weight.T).to(dtype)
+            u_dot += chunk_product(direction.input[rows], linear_weight)
         if direction.linear_weight is not None:
-            u_dot += (x @ direction.linear_weight.T).to(dtype)
+            u_dot += chunk_product(x, direction.linear_weight)
         if direction.linear_bias is not None:
             u_dot += direction.linear_bias.to(dtype)
 
         z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
-        p = probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows])
+        p = normalized(probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows]))
         z_dot = u_dot if slope is None else u_dot * slope
         lse_dot = (p * z_dot).sum(1, keepdim=True)
         d_dot = p * (l_dot[rows, None] + l[rows, None] * (z_dot - lse_dot))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting_backend import CountingBackend
 from inputs import make_inputs
-from reference_loss import error, run, run_reference
+from reference_loss import error, plain_loss, run, run_reference
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -117,9 +117,10 @@ def test_degenerate_lengths_compile(device, reduction, length):
     """Dynamo always specialises on 0 and 1: graphs of their own, right all the same."""
     inputs = make_inputs((length, 11, 31), device=device)
     expected = run_reference(inputs, reduction=reduction)
+    plain = run(plain_loss, inputs, reduction=reduction)
     found = run(compiled(flce_ops.linear_cross_entropy)[0], inputs, reduction=reduction)
-    for name in expected:
-        assert error(found[name], expected[name]) < 1e-6, name
+    for name in expected:  # the gradient of one token that is sure of its class is a difference
+        assert error(found[name], expected[name]) <= 3 * error(plain[name], expected[name]) + 1e-6, name
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -203,3 +203,31 @@ def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype
     found, plain = second(flce_ops.linear_cross_entropy, inputs), second(plain_loss, inputs)
     for ours, usual, right in zip(found, plain, exact, strict=True):
         assert error(ours, right) <= 2 * error(usual, right) + (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("moved", [-3e-3, 3e-3])
+def test_second_derivatives_of_sure_tokens_vanish_whatever_the_last_digits_of_lse(device, moved):
+    """At logits of 2000 the lse of another GEMM is off by more than a probability's rounding."""
+    inputs = make_inputs((16, 16, 50), device=device, ignored=0.0)
+    with torch.no_grad():
+        inputs.input *= 2000.0 / (inputs.input @ inputs.linear_weight.T).abs().max()
+    logits = inputs.input.detach() @ inputs.linear_weight.detach().T
+    target, lse = logits.argmax(1), logits.logsumexp(1)
+    sure = logits.topk(2).values.diff().squeeze(1) < -30.0
+    assert sure.any()
+    cotangent, ones = torch.randn_like(inputs.input), torch.ones_like(lse)
+    _, _, _, second, _, _ = torch.ops.flce.linear_cross_entropy_double_backward(
+        cotangent,
+        None,
+        None,
+        -ones,
+        ones,
+        None,
+        inputs.input.detach(),
+        inputs.linear_weight.detach(),
+        target,
+        None,
+        None,
+        lse + moved,
+    )
+    assert second[sure].abs().max() < 1e-6

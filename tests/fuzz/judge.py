@@ -68,7 +68,8 @@ def examine(case: Case, device: str) -> Verdict:
         message = str(error).strip().splitlines() or [""]
         return Verdict([Failure("raises", f"{type(error).__name__}: {message[0][:160]}")])
     if case.mode == "forward_mode":
-        return Verdict([Failure("forward mode", "not refused")])
+        linear = set(problem.wanted) == {"token_weight"}  # a factor of the losses in ordinary ATen
+        return Verdict([] if linear else [Failure("forward mode", "not refused")])
     plain, truth = run_oracle(problem), run_oracle(problem, torch.float64)
     found, plain, truth = on_the_host(found, plain, truth)
     failures = list(check_constants(problem, found, plain, truth))
@@ -132,6 +133,7 @@ def refusal_is_documented(case: Case, error: Exception) -> bool:
     higher = case.mode in ("create_graph", "create_graph_once", "func_twice", "hvp", "third")
     return (
         (case.mode == "forward_mode" and "forward-mode" in text)
+        or (case.mode == "vmap" and "vmap over an empty batch" in text)
         or (case.mode == "third" and "third derivatives are not implemented" in text)
         or (higher and case.function == "kl_div" and "second derivatives are not implemented" in text)
         or (higher and case.entropy and "second derivatives through the entropy" in text)
