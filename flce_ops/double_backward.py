@@ -111,8 +111,8 @@ def double_backward(
 
 
 def normalized(p: Tensor) -> Tensor:  # (n, V), in place
-    """Probabilities that add up to 1 within a rounding, or K_iy - sum_j p_ij K_ij would not cancel where token i is sure
-    of y: their lse may come from another GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf
+    """Probabilities that add up to 1 within a rounding, so that K_iy - sum_j p_ij K_ij cancels where token i is sure of
+    y: their lse may come from another GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf
     switches off has none.)
     """
     return p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
