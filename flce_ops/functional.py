@@ -384,6 +384,10 @@ class ValueOf(Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, _) -> Tensor:  # by token_weight or normalizer alone; by the operands it is refused
+        return tangent.clone()
+
 
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4.

@@ -210,3 +210,17 @@ def test_forward_mode_is_refused_by_name(device, way):
     """Without a refusal it would be silently zero."""
     with pytest.raises(NotImplementedError, match="linear_cross_entropy.*forward-mode"):
         forward_mode(example(device), way)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_tangents_of_token_weights_are_the_losses_own(device, reduction):
+    """A factor of the losses in ordinary ATen: nothing of the operators is differentiated."""
+    inputs = example(device, token_weight=True)
+    tangent = torch.randn_like(inputs.token_weight)
+
+    def loss(token_weight):
+        return flce_ops.linear_cross_entropy(*inputs.args, token_weight=token_weight, reduction=reduction)
+
+    _, found = jvp(loss, (inputs.token_weight.detach(),), (tangent,))
+    losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none") * tangent
+    assert_close([found], [losses if reduction == "none" else losses.sum()])
