@@ -2,16 +2,20 @@
 
 import torch
 
-from flce_ops import flops as flops
-from flce_ops import ops as ops  # registers the operators, then their FLOP formulas
+from flce_ops import entry as entry  # registers the operators
+from flce_ops import ops
 from flce_ops.decompositions import export_decompositions
-from flce_ops.divergence import linear_kl_div
-from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
-from flce_ops.log_probs import LinearLogProbs, linear_log_probs
+from flce_ops.functional import (
+    LinearCrossEntropyMetrics,
+    LinearLogProbs,
+    linear_cross_entropy,
+    linear_kl_div,
+    linear_log_probs,
+)
 from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from flce_ops.path import Path, last_path
+from flce_ops.support.path import Path, last_path
+from flce_ops.support.workspace import get_workspace, set_workspace, workspace
 from flce_ops.version import __version__
-from flce_ops.workspace import get_workspace, set_workspace, workspace
 
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
 SAC_SAVE_OPS = [ops.linear_cross_entropy_forward, torch.ops.flce.linear_kl_div_forward.default]
@@ -20,7 +24,7 @@ SAC_SAVE_OPS = [ops.linear_cross_entropy_forward, torch.ops.flce.linear_kl_div_f
 def __getattr__(name: str):
     """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
     if name == "VocabParallel":
-        from flce_ops.distributed import VocabParallel
+        from flce_ops.parallel import VocabParallel
 
         return VocabParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

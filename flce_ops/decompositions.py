@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flce_ops import functional, log_probs, meta, ops
-from flce_ops.loss import loss_terms_of
-from flce_ops.reference import exact_sum
-from flce_ops.torch_private import assert_on_device
+from flce_ops import meta, ops
+from flce_ops.entry import cross_entropy, log_probs
+from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.two_sum import two_sum
+from flce_ops.support.torch_private import assert_on_device
 
 # N tokens, D hidden, V vocabulary, v classes of a block
 
@@ -57,8 +58,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         A target outside [0, V) fails an assertion when the program runs.
     """
     return {
-        ops.linear_cross_entropy: functional.composite,
-        torch.ops.flce.linear_cross_entropy_metrics.default: functional.composite_metrics,
+        ops.linear_cross_entropy: cross_entropy.composite,
+        torch.ops.flce.linear_cross_entropy_metrics.default: cross_entropy.composite_metrics,
         torch.ops.flce.linear_log_probs.default: log_probs.composite,
         ops.linear_cross_entropy_forward: forward,
         ops.linear_cross_entropy_backward: backward,
@@ -156,7 +157,7 @@ def forward(
     row_max = max_of_blocks.amax(1)
     weights = torch.exp(max_of_blocks - row_max.unsqueeze(1))
     row_sum = (weights * torch.stack(sum_of, 1)).sum(1)
-    lse, lse_rest = exact_sum(row_max, row_sum.log())
+    lse, lse_rest = two_sum(row_max, row_sum.log())
     expected = max_logit = lse.new_zeros(0)
     largest = target.new_zeros(0, dtype=torch.int64)
     if expected_logit:

@@ -1,9 +1,9 @@
-"""Modules that own the head's parameters; the mathematics is in flce_ops/functional.py."""
+"""Modules that own the head's parameters; the mathematics is in flce_ops/entry/cross_entropy.py."""
 
 import torch
 from torch import Tensor, nn
 
-from flce_ops.arguments import check_ignore_index, check_label_smoothing, check_positive, check_reduction
+from flce_ops.entry.arguments import check_ignore_index, check_label_smoothing, check_positive, check_reduction
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from flce_ops.meta.checks import check_per_class
 

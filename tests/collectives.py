@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flce_ops.distributed import one_pass
+from flce_ops.ops import vocab_parallel
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
@@ -15,10 +15,11 @@ LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
 
 
 def one_pass_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    return (one_pass.cuda_kernel if input.is_cuda else one_pass.aten_kernel)(input, *args, **options)
+    kernel = vocab_parallel.cuda_kernel if input.is_cuda else vocab_parallel.vocab_parallel_with_grad
+    return kernel(input, *args, **options)
 
 
-KERNELS = {one_pass.NAME: one_pass_kernel}
+KERNELS = {vocab_parallel.NAME: one_pass_kernel}
 
 
 class RecordCollectives(TorchDispatchMode):

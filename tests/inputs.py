@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.autograd import SCALAR_OPTIONS
+from flce_ops.ops.autograd import SCALAR_OPTIONS
 
 # Ragged by default: nothing is a multiple of a tile, of a warp or of 16 bytes.
 RAGGED = (252, 507, 123)  # N, D, V
@@ -147,7 +147,7 @@ def make_inputs(
 
 
 def scalars(options: dict, device: str = "cpu") -> dict:
-    """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops/scalars.py)."""
+    """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops/math/scalars.py)."""
     return {
         name: torch.tensor(float(value), dtype=torch.float64, device=device)
         if name in SCALAR_OPTIONS and value is not None

@@ -8,7 +8,7 @@ from inputs import make_inputs
 from reference_loss import error, run, run_reference
 
 import flce_ops
-from flce_ops.gradients import ROUNDED_CHUNKS_ON_CPU
+from flce_ops.aten.gradients import ROUNDED_CHUNKS_ON_CPU
 
 N, D, V = 640, 48, 509
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flce_ops
-from flce_ops import compile_cache
+from flce_ops.support import compile_cache
 
 PACKAGE = Path(flce_ops.__file__).parent
 
@@ -22,7 +22,7 @@ STEPS = """
 import json, sys, torch
 from torch._dynamo.utils import counters
 import flce_ops
-from flce_ops import compile_cache
+from flce_ops.support import compile_cache
 
 root, keys = json.loads(sys.argv[1])
 assert flce_ops.__file__.startswith(root), flce_ops.__file__
@@ -69,7 +69,7 @@ def test_an_upgraded_package_runs_its_own_code(tmp_path):
 
     new = run_steps(root, tag, old["key"], None)
     stale, own = new["steps"]
-    assert stale == [loss, 1, 0], "torch keys operators by their code: flce_ops/compile_cache.py is not needed"
+    assert stale == [loss, 1, 0], "torch keys operators by their code: flce_ops/support/compile_cache.py is not needed"
     assert new["key"] != old["key"]
     assert own == [pytest.approx(loss / 2), 0, 1]
 

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.chunks import rows_per_chunk as rows_of_cross_entropy
-from flce_ops.divergence import reference
-from flce_ops.gradients import ROUNDED_CHUNKS_ON_CPU
+from flce_ops.aten import kl_div as reference
+from flce_ops.aten.chunks import rows_per_chunk as rows_of_cross_entropy
+from flce_ops.aten.gradients import ROUNDED_CHUNKS_ON_CPU
 
 flce = torch.ops.flce
 SHAPE = (12, 11, 7, 31)

@@ -14,7 +14,7 @@ from reference_loss import error
 from test_triton_interpreter import assert_close, assert_one_pass, double, operands
 
 import flce_ops
-from flce_ops import reference
+from flce_ops import aten
 from flce_ops.triton.lead import lead_chunk
 
 if torch.cuda.is_available():
@@ -51,7 +51,7 @@ def test_outputs_asked_for(wanted, poisoned_memory):
     with flce_ops.workspace(MiB):
         found = flce_ops.triton.launch_with_grad(*args, row_scale, **options)
         assert WAITS in flce_ops.last_path().reason
-    assert_close(found, reference.with_grad(*double(*args, row_scale), **options), torch.float32)
+    assert_close(found, aten.with_grad(*double(*args, row_scale), **options), torch.float32)
 
 
 def test_rows_far_above_their_reference_are_rescued_in_every_slice():
@@ -65,7 +65,7 @@ def test_rows_far_above_their_reference_are_rescued_in_every_slice():
     with flce_ops.workspace(MiB):
         found = flce_ops.triton.launch_with_grad(*args, row_scale, output_mask=mask)
         assert WAITS in flce_ops.last_path().reason
-    truth = reference.with_grad(*double(*args, row_scale), output_mask=mask)
+    truth = aten.with_grad(*double(*args, row_scale), output_mask=mask)
     assert truth[1].max() > 100
     for ours, in_one_piece, exact in zip(found[1:4], whole[1:4], truth[1:4], strict=True):
         assert error(ours, exact) <= 1.1 * error(in_one_piece, exact) + 1e-7

@@ -126,7 +126,7 @@ def test_upstream(device, requires_grad):
 
 
 def test_every_registered_operator_is_checked_here():
-    """Those of flce_ops/distributed, flce_ops/divergence and flce_ops/log_probs.py are in tests of these names."""
+    """Those of a sharded vocabulary, of divergences and of log-probabilities are in tests of these names."""
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

@@ -15,7 +15,7 @@ from test_memory import peak_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce_ops
-from flce_ops import reference
+from flce_ops import aten
 from flce_ops.plan import Head, cuts, device_of, plan
 from flce_ops.plan.__main__ import main
 from flce_ops.plan.seconds import seconds
@@ -61,7 +61,6 @@ class Live(TorchDispatchMode):
 def launchers(monkeypatch):
     """flce_ops.triton with kernels that do nothing, Hopper's tiles, and GEMMs that write where they are told."""
     triton = pytest.importorskip("triton")
-    from flce_ops.distributed import one_pass_triton
     from flce_ops.triton import (
         backward,
         exponentials,
@@ -72,6 +71,7 @@ def launchers(monkeypatch):
         tiles,
         with_grad,
     )
+    from flce_ops.triton import vocab_parallel_with_grad as one_pass_triton
 
     kernels = type(exponentials.combine_kernel)
     monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)
@@ -142,11 +142,11 @@ def test_temporaries_of_a_vocabulary_shard_are_what_its_launcher_allocates(launc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape, dtype):
-    monkeypatch.setattr(reference, "check_target_range", lambda *args: None)
+    monkeypatch.setattr(aten, "check_target_range", lambda *args: None)
     head = Head(*shape, dtype)
     row_scale = torch.empty(head.tokens, device="meta")
     planned = cuts.one_pass_aten(head)
-    allocated = temporaries_of(reference.with_grad, head, *operands(head), row_scale, **BOTH)
+    allocated = temporaries_of(aten.with_grad, head, *operands(head), row_scale, **BOTH)
     assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=MiB)
     assert flce_ops.last_path().rows_per_chunk == planned.rows
 

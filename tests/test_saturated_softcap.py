@@ -10,7 +10,7 @@ from reference_divergence import plain_divergence, reference_divergence
 from reference_loss import dense_logits, error, plain_loss, reference_loss
 
 import flce_ops
-from flce_ops import decompositions, reference
+from flce_ops import aten, decompositions
 
 N, D, V = 13, 31, 57
 DRAWS = 40
@@ -138,7 +138,7 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel):
         operands = (*d, None, None)
         if kernel == "one pass":
             return launchers.launch_with_grad(*operands, row_scale, **options)[2:4]
-        _, lse, *_ = reference.forward(*operands, softcap=options["softcap"])
+        _, lse, *_ = aten.forward(*operands, softcap=options["softcap"])
         return launchers.launch_backward(-row_scale, row_scale, None, *operands, lse, **options)[:2]
 
     draws = [draw(40.0) for _ in range(12)]  # few, so plain torch's worst is a matter of luck
@@ -149,11 +149,11 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel):
 def test_the_slope_keeps_its_digits_until_it_underflows(dtype):
     """For float64 too, whose judge is numpy's long double; the ratio's own rounding costs 2 ratio units."""
     ratio = torch.linspace(-30, 30, 1001, dtype=dtype)
-    _, slope = reference.cap_with_slope(ratio.clone(), torch.ones((), dtype=dtype))
+    _, slope = aten.cap_with_slope(ratio.clone(), torch.ones((), dtype=dtype))
     exact = 1 / np.cosh(ratio.numpy().astype(np.longdouble)) ** 2
     unit = torch.finfo(dtype).eps
     assert (np.abs(slope.numpy() / exact - 1) < 8 * unit).all()
     limits = torch.tensor([-torch.inf, 0.0, torch.inf, torch.nan], dtype=dtype)
-    capped, slope = reference.cap_with_slope(limits, torch.full((), 5.0, dtype=dtype))
+    capped, slope = aten.cap_with_slope(limits, torch.full((), 5.0, dtype=dtype))
     assert torch.equal(capped.nan_to_num(7.0), torch.tensor([-5.0, 0.0, 5.0, 7.0], dtype=dtype))
     assert torch.equal(slope.nan_to_num(7.0), torch.tensor([0.0, 1.0, 0.0, 7.0], dtype=dtype))

@@ -1,4 +1,4 @@
-"""One test per private torch name in flce_ops/torch_private.py: each fails first, by name, when torch drops it."""
+"""One test per private torch name in support/torch_private.py: each fails first, by name, when torch drops it."""
 
 import uuid
 
@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from flce_ops import torch_private
+from flce_ops.support import torch_private
 
 
 def test_below_autograd_skips_the_autograd_keys():

@@ -11,7 +11,7 @@ import torch
 from reference_loss import error
 
 import flce_ops
-from flce_ops import reference
+from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.scale_rows import launch_scale_rows
@@ -70,7 +70,7 @@ def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memo
     args = operands(shape, dtype, options)
     logit_sum = "label_smoothing" in options
     *found, lse_rest = launch_forward(*args, logit_sum=logit_sum, **logit_options(options))
-    *truth, _ = reference.forward(*double(*args), logit_sum=logit_sum, **logit_options(options))
+    *truth, _ = aten.forward(*double(*args), logit_sum=logit_sum, **logit_options(options))
     assert_close(found, truth, dtype)
     assert lse_rest.abs().max() < 1e-6  # half a unit in the last place of lse
 
@@ -80,14 +80,14 @@ def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memo
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_backward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
     args = operands(shape, dtype, options)
-    target, lse, *_ = reference.forward(*double(*args), **logit_options(options))
+    target, lse, *_ = aten.forward(*double(*args), **logit_options(options))
     # a loss's signs: cotangents of random sign cancel in the sums over tokens and leave the rounding of G
     cotangents = list((torch.rand(3, shape[0]) + 0.1) * torch.tensor([[-1.0], [1.0], [-1.0]]))
     if "label_smoothing" not in options:
         cotangents[2] = None
     mask = [True, True, args[3] is not None]
     found = launch_backward(*cotangents, *args, lse.float(), output_mask=mask, **logit_options(options))
-    truth = reference.backward(*double(*cotangents), *double(*args), lse, output_mask=mask, **logit_options(options))
+    truth = aten.backward(*double(*cotangents), *double(*args), lse, output_mask=mask, **logit_options(options))
     assert_close(found, truth, dtype)
 
 
@@ -135,7 +135,7 @@ def assert_one_pass(args, options, mask, chunks=1, reason=""):
     assert flce_ops.last_path().implementation == "triton"
     assert flce_ops.last_path().chunks == chunks
     assert reason in flce_ops.last_path().reason
-    assert_close(found, reference.with_grad(*double(*args, row_scale), output_mask=mask, **options), torch.float32)
+    assert_close(found, aten.with_grad(*double(*args, row_scale), output_mask=mask, **options), torch.float32)
     return found
 
 
@@ -144,7 +144,7 @@ def test_a_shard_of_the_vocabulary_counts_only_its_own_targets(vocab_start):
     *args, _, _ = operands(RAGGED, torch.float32, {})
     args[2] = torch.randint(0, 406, (RAGGED[0],))
     *found, _ = launch_forward(*args, vocab_start=vocab_start, vocab_size=406)
-    *truth, _ = reference.forward(*double(*args), vocab_start=vocab_start, vocab_size=406)
+    *truth, _ = aten.forward(*double(*args), vocab_start=vocab_start, vocab_size=406)
     assert_close(found, truth, torch.float32)
 
 
@@ -164,11 +164,11 @@ def test_rows_far_above_their_reference_are_rescued(case):
     mask = [True, True, False]
     row_scale = torch.rand(N)
     found = launch_with_grad(x, w, target, bias, None, row_scale, output_mask=mask)
-    truth = reference.with_grad(*double(x, w, target, bias, None, row_scale), output_mask=mask)
+    truth = aten.with_grad(*double(x, w, target, bias, None, row_scale), output_mask=mask)
     assert found[2].isfinite().all() and found[3].isfinite().all()
     finite = truth[1].isfinite()
     assert torch.equal(finite, found[1].isfinite())
-    plain = reference.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)  # float32 at these magnitudes
+    plain = aten.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)  # float32 at these magnitudes
     # a float32 logit is off by this many nats, and where two classes are that near, so is their probability, either way
     rounding = torch.finfo(torch.float32).eps * (x.double() @ w.double().T).abs().max()
     for ours, theirs, exact in zip(found[1:4], plain[1:4], truth[1:4], strict=True):
@@ -183,7 +183,7 @@ def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient
     shard = {"vocab_start": RAGGED[2]}  # every target lies before it
     _, lse, *_ = launch_forward(x, w, target, bias, vocab_size=2 * RAGGED[2], expected_logit=expected_logit, **shard)
     assert torch.equal(lse, torch.full_like(lse, float("-inf")))
-    zero = torch.zeros_like(lse)  # what flce_ops/autograd.py hands over for lse, and its cotangents
+    zero = torch.zeros_like(lse)  # what flce_ops/ops/autograd.py hands over for lse, and its cotangents
     expectations = {"grad_expected_logit": zero, "expected_logit": zero} if expected_logit else {}
     grads = launch_backward(
         zero, zero, None, x, w, target, bias, None, zero, output_mask=[True, True, True], **shard, **expectations

@@ -17,9 +17,9 @@ from test_layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS, strided
 from test_triton_interpreter import double, operands
 
 import flce_ops
-from flce_ops import reference
-from flce_ops.distributed.one_pass_triton import launch_vocab_parallel_with_grad
+from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
+from flce_ops.triton.vocab_parallel_with_grad import launch_vocab_parallel_with_grad
 
 ON_GPU = torch.cuda.is_available()  # the interpreter stands in where there is none
 GPU = [pytest.mark.gpu] if ON_GPU else []
@@ -102,7 +102,7 @@ def test_one_pass_gradients_do_not_depend_on_the_layout(case, poisoned_memory, m
     if mode != "lead" or (mask[1] and matrices in ("transposed", "column_slice", "row_step", "offset")):
         assert reason in path.reason, path
     assert (path.chunks > 1) or mode != "chunks", path
-    assert_matches(found[:5], reference.with_grad(*double(*args), output_mask=mask)[:5], OUTPUTS)
+    assert_matches(found[:5], aten.with_grad(*double(*args), output_mask=mask)[:5], OUTPUTS)
 
 
 @pytest.mark.parametrize("vectors", VECTOR_LAYOUTS)
@@ -112,7 +112,7 @@ def test_vectors_over_tokens_and_classes_may_be_strided(smoothing, vectors, pois
     args, changed = made((12, 24, 67), "transposed", vectors)
     options = {"output_mask": [True, True, True], "label_smoothing": smoothing}
     found = launch_with_grad(*changed, **options)
-    assert_matches(found[:5], reference.with_grad(*double(*args), **options)[:5], OUTPUTS)
+    assert_matches(found[:5], aten.with_grad(*double(*args), **options)[:5], OUTPUTS)
 
 
 @pytest.mark.parametrize("matrices", MATRIX_LAYOUTS)
@@ -122,7 +122,7 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
     (*args, row_scale), (*changed, strided_scale) = made((12, 24, 300), matrices, "step")
     wanted = {"expected_logit": True, "argmax": True}
     options = {"output_mask": [True, True, True]}
-    *truth, _ = reference.forward(*double(*args), **wanted)
+    *truth, _ = aten.forward(*double(*args), **wanted)
     _, lse, _, expected, *_ = truth
     with flce_ops.workspace(workspace):
         *found, lse_rest = launch_forward(*changed, **wanted)
@@ -136,7 +136,7 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
     assert_matches(found, truth, ("target_logit", "lse", "logit_sum", "expected_logit", "max_logit", "argmax"))
     assert lse_rest.abs().max() < 1e-6
     scale = row_scale.double()
-    truth = reference.backward(
+    truth = aten.backward(
         *(-scale, scale, None, *double(*args), lse), grad_expected_logit=scale, expected_logit=expected, **options
     )
     assert_matches(grads, truth, OUTPUTS[2:])
@@ -149,7 +149,7 @@ def test_one_pass_over_a_shard_does_not_depend_on_the_layout(case, poisoned_memo
     options = {"output_mask": MASKS[wanted]}
     shard = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 67}
     found = launch_vocab_parallel_with_grad(*changed, **shard, **options)
-    assert_matches(found[:5], reference.with_grad(*double(*args), **options)[:5], OUTPUTS)
+    assert_matches(found[:5], aten.with_grad(*double(*args), **options)[:5], OUTPUTS)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "column_slice", "both_steps", "offset"])

@@ -9,7 +9,7 @@ from reference_loss import error
 from test_triton_interpreter import EVEN, OPTIONS, RAGGED, TOLERANCE, double, logit_options, operands
 
 import flce_ops
-from flce_ops import reference
+from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 
 pytestmark = [
@@ -23,7 +23,7 @@ LOGITS = [OPTIONS[0], OPTIONS[1], {"bias": True, "softcap": 4.0, "logit_scale": 
 
 def forward_and_truth(args, options, **shard):
     wanted = {"expected_logit": True, "argmax": True, **options, **shard}
-    return launch_forward(*args, **wanted), reference.forward(*double(*args), **wanted)
+    return launch_forward(*args, **wanted), aten.forward(*double(*args), **wanted)
 
 
 def assert_rows(found, truth, dtype, slack=1.0):
@@ -113,8 +113,8 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
     ours = {"grad_expected_logit": cotangents[2], "expected_logit": found[3]}
     exact = {"grad_expected_logit": cotangents[2].double(), "expected_logit": truth[3]}
     grads = launch_backward(*cotangents[:2], None, *args, found[1], **options, **ours)
-    truths = reference.backward(*double(*cotangents[:2]), None, *double(*args), truth[1], **options, **exact)
-    plain = reference.backward(
+    truths = aten.backward(*double(*cotangents[:2]), None, *double(*args), truth[1], **options, **exact)
+    plain = aten.backward(
         *cotangents[:2], None, *args, truth[1].float(), **options, grad_expected_logit=cotangents[2],
         expected_logit=truth[3].float(),
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
 def test_backward_of_the_expected_logit(shape, dtype, options, alone, poisoned_memory):
     args = operands(shape, dtype, options)
     logits = logit_options(options)
-    _, lse, _, mean, *_ = reference.forward(*double(*args), expected_logit=True, **logits)
+    _, lse, _, mean, *_ = aten.forward(*double(*args), expected_logit=True, **logits)
     cotangents = [torch.rand(shape[0]) + 0.1 for _ in range(4)]  # of one sign: nothing cancels in the sums
     if alone:
         cotangents[:3] = [None] * 3
@@ -140,7 +140,7 @@ def test_backward_of_the_expected_logit(shape, dtype, options, alone, poisoned_m
         *cotangents[:3], *args, lse.float(), output_mask=mask, **logits,
         grad_expected_logit=cotangents[3], expected_logit=mean.float(),
     )  # fmt: skip
-    truth = reference.backward(
+    truth = aten.backward(
         *double(*cotangents[:3]), *double(*args), lse, output_mask=mask, **logits,
         grad_expected_logit=cotangents[3].double(), expected_logit=mean,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_backward_of_the_expected_logit(shape, dtype, options, alone, poisoned_m
 
 def test_backward_in_slices_of_rows_and_vocabulary(poisoned_memory):
     args = operands((150, 20, 300), torch.float32, {"bias": True})
-    _, lse, _, mean, *_ = reference.forward(*double(*args), expected_logit=True)
+    _, lse, _, mean, *_ = aten.forward(*double(*args), expected_logit=True)
     cotangents = [torch.rand(150) + 0.1 for _ in range(3)]
     mask = [True, True, True]
     with flce_ops.workspace(1):
@@ -160,7 +160,7 @@ def test_backward_in_slices_of_rows_and_vocabulary(poisoned_memory):
             grad_expected_logit=cotangents[2], expected_logit=mean.float(),
         )  # fmt: skip
         assert flce_ops.last_path().chunks == 2
-    truth = reference.backward(
+    truth = aten.backward(
         *double(*cotangents[:2]), None, *double(*args), lse, output_mask=mask,
         grad_expected_logit=cotangents[2].double(), expected_logit=mean,
     )  # fmt: skip
@@ -184,7 +184,7 @@ def test_with_grad_gives_the_argmax_and_changes_nothing_else(workspace, rows, op
     for one, other in zip(plain[:5], found[:5], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     logits = {name: options[name] for name in ("softcap",) if name in options}
-    truth = reference.forward(*double(*args[:5]), argmax=True, **logits)
+    truth = aten.forward(*double(*args[:5]), argmax=True, **logits)
     assert torch.equal(found[5], truth[5])
 
 
@@ -192,7 +192,7 @@ def test_with_grad_gives_the_argmax_and_changes_nothing_else(workspace, rows, op
 def test_with_grad_gives_the_argmax_of_rescued_rows(case, poisoned_memory):
     args = rescued_operands(case)
     found = launch_with_grad(*args, torch.ones(RAGGED[0]), output_mask=[True, True, False], argmax=True)
-    assert torch.equal(found[5], reference.forward(*double(*args), argmax=True)[5])
+    assert torch.equal(found[5], aten.forward(*double(*args), argmax=True)[5])
 
 
 def test_nan_in_a_row_leaves_a_class_of_the_vocabulary_and_the_other_rows_alone():

@@ -12,7 +12,7 @@ from reference_loss import error, run, run_reference
 
 import flce_ops
 from flce_ops import ops
-from flce_ops.distributed import one_pass
+from flce_ops.ops import vocab_parallel
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ CALLS = {
         rows(inputs), rows(inputs), None, *inputs.args, None, rows(inputs), output_mask=[True, True, False]
     ),
     "with_grad": lambda inputs: ops._cuda_with_grad(*inputs.args, None, rows(inputs), output_mask=[True, True, False]),
-    "vocab_parallel_with_grad": lambda inputs: one_pass.cuda_kernel(
+    "vocab_parallel_with_grad": lambda inputs: vocab_parallel.cuda_kernel(
         *(*inputs.args, None, rows(inputs)),
         **{"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 31},
         output_mask=[True, True, False],
@@ -43,7 +43,7 @@ CALLS = {
 def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypatch):
     inputs = make_inputs((13, 11, 31), dtype=torch.bfloat16, requires_grad=False)
     monkeypatch.setitem(sys.modules, "flce_ops.triton", None)  # an import of it raises
-    monkeypatch.setitem(sys.modules, "flce_ops.distributed.one_pass_triton", None)
+    monkeypatch.setitem(sys.modules, "flce_ops.triton.vocab_parallel_with_grad", None)
     CALLS[op](inputs)
     path = flce_ops.last_path()
     assert path.op.endswith(op) and path.implementation == "aten", path
@@ -58,7 +58,7 @@ def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
 
 
 def test_the_path_says_whose_gpu_it_is(torch_for_amd):
-    from flce_ops.vendor import device_name
+    from flce_ops.support.vendor import device_name
 
     assert device_name(SimpleNamespace(device=torch.device("cuda"))) == "AMD"
     assert device_name(torch.empty(0)) == "cpu"

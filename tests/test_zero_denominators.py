@@ -16,7 +16,7 @@ from reference_divergence import KINDS
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
-from flce_ops import reference
+from flce_ops import aten
 
 N, D, V = 9, 6, 31
 NUMBERS = [0.0, -0.0, math.inf, math.nan]
@@ -203,7 +203,7 @@ def test_triton_one_pass_makes_of_an_infinite_slope_what_aten_makes(launchers, s
     inputs = make(tokens=2, ignored=(0,), weight=weight, positive=True)
     operands = [None if operand is None else operand.detach() for operand in (*inputs.args, inputs.weight)]
     row_scale = torch.where(inputs.target == -100, 0.0, slope)
-    kernels = (launchers.launch_with_grad, reference.with_grad)
+    kernels = (launchers.launch_with_grad, aten.with_grad)
     assert_kernels_make_the_same_kinds(kernels, slice(2, 5), *operands, row_scale, **scalars(options))
 
 
@@ -213,6 +213,6 @@ def test_triton_recomputing_makes_of_an_infinite_slope_what_aten_makes(launchers
     inputs = make(tokens=2, ignored=(0,), positive=True)
     operands = [None if operand is None else operand.detach() for operand in (*inputs.args, None)]
     cotangent = torch.full((2,), slope)
-    _, lse, *_ = reference.forward(*operands)
-    kernels = (launchers.launch_backward, reference.backward)
+    _, lse, *_ = aten.forward(*operands)
+    kernels = (launchers.launch_backward, aten.backward)
     assert_kernels_make_the_same_kinds(kernels, slice(3), -cotangent, cotangent, None, *operands, lse)

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from flce_ops import meta
-from flce_ops.autograd import finite_in_empty_rows
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
-from flce_ops.loss import loss_terms_of
+from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.shards import argmax_of_shards, lse_of_shards
+from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -123,18 +124,6 @@ def vocab_parallel_rows(
     if argmax:
         largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
     return RowStatistics(target_logit, lse, sums, expected, largest)
-
-
-def lse_of_shards(lse: Tensor) -> Tensor:  # (R, N) -> (N,)
-    """logsumexp whose derivatives, the ranks' shares, add up to 1: torch's are exp(lse_r - lse) of a rounded lse."""
-    largest = lse.detach().amax(0)
-    largest = torch.where(largest.isinf(), 0.0, largest)
-    return largest + (lse - largest).exp().sum(0).log()
-
-
-def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)
-    """Class of the largest logit, the first of equals; the columns count the whole vocabulary's classes."""
-    return column.where(max_logit == max_logit.amax(0), torch.inf).amin(0).nan_to_num(posinf=0.0).long()
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)

@@ -4,12 +4,13 @@ One function per operator, registered as its fake kernel and called by every rea
 shapes, dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Imports only torch.
 """
 
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.checks import check_operands
 from flce_ops.meta.outputs import (
-    accumulation_dtype,
     backward_outputs,
     double_backward_outputs,
     forward_outputs,
+    vocab_parallel_with_grad_outputs,
     with_grad_outputs,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "check_operands",
     "double_backward_outputs",
     "forward_outputs",
+    "vocab_parallel_with_grad_outputs",
     "with_grad_outputs",
 ]

@@ -1,7 +1,7 @@
 """Refusals by name for the flattened operands that every inner operator shares.
 
 Each message says which argument, what was expected, what came, and what to do where that is not plain.
-Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/target_range.py).
+Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/support/target_range.py).
 """
 
 import torch

@@ -3,14 +3,10 @@
 import torch
 from torch import Tensor
 
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.checks import check_operands
 
 # N tokens, D hidden, V vocabulary
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 operands, float32 for all others: the dtype of the softmax, of the loss and of their sums."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def forward_outputs(
@@ -159,3 +155,11 @@ def double_backward_outputs(
     rows = input.shape[0]
     per_row = tuple(input.new_empty(rows, **per_token) for _ in range(3))
     return (*per_row, *gradient_outputs(input, linear_weight, linear_bias, [True, True, linear_bias is not None]))
+
+
+def vocab_parallel_with_grad_outputs(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight, row_scale, **options
+):
+    """Fake kernel, and allocation of the others. `weight` has all V classes, the other operands v."""
+    wanted = {"output_mask": options["output_mask"], "argmax": options.get("argmax", False)}
+    return with_grad_outputs(input, linear_weight, target, linear_bias, None, row_scale, **wanted)

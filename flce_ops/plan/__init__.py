@@ -19,7 +19,7 @@ from flce_ops.plan.cuts import (
 )
 from flce_ops.plan.devices import Device, device_of
 from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
-from flce_ops.workspace import get_workspace, workspace
+from flce_ops.support.workspace import get_workspace, workspace
 
 __all__ = ["Device", "Head", "Option", "device_of", "plan"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flce_ops.distributed.one_pass import shard_rows
-from flce_ops.gradients import rows_beside_gradients, sums_in_float32
-from flce_ops.workspace import float32_sum_fits
+from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
+from flce_ops.math.shards import shard_rows
+from flce_ops.support.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.readable import copied_row_bytes, copy_bytes, readable_rows
-from flce_ops.reference import target_columns
+from flce_ops.math.shards import target_columns
+from flce_ops.support.readable import copied_row_bytes, copy_bytes, readable_rows
+from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
 from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.finish_product import launch_finish_product
@@ -32,7 +33,6 @@ from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.workspace import float32_sum_fits, get_workspace, matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flce_ops.path import Path, last_path, record_path
-from flce_ops.readable import copy_bytes
+from flce_ops.support.path import Path, last_path, record_path
+from flce_ops.support.readable import copy_bytes
 from flce_ops.triton.chunks import product_bytes, rows_and_sum, slices, triton_reason
 from flce_ops.triton.lead import Lead, lead_chunk
 

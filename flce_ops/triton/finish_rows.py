@@ -99,7 +99,7 @@ def finish_rows_kernel(
 ):
     """Losses, and the two numbers a row that turn E into the gradient of the logits.
 
-    With L = d loss / d lse and f the target's factor (flce_ops/loss.py), p = E / s and without label smoothing
+    With L = d loss / d lse and f the target's factor (flce_ops/math/loss.py), p = E / s and without label smoothing
 
         G_ij = a (L p_ij - f [j = y]) dz/du = c E'_ij        c = a L logit_scale / s
                                                             E'_iy = (E_iy - s f / L) slope_y,  E' = E elsewhere

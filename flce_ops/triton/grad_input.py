@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.readable import readable_rows
+from flce_ops.support.readable import readable_rows
 from flce_ops.triton.chunks import MULTIPLE, slices
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import accumulate

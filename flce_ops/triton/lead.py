@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import MULTIPLE, padded, small_bytes
 from flce_ops.triton.grad_input import float32_memory
-from flce_ops.workspace import matrix_bytes
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 

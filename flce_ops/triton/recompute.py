@@ -7,7 +7,7 @@ H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 row
 import torch
 from torch import Tensor
 
-from flce_ops.loss import loss_terms_of
+from flce_ops.math.loss import loss_terms_of
 from flce_ops.triton.backward import add_gradients
 from flce_ops.triton.forward import launch_forward
 

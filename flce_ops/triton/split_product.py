@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import padded, slices
 from flce_ops.triton.gemm import accumulate
-from flce_ops.workspace import get_workspace
 
 # n rows, D hidden, V vocabulary, v columns of a slice
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce_ops.vendor import made_by_nvidia
+from flce_ops.support.vendor import made_by_nvidia
 
 # n rows, D hidden, V vocabulary
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.readable import copy_bytes
-from flce_ops.target_range import check_target_range
+from flce_ops.support.readable import copy_bytes
+from flce_ops.support.target_range import check_target_range
 from flce_ops.triton.chunks import contiguous, padded
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut, cut_tokens

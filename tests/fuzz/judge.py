@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import flce_ops
-import flce_ops.chunks
+import flce_ops.aten.chunks
 from tests.fuzz.cases import Case, consistent
 from tests.fuzz.problem import Problem, Tensors
 from tests.fuzz.run import DIFFERENTIABLE, run_oracle, run_ours
@@ -109,7 +109,7 @@ def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int
     """So that a few tokens take the paths of many."""
     found: list[tuple[object, str, int]] = []
     if case.short_chunks and device != "cuda":  # where cuBLAS adds up sums of few rows in half
-        found.append((flce_ops.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
+        found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
     from flce_ops.triton import backward, chunks, cut, forward, grad_input, lead

@@ -6,7 +6,7 @@ float32 stands in for bfloat16, whose products the interpreter makes wrong; floa
 import torch
 from torch import Tensor
 
-from flce_ops import reference
+from flce_ops import aten
 
 _library = torch.library.Library("flce", "IMPL")  # its kernels live as long as this does
 
@@ -18,13 +18,13 @@ def takes(input: Tensor) -> bool:
 def forward(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
     from flce_ops.triton import launch_forward
 
-    return (launch_forward if takes(input) else reference.forward)(input, *args, **options)
+    return (launch_forward if takes(input) else aten.forward)(input, *args, **options)
 
 
 def backward(grad_target_logit, grad_lse, grad_logit_sum, input: Tensor, *args, **options) -> tuple[Tensor, ...]:
     from flce_ops.triton import launch_backward
 
-    kernel = launch_backward if takes(input) else reference.backward
+    kernel = launch_backward if takes(input) else aten.backward
     return kernel(grad_target_logit, grad_lse, grad_logit_sum, input, *args, **options)
 
 
@@ -33,7 +33,7 @@ def with_grad(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
 
     smoothed_and_capped = options.get("label_smoothing") and options.get("softcap") is not None
     triton = takes(input) and input.dtype != torch.float16 and not smoothed_and_capped
-    return (launch_with_grad if triton else reference.with_grad)(input, *args, **options)
+    return (launch_with_grad if triton else aten.with_grad)(input, *args, **options)
 
 
 def install() -> None:

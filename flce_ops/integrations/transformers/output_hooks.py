@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from flce_ops import torch_private
+from flce_ops.support import torch_private
 
 logger = logging.getLogger("flce_ops")
 

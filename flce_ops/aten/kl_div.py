@@ -1,0 +1,202 @@
+"""The operators in plain ATen, a chunk of rows at a time: the kernels of every device.
+
+    z = softcap * tanh(logit_scale * (input @ linear_weight.T + linear_bias) / softcap)      (n, V), student
+    t = the same of teacher_input, teacher_weight, teacher_bias                              (n, V), teacher
+    log q = z - max z - log sum exp(z - max z)        log p = the same of t, or the logarithm of teacher_probs
+
+    divergence, G = flce_ops/math/divergences.py
+    grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
+
+All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs. Rows
+of ignored tokens are replaced by zeros before anything reads them, so whatever they hold, nan included, stays out.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flce_ops.aten.chunks import chunk_product, row_chunks
+from flce_ops.aten.columns import log_denominator, shift_rows
+from flce_ops.aten.gradients import GradientAccumulator
+from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
+from flce_ops.math.divergences import MATRICES, divergence_and_gradient
+from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.meta import accumulation_dtype
+from flce_ops.meta import kl_div as meta
+from flce_ops.support.exchange import all_reduce
+from flce_ops.support.readable import copy_bytes
+from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
+
+# N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
+
+# On a CPU chunks beyond the cache only slow the elementwise passes down.
+CPU_CHUNK_BYTES = 32 << 20
+# Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
+ROWS_AT_LEAST = 128
+
+
+def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) -> int:
+    """Rows whose matrices fit the workspace; the same on all ranks that share a vocabulary, whatever their shard."""
+    input, linear_weight = operands.input, operands.linear_weight
+    classes = linear_weight.shape[0] if options.vocab_size is None else -(-options.vocab_size // options.ranks)
+    accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
+    half = own < accumulate
+    matrices = MATRICES[options.kind] + (options.softcap is not None)  # dz/du
+    row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a mask of bool; G rounded
+    row_bytes += operands.input.shape[1] * own  # the copy in which ignored rows are 0
+    if operands.teacher_input is not None:
+        row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.itemsize
+    available = matrix_bytes(input.shape[0])
+    if options.vocab_size is None:
+        available -= copy_bytes(linear_weight, operands.teacher_weight)
+    gradient_elements = classes * input.shape[1]
+    if weight_gradient and half and float32_sum_fits(gradient_elements):
+        available -= accumulate * gradient_elements
+    rows = max(available, 1) // row_bytes
+    if input.device.type == "cpu":
+        rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
+    return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
+
+
+def kept_rows(tensor: Tensor, rows: slice, valid: Tensor | None, fill: float = 0.0) -> Tensor:
+    """tensor[rows] with the ignored ones replaced."""
+    return tensor[rows] if valid is None else torch.where(valid[rows, None], tensor[rows], fill)
+
+
+def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
+    """0 where ignored. The softmax's gradient subtracts a row's sum: over a factor of inf every entry is inf - inf."""
+    factors = factors.masked_fill(factors.isinf(), torch.nan)
+    return factors if valid is None else torch.where(valid, factors, 0.0)
+
+
+def student_logits(
+    operands: Operands, options: Options, rows: slice, *, slope: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The chunk of input, (n, D), its logits, (n, V), and where wanted dz/du / logit_scale, (n, V) under a softcap."""
+    input = kept_rows(operands.input, rows, operands.valid)
+    product, bias = chunk_product(input, operands.linear_weight), operands.linear_bias
+    if options.softcap is None or not slope:
+        return input, activate(product, bias, options.logit_scale, options.softcap), None
+    return input, *cap_with_slope(scale_logits(product, bias, options.logit_scale), options.softcap)
+
+
+def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:  # (n, V)
+    logits = chunk_logits(
+        kept_rows(operands.teacher_input, rows, operands.valid),
+        operands.teacher_weight,
+        operands.teacher_bias,
+        options.teacher_logit_scale,
+        options.teacher_softcap,
+    )
+    return logits.to(accumulation_dtype(operands.input.dtype))
+
+
+def log_teacher_probs(operands: Operands, rows: slice) -> Tensor:  # (n, V)
+    probs = kept_rows(operands.teacher_probs, rows, operands.valid, fill=1.0)  # log 1 = 0, where log 0 = -inf
+    return probs.to(accumulation_dtype(operands.input.dtype)).log()
+
+
+def forward(*tensors: Tensor | None, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(*tensors, **options)
+    stream_rows("linear_kl_div_forward", Operands(*tensors), Options(**options), *outputs)
+    return outputs
+
+
+def with_grad(*tensors: Tensor | None, output_mask: list[bool], **options) -> tuple[Tensor, ...]:
+    *tensors, row_scale = tensors
+    operands, options = Operands(*tensors), Options(**options)
+    loss, divergence, *grads = meta.with_grad_outputs(*operands, row_scale, output_mask=output_mask, **vars(options))
+    per_row = (divergence, *meta.row_statistics(operands, options))
+    rows = rows_per_chunk(operands, options, output_mask[1])
+    gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), output_mask, rows)
+    scale = gradient_factors(row_scale, operands.valid).to(divergence.dtype)
+    stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale_of_products(scale, options))
+    torch.sum(scale * divergence, dim=0, out=loss)
+    return loss, divergence, *grads
+
+
+def scale_of_products(row_scale: Tensor, options: Options) -> Tensor:  # (N,)
+    """With the constant part of dz/du."""
+    return row_scale if options.logit_scale is None else row_scale * options.logit_scale
+
+
+def stream_rows(
+    op: str,
+    operands: Operands,
+    options: Options,
+    divergence: Tensor,  # (N,), and the next three: results
+    shift: Tensor,  # (2, N)
+    teacher_shift: Tensor,  # (2, N), or (2, 0) with teacher_probs
+    student_kl: Tensor,  # (N,), or (0,) for "forward"
+    gradients: GradientAccumulator | None = None,
+    row_scale: Tensor | None = None,  # (N,), the constant part of dz/du included
+) -> None:
+    """One pass over the logits: the divergence of every row, and the gradients where they are wanted."""
+    weight_gradient = gradients is not None and gradients.mask[1]
+    for rows in row_chunks(op, operands.input, rows_per_chunk(operands, options, weight_gradient)):
+        input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
+        found = [shift_rows(log_q)]
+        if operands.teacher_probs is None:
+            log_p = teacher_logits(operands, options, rows)
+            found.append(shift_rows(log_p))
+        else:
+            log_p = log_teacher_probs(operands, rows)
+        row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
+        denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
+        for logits, numbers, k in zip((log_q, log_p), (shift, teacher_shift), range(len(found))):
+            logits.sub_(denominators[k, :, None])
+            numbers[0, rows], numbers[1, rows] = row_max[k], denominators[k]
+        del logits
+        chunk_divergence, chunk_student_kl, grad_logits = divergence_and_gradient(
+            options.kind,
+            options.beta,
+            log_q,
+            log_p,
+            total=partial(all_reduce, group=options.group, ranks=options.ranks),
+            row_scale=None if gradients is None else row_scale[rows],
+            normalized=operands.teacher_probs is None,
+        )
+        if operands.valid is not None:
+            chunk_divergence = torch.where(operands.valid[rows], chunk_divergence, 0.0)
+        divergence[rows] = chunk_divergence
+        if chunk_student_kl is not None:
+            student_kl[rows] = chunk_student_kl
+        del log_q, log_p  # before G is rounded; G is one of them
+        if gradients is not None:
+            gradients.add(rows, apply_slope(grad_logits, slope), input)
+        del grad_logits, slope  # before the next chunk is allocated
+    if gradients is not None:
+        gradients.finish()
+
+
+def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **options) -> tuple[Tensor, ...]:
+    *tensors, shift, teacher_shift, student_kl = tensors
+    grads = meta.backward_outputs(grad, *tensors, shift, teacher_shift, student_kl, output_mask=output_mask, **options)
+    operands, options = Operands(*tensors), Options(**options)
+    scale = scale_of_products(gradient_factors(grad, operands.valid).to(shift.dtype), options)
+    step = rows_per_chunk(operands, options, output_mask[1])
+    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, output_mask, step)
+    for rows in row_chunks("linear_kl_div_backward", operands.input, step):
+        input, log_q, slope = student_logits(operands, options, rows, slope=True)
+        log_q.sub_(shift[0, rows, None]).sub_(shift[1, rows, None])
+        if operands.teacher_probs is None:
+            log_p = teacher_logits(operands, options, rows)
+            log_p.sub_(teacher_shift[0, rows, None]).sub_(teacher_shift[1, rows, None])
+        else:
+            log_p = log_teacher_probs(operands, rows)
+        _, _, grad_logits = divergence_and_gradient(
+            options.kind,
+            options.beta,
+            log_q,
+            log_p,
+            total=None,
+            student_kl=None if options.kind == "forward" else student_kl[rows],
+            row_scale=scale[rows],
+            normalized=operands.teacher_probs is None,
+        )
+        del log_q, log_p  # as above
+        gradients.add(rows, apply_slope(grad_logits, slope), input)
+        del grad_logits, slope
+    gradients.finish()
+    return grads

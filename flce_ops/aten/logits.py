@@ -1,0 +1,157 @@
+"""Logits, their softmax and their gradient in plain ATen, for the chunks of rows that the kernels of this package cut.
+
+    u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time: chunks.py
+    z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
+    lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
+    p = exp(z - lse)                expected_logit_i = m_i = sum_j p_ij z_ij
+
+With cotangents l, a, s, c of the four and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softcap):
+
+    G_ij = ((l_i + c_i (1 + z_ij - m_i)) p_ij + s_i w_j + a_i [j = y_i]) f'_ij
+    grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
+
+z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
+two GEMMs. The second derivatives stand in flce_ops/aten/double_backward.py.
+"""
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.aten.chunks import (
+    chunk_product,
+)
+
+# N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
+
+
+def activate(
+    product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+) -> Tensor:  # (n, V) in the accumulation dtype
+    logits = scale_logits(product, linear_bias, logit_scale)
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def activate_with_slope(
+    product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+) -> tuple[Tensor, Tensor | None]:
+    """`activate`'s z, (n, V), and dz/du: (n, V); where it is the same for all one number, (), or None for 1."""
+    logits = scale_logits(product, linear_bias, logit_scale)
+    if softcap is None:
+        return logits, logit_scale
+    logits, slope = cap_with_slope(logits, softcap)
+    return logits, slope if logit_scale is None else slope.mul_(logit_scale)
+
+
+def scale_logits(product: Tensor, linear_bias: Tensor | None, logit_scale: Tensor | None) -> Tensor:  # (n, V)
+    logits = product.to(meta.accumulation_dtype(product.dtype))
+    if linear_bias is not None:
+        logits += linear_bias
+    if logit_scale is not None:
+        logits *= logit_scale
+    return logits
+
+
+def cap_with_slope(logits: Tensor, softcap: Tensor) -> tuple[Tensor, Tensor]:
+    """softcap tanh(logits / softcap), in place, and its derivative 1 / cosh^2.
+
+    As 1 - tanh^2 that is a difference which cancels: in float32 wrong by 1 % at logits of 6 caps, all of it at 9.
+    """
+    logits.div_(softcap)
+    slope = logits.cosh().reciprocal_().square_()
+    return logits.tanh_().mul_(softcap), slope
+
+
+def chunk_logits(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+) -> Tensor:  # (n, V) in the accumulation dtype
+    return activate(chunk_product(input, linear_weight), linear_bias, logit_scale, softcap)
+
+
+def chunk_logits_with_slope(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Tensor | None,  # ()
+    softcap: Tensor | None,  # ()
+) -> tuple[Tensor, Tensor | None]:  # as of activate_with_slope
+    return activate_with_slope(chunk_product(input, linear_weight), linear_bias, logit_scale, softcap)
+
+
+def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)
+    """Once, rather than in every block."""
+    return None if per_class is None else per_class.to(dtype)
+
+
+def weighted_logits(logits: Tensor, weight: Tensor | None) -> Tensor:
+    """sum_j w_j z_ij, (n,)."""
+    return logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
+
+
+def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns z into exp(z - row_max) in place; returns row_max and the row sums, (n,) each."""
+    row_max = finite_maximum(logits)
+    row_sum = logits.sub_(row_max).exp_().sum(1)
+    return row_max.squeeze(1), row_sum
+
+
+def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
+    """A bias of -inf may switch off all classes of a vocabulary shard: their exponentials are 0, not nan."""
+    return logits.amax(1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
+
+
+def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (n, V)
+    p = torch.exp(logits - lse[:, None])
+    return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
+
+
+def expectation(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """sum_j p_ij z_ij, and row_max and row sums as exponentiate_rows gives them, (n,) each; overwrites z."""
+    row_max = finite_maximum(logits)
+    shifted = at_least_finite(logits.sub_(row_max))
+    exponentials = shifted.exp()
+    row_sum = exponentials.sum(1)
+    mean = exponentials.mul_(shifted).sum(1) / row_sum
+    row_max = row_max.squeeze(1)
+    return mean + row_max, row_max, row_sum
+
+
+def at_least_finite(log_p: Tensor) -> Tensor:
+    """In place: p log p is 0, not 0 * -inf, where a bias of -inf switches a class off; exp(-10^4) is 0 in any dtype."""
+    return log_p.clamp_(min=-1e4)
+
+
+def write_over(block: Tensor, grad_logits: Tensor) -> None:
+    """G, rounded, takes the place of its logits; in the accumulation dtype it was made there."""
+    if block.dtype != grad_logits.dtype:
+        block.copy_(grad_logits)
+
+
+def add_target_and_sum(
+    grad_logits: Tensor,  # (n, V), in place
+    column: Tensor,  # (n, 1)
+    grad_target_logit: Tensor | None,  # (n,)
+    grad_logit_sum: Tensor | None,  # (n,)
+    weight: Tensor | None,  # (V,)
+) -> None:
+    if grad_logit_sum is not None:
+        if weight is None:
+            grad_logits += grad_logit_sum[:, None]
+        else:
+            grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ makes an (n, V) copy
+    if grad_target_logit is not None:
+        grad_logits.scatter_add_(1, column, grad_target_logit[:, None])
+
+
+def apply_slope(grad_logits: Tensor, slope: Tensor | None) -> Tensor:
+    return grad_logits if slope is None else grad_logits.mul_(slope)

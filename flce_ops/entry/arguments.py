@@ -1,0 +1,124 @@
+"""Refusals of the public function's arguments by name, before any work and without reading tensor data."""
+
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.scalars import Number
+from flce_ops.meta.checks import (
+    check_dense,
+    check_device,
+    check_dtypes,
+    check_linear_weight,
+    check_per_class,
+    check_real,
+    check_target_dtype,
+)
+
+OP = "linear_cross_entropy"
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def check_arguments(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    linear_bias: Tensor | None,  # (V,)
+    weight: Tensor | None,  # (V,)
+    reduction: str,
+    label_smoothing: float,
+    softcap: Number | None,
+    temperature: Number,
+    token_weight: Tensor | None,  # (...)
+    normalizer: Tensor | None,  # ()
+) -> None:
+    check_dense(OP, weight=weight, token_weight=token_weight, normalizer=normalizer)
+    check_head(OP, input, linear_weight, target, linear_bias, softcap, temperature)
+    check_per_class(OP, "weight", weight, linear_weight.shape[0])
+    check_device(OP, input, weight=weight, token_weight=token_weight)
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")
+    check_reduction(OP, reduction)
+    check_label_smoothing(OP, label_smoothing)
+    check_real(OP, token_weight=token_weight)
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(
+            f"{OP}: expected token_weight of target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
+        )
+    check_normalizer(OP, normalizer, reduction, input)
+
+
+def check_head(
+    op: str,
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    linear_bias: Tensor | None,  # (V,)
+    softcap: Number | None,
+    temperature: Number,
+) -> None:
+    """The arguments that make logits, and the targets among them."""
+    check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    if input.dim() < 1:
+        raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
+    check_linear_weight(op, linear_weight, input.shape[-1])
+    check_target_dtype(op, target)
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"{op}: expected target of shape {tuple(input.shape[:-1])}, one class index per token of input "
+            f"{tuple(input.shape)}, got {tuple(target.shape)}"
+        )
+    check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
+    check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
+    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    check_positive(op, softcap=softcap, temperature=temperature)
+
+
+def check_positive(op: str, **numbers: Number | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not number > 0.0:
+            or_none = " or None" if name.endswith("softcap") else ""
+            raise ValueError(f"{op}: expected {name} to be positive{or_none}, got {number}")
+
+
+def check_reduction(op: str, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+def check_label_smoothing(op: str, label_smoothing: float) -> None:
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: expected label_smoothing in [0, 1], got {label_smoothing}")
+
+
+def check_ignore_index(op: str, ignore_index: int | None) -> None:
+    if ignore_index is not None and not isinstance(ignore_index, Integral):
+        raise TypeError(f"{op}: expected ignore_index to be an integer or None, got {ignore_index!r}")
+
+
+def resolve_ignore_index(op: str, ignore_index: int | None, target: Tensor | None) -> int:
+    """None is the default of torch.nn.functional.linear_cross_entropy, and means -100 there; no class is negative."""
+    if ignore_index is None:
+        return -100
+    beyond_int32 = isinstance(ignore_index, int) and not -(2**31) <= ignore_index < 2**31
+    # compared with such targets it would wrap around, 2^32 - 100 to -100
+    if beyond_int32 and target is not None and target.dtype == torch.int32:
+        raise ValueError(f"{op}: expected ignore_index in the range of target's dtype torch.int32, got {ignore_index}")
+    return ignore_index
+
+
+def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor) -> None:
+    if normalizer is None:
+        return
+    if reduction == "none":
+        raise ValueError(f"{op}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
+    if normalizer.dim() != 0:
+        raise ValueError(
+            f"{op}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
+        )
+    check_real(op, normalizer=normalizer)
+    if normalizer.device != input.device and normalizer.device.type != "cpu":
+        raise ValueError(
+            f"{op}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
+        )

@@ -1,0 +1,95 @@
+"""linear_kl_div of plain tensors: picks the path, flattens the tokens, reduces in ATen over N numbers."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry.kl_div_checks import check_arguments
+from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import (
+    quotient,
+    row_factor,
+    weighted_sum,
+)
+from flce_ops.ops.kl_div import autocast_pairs
+from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+
+def plain_composite(
+    operands: Operands,  # of shape (..., D) still
+    options: Options,
+    target: Tensor | None,  # (...)
+    token_weight: Tensor | None,  # (...)
+    reduction: str,
+    normalizer: Tensor | None,  # ()
+    ignore_index: int,
+) -> Tensor:
+    operands = autocast_pairs(operands)
+    check_arguments(operands, target, token_weight, reduction, normalizer)
+    shape = operands.input.shape[:-1]
+    operands = flatten_tokens(operands, target, ignore_index)
+    token_weight = flat_token_weight(operands, token_weight)
+    if reduction == "none":
+        return row_divergences(operands, options, row_factor(operands.valid, token_weight, None)).reshape(shape)
+    denominator = denominator_of(operands, reduction, normalizer)
+    return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
+
+
+def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int) -> Operands:
+    """(..., D) as (N, D), and which tokens count."""
+    tokens = math.prod(operands.input.shape[:-1])  # Size.numel() would make a symbolic length a constant
+
+    def flat(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.reshape(tokens, tensor.shape[-1])
+
+    return operands._replace(
+        input=flat(operands.input),
+        teacher_input=flat(operands.teacher_input),
+        teacher_probs=flat(operands.teacher_probs),
+        valid=None if target is None else target.reshape(tokens) != ignore_index,
+    )
+
+
+def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None) -> Tensor | None:  # ()
+    dtype = accumulation_dtype(operands.input.dtype)
+    if normalizer is not None:
+        return normalizer.to(dtype)
+    if reduction == "sum":
+        return None
+    valid = operands.valid
+    if valid is None:
+        valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
+    return valid.sum().to(dtype)
+
+
+def flat_token_weight(operands: Operands, token_weight: Tensor | None) -> Tensor:  # (...) -> (N,)
+    input = operands.input
+    dtype = accumulation_dtype(input.dtype)
+    if token_weight is None:
+        return torch.ones(input.shape[0], dtype=dtype, device=input.device)
+    return token_weight.reshape(token_weight.numel()).to(dtype)
+
+
+def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)
+    return factor * torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
+
+
+def weighted_loss(
+    operands: Operands,
+    options: Options,
+    token_weight: Tensor,  # (N,)
+    denominator: Tensor | None,  # ()
+) -> tuple[Tensor, Tensor]:
+    """Two numbers for `quotient`, in one pass with the gradients where those are wanted."""
+    input, linear_weight, linear_bias = operands[:3]
+    factor = row_factor(operands.valid, token_weight, denominator)
+    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+        divergence = torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
+        return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
+    mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
+    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(*operands, factor, **vars(options), output_mask=mask)
+    return loss, weighted_sum(operands.valid, token_weight, divergence)

@@ -1,0 +1,61 @@
+"""A logit_scale or temperature that is a tensor (CLIP's scale, a learnt temperature): it gets its gradient.
+
+    s (input @ linear_weight.T + linear_bias) = (s input) @ linear_weight.T + s linear_bias
+
+so it goes to the operands of size (..., D) and (V,) by ordinary differentiable multiplication, once rounded to their
+dtype, and the operators need not know it. A number stays a number, which the kernels apply in float32.
+"""
+
+from torch import Tensor
+
+from flce_ops.math.scalars import Number
+from flce_ops.support.dtensor import any_dtensor
+
+
+def apply_learnt_scale(
+    op: str,
+    input: Tensor,  # (..., D)
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Number | Tensor,
+    temperature: Number | Tensor,
+    softcap: Number | None,
+) -> tuple[Tensor, Tensor | None, Number, Number]:
+    """Scaled input and linear_bias; the logit_scale and temperature that are left to the operator."""
+    if isinstance(temperature, Tensor):
+        check_scale(op, "temperature", temperature, input)
+        if softcap is not None:
+            raise NotImplementedError(
+                f"{op}: a tensor as temperature is not implemented together with softcap, behind which it divides; "
+                "pass temperature as a number"
+            )
+        logit_scale, temperature = logit_scale / temperature, 1.0
+    if isinstance(logit_scale, Tensor):
+        check_scale(op, "logit_scale", logit_scale, input)
+        input = input * logit_scale
+        linear_bias = None if linear_bias is None else linear_bias * logit_scale
+        logit_scale = 1.0
+    return input, linear_bias, logit_scale, temperature
+
+
+def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:
+    if any_dtensor(scale, input):
+        raise NotImplementedError(
+            f"{op}: a tensor as {name} is not implemented beside DTensors; pass a number, or multiply the hidden "
+            "states by it before the head"
+        )
+    if scale.dim() != 0:
+        raise ValueError(f"{op}: expected {name} to be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
+    if scale.is_complex():
+        raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
+    if scale.device != input.device and scale.device.type != "cpu":
+        raise ValueError(f"{op}: expected {name} on input's device {input.device} or the CPU, got {scale.device}")
+
+
+def refuse_tensors(op: str, **options: Number | Tensor | None) -> None:
+    """Options that no gradient reaches: a tensor among them would be read as a number, its graph lost in silence."""
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"{op}: expected {name} to be a number, got a tensor; no gradient is computed for {name}, so pass "
+                f"its value: {name}.item()"
+            )

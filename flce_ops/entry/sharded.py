@@ -1,0 +1,211 @@
+"""The entry on DTensors: local tensors out, the registered operators on them, a DTensor back.
+
+    input, target ...  --redistribute-->  local (N, D), (N,)  --tokens sharded-->      entry on this rank's tokens
+                                                              --vocabulary sharded-->  this rank's classes
+    denominator        --all_reduce of one number, over the ranks that share the tokens
+    loss               <--all_reduce of one number--  sum over this rank's tokens / denominator
+
+The result is Replicate on every mesh dimension for a scalar; for reduction="none" it is sharded as the tokens are.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from flce_ops import meta
+from flce_ops.distributed import one_pass
+from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of, splits
+from flce_ops.distributed.local import localize, localize_head
+from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.entry.arguments import check_arguments
+from flce_ops.entry.plain import loss_and_argmax, weighted_loss
+from flce_ops.math.reduction import (
+    accuracy_of,
+    mean_denominator,
+    nan_for_nothing,
+    right_and_valid,
+    row_factor,
+    weighted_sum,
+)
+from flce_ops.math.scalars import Number, logit_scalars, scalar_unless
+from flce_ops.ops.autocast import autocast_operands
+
+# N tokens of this rank, D hidden, V vocabulary, v of them on this rank
+
+
+def dtensor_composite(
+    input: Tensor,  # (..., D) DTensor
+    linear_weight: Tensor,  # (V, D) DTensor
+    target: Tensor,  # (...), as all others a DTensor, or a plain tensor that is the same on every rank
+    linear_bias: Tensor | None = None,  # (V,)
+    *,
+    weight: Tensor | None = None,  # (V,)
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    z_loss: Number = 0.0,
+    token_weight: Tensor | None = None,  # (...)
+    normalizer: Tensor | None = None,  # ()
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """flce_ops.entry.cross_entropy.loss_and_argmax when an argument is a DTensor."""
+    layout = layout_of(input, linear_weight)
+    check_same_mesh(
+        layout,
+        input,
+        target=target,
+        linear_bias=linear_bias,
+        weight=weight,
+        token_weight=token_weight,
+        normalizer=normalizer,
+    )
+    check_plain_target(target, input)
+    input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
+    check_arguments(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        reduction,
+        label_smoothing,
+        softcap,
+        temperature,
+        token_weight,
+        normalizer,
+    )
+    num_classes = linear_weight.shape[0]
+    target_shape = target.shape
+    tokens_shape, operands = localize_head(layout, input, linear_weight, target, linear_bias)
+    local_input, _, local_target, _ = operands
+    accumulate = meta.accumulation_dtype(local_input.dtype)
+    class_weight = localize(layout, weight, layout.replicated)
+    local_token_weight = localize(layout, token_weight, layout.tokens)
+    if local_token_weight is not None:
+        local_token_weight = local_token_weight.reshape(-1).to(accumulate)
+    number_gradient = layout.placements(tokens=Partial())
+    local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss}
+    valid = local_target != ignore_index
+    denominator = None
+    if reduction != "none":
+        denominator = mean_denominator(reduction, local_normalizer, local_target, valid, class_weight, accumulate)
+        if local_normalizer is None and denominator is not None:
+            denominator = sum_over_tokens(layout, denominator).to_local()
+            if class_weight is not None:
+                denominator = nan_for_nothing(denominator)
+
+    if local_token_weight is None:
+        local_token_weight = torch.ones_like(valid, dtype=accumulate)
+    inner = {**options, **logit_scalars(logit_scale, softcap, temperature, local_input)}
+    inner["z_loss"] = scalar_unless(0.0, z_loss, local_input)
+    if layout.splits_vocabulary:
+        factor = row_factor(valid, local_token_weight, denominator)
+        if reduction != "none" and one_pass.applies(layout, operands, num_classes):
+            local_loss, losses, largest = one_pass.VocabParallelWithGrad.apply(
+                layout, num_classes, inner, argmax, *operands, class_weight, factor
+            )
+        else:
+            losses, largest = vocab_parallel_losses(
+                layout, *operands, class_weight, num_classes=num_classes, **inner, argmax=argmax
+            )
+            local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
+        total = None if reduction == "none" else weighted_sum(valid, local_token_weight, losses)
+    elif reduction == "none":
+        local_loss, largest = loss_and_argmax(
+            *operands,
+            weight=class_weight,
+            reduction="none",
+            token_weight=local_token_weight,
+            **options,
+            **numbers,
+            argmax=argmax,
+        )
+    else:
+        local_loss, total, largest = weighted_loss(
+            *operands, class_weight, local_token_weight, denominator, **inner, argmax=argmax
+        )
+    largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
+    if reduction != "none":
+        return quotient_over_tokens(layout, local_loss, total, denominator), largest
+    return per_token(layout, local_loss.reshape(tokens_shape), target_shape), largest
+
+
+def dtensor_composite_metrics(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """flce_ops.entry.cross_entropy.composite_metrics when an argument is a DTensor."""
+    target = target_beside_tokens(input, linear_weight, target)
+    loss, argmax = dtensor_composite(input, linear_weight, target, linear_bias, **options, argmax=True)
+    return loss, token_accuracy(argmax, target, options.get("ignore_index", -100)), argmax
+
+
+def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (...), sharded as the tokens are
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, layout.mesh, layout.tokens, run_check=False, shape=shape, stride=stride)
+
+
+def target_beside_tokens(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:  # (...) -> (...)
+    """A target DTensor in the placements that its tokens are needed in, so that it moves once for loss and accuracy."""
+    layout = layout_of(input, linear_weight)
+    fits = target.shape == input.shape[:-1]  # what does not is refused by name later
+    if isinstance(target, DTensor) and target.device_mesh == layout.mesh and fits:
+        return target.redistribute(layout.mesh, layout.tokens)
+    return target
+
+
+def token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTensor:  # (...), (...) -> ()
+    """Of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
+    mesh, tokens = argmax.device_mesh, argmax.placements
+    everywhere = (Replicate(),) * mesh.ndim
+    if not isinstance(target, DTensor):
+        target = DTensor.from_local(target, mesh, everywhere, run_check=False)
+    counts = right_and_valid(argmax.to_local(), target.redistribute(mesh, tokens).to_local(), ignore_index)
+    shares = [Partial() if splits(placement) else Replicate() for placement in tokens]
+    counts = DTensor.from_local(counts, mesh, shares, run_check=False).redistribute(mesh, everywhere)
+    return DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)
+
+
+def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()
+    """Sum of one number per rank over the ranks that share the tokens, on every rank."""
+    return SumOverTokens.apply(layout, local)
+
+
+def quotient_over_tokens(
+    layout: Layout, local_loss: Tensor, local_total: Tensor, denominator: Tensor | None
+) -> DTensor:  # () each
+    """flce_ops.entry.cross_entropy.quotient of all ranks' tokens: their sums are added before they are divided."""
+    return SumOverTokens.apply(layout, local_loss, local_total, denominator)
+
+
+class SumOverTokens(Function):
+    """Partial to Replicate. Backward can be differentiated: each rank's use of the gradient is a part of a sum.
+
+    The sum is that of `total`, divided by `denominator`, where they are given; the gradient is that of `local`'s sum.
+    The division is of local tensors: torch 2.13 cannot compile a graph that divides DTensors here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, layout: Layout, local: Tensor, total: Tensor | None = None, denominator: Tensor | None = None
+    ) -> DTensor:
+        ctx.layout = layout
+        partial = layout.placements(tokens=Partial())
+        part = (local if total is None else total).detach()
+        summed = DTensor.from_local(part, layout.mesh, partial, run_check=False)
+        summed = summed.redistribute(layout.mesh, layout.replicated)
+        if denominator is None:
+            return summed
+        quotient = summed.to_local() / denominator.detach()
+        return DTensor.from_local(quotient, layout.mesh, layout.replicated, run_check=False)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor):
+        layout = ctx.layout
+        local = localize(layout, grad, layout.replicated, gradient=layout.placements(tokens=Partial()))
+        return None, local, None, None

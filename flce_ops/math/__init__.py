@@ -1,0 +1,1 @@
+"""The mathematics, in torch alone: losses, divergences, their derivatives and reductions."""

@@ -1,0 +1,99 @@
+"""From the losses of tokens to a scalar: which tokens count, what divides their sum, and the gradient of both.
+
+    mean = sum_i token_weight_i loss_i / denominator       denominator: tokens not ignored, or their class weights,
+                                                           or the normalizer
+Everything here is ordinary differentiable ATen over N numbers.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flce_ops.math.loss import class_weight_of
+
+# N tokens, V vocabulary
+
+
+def mean_denominator(
+    reduction: str,
+    normalizer: Tensor | None,
+    target: Tensor,
+    valid: Tensor,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor | None:  # ()
+    if normalizer is not None:
+        return normalizer.to(dtype)
+    if reduction == "sum":
+        return None
+    if weight is None:
+        return valid.sum().to(dtype)
+    return torch.where(valid, class_weight_of(target, weight, dtype), 0.0).sum()
+
+
+def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
+    """F.cross_entropy's mean over targets whose class weights add up to 0 is nan, and so are its gradients by tokens
+    that are not ignored: with label smoothing too, as it divides the targets' part apart, which is 0 / 0.
+    """
+    return torch.where(denominator == 0.0, torch.nan, denominator)
+
+
+def row_factor(
+    valid: Tensor | None,  # (N,), None where every token counts
+    token_weight: Tensor,  # (N,)
+    denominator: Tensor | None,  # ()
+) -> Tensor:  # (N,)
+    """The slope of the loss by each token's own: inf or nan over a denominator of 0, but 0 where ignored."""
+    if valid is not None:
+        # the weight of an ignored token may be anything and gets gradient 0, also where the denominator is 0
+        token_weight = torch.where(valid, token_weight, 0.0)
+    if denominator is None:
+        return token_weight
+    return token_weight / (denominator if valid is None else torch.where(valid, denominator, 1.0))
+
+
+def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tensor) -> Tensor:  # (N,) each -> ()
+    """What the denominator divides; a constant, as `quotient` wants it."""
+    losses = losses.detach()  # 0 where ignored
+    return losses.sum() if token_weight is None else (row_factor(valid, token_weight.detach(), None) * losses).sum()
+
+
+def quotient(loss: Tensor, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each
+    """total / denominator with the gradient of `loss`, the sum of the tokens' own quotients.
+
+    The same number but over 0: sum() / 0 is nan only where the sum is 0 too, the quotients of single tokens may be nan
+    before.
+    """
+    return ValueOf.apply(loss, total if denominator is None else total / denominator.detach())
+
+
+class ValueOf(Function):
+    """The second argument, with the gradient of the first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(loss: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, _) -> Tensor:  # by token_weight or normalizer alone; by the operands it is refused
+        return tangent.clone()
+
+
+def right_and_valid(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
+    valid = target != ignore_index
+    return torch.stack([(valid & (argmax == target)).sum(), valid.sum()])
+
+
+def accuracy_of(counts: Tensor) -> Tensor:  # (2,) -> (); nan where no token is valid
+    right, valid = counts.to(torch.float32).unbind()  # integers divide in the default dtype, which may be a half one
+    return right / valid

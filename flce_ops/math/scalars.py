@@ -1,0 +1,57 @@
+"""Numbers among the options (logit_scale, softcap, z_loss, ...), which the inner operators take as 0-d tensors.
+
+A number in a compiled graph is a constant of it: another value is another compilation. A 0-d tensor is an input.
+torch.compile turns a Python float that changed between two calls into a SymFloat, and arithmetic of a tensor with a
+SymFloat into an input of the graph, so that from the third value on a graph is found that fits.
+
+    logit_scale = 30, softcap = None   ->   tensor(30.), None          None: the option is off and costs nothing
+"""
+
+import torch
+from torch import SymFloat, Tensor
+
+from flce_ops.math.precision import accumulation_dtype
+
+Number = float | SymFloat  # an int will do
+
+
+def scalar(value: Number, like: Tensor) -> Tensor:  # ()
+    """`value` on the device and in the accumulation dtype of `like`."""
+    options = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
+    if isinstance(value, SymFloat):
+        return torch.ones((), **options) * value
+    return torch.full((), value, **options)
+
+
+def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor | None:  # ()
+    """`scalar(value)`, or None where the option does nothing: a value that is known, and neutral."""
+    if value is None or (not isinstance(value, SymFloat) and value == neutral):
+        return None
+    return scalar(value, like)
+
+
+def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
+    """The entries take a tensor. Dynamo sees this function, and to it a float that changes still looks like a float."""
+    if normalizer is None or isinstance(normalizer, Tensor):
+        return normalizer
+    if torch.compiler.is_compiling():
+        return scalar(1.0, like) * normalizer
+    return scalar(normalizer, like)
+
+
+def logit_scalars(
+    logit_scale: Number, softcap: Number | None, temperature: Number, like: Tensor
+) -> dict[str, Tensor | None]:  # () each
+    """softcap and logit_scale as the inner operators take them. The temperature, behind the cap, goes into both:
+
+    cap tanh(scale u / cap) / T = (cap / T) tanh((scale / T) u / (cap / T))
+    """
+    divisor = scalar_unless(1.0, temperature, like)
+    softcap = None if softcap is None else scalar(softcap, like)
+    if divisor is None:
+        return {"softcap": softcap, "logit_scale": scalar_unless(1.0, logit_scale, like)}
+    # tensors are divided: a quotient of SymFloats is a constant of the graph on torch 2.11
+    return {
+        "softcap": None if softcap is None else softcap / divisor,
+        "logit_scale": scalar(logit_scale, like) / divisor,
+    }

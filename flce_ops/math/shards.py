@@ -1,0 +1,83 @@
+"""Rows whose classes are shared by ranks: what the numbers of the shards come to."""
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.loss import LossTerms, class_weight_of, loss_terms
+from flce_ops.support.exchange import all_gather
+
+# N tokens, n rows of a chunk, V vocabulary, R ranks that share it
+
+
+def lse_of_shards(lse: Tensor) -> Tensor:  # (R, N) -> (N,)
+    """logsumexp whose derivatives, the ranks' shares, add up to 1: torch's are exp(lse_r - lse) of a rounded lse."""
+    largest = lse.detach().amax(0)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    return largest + (lse - largest).exp().sum(0).log()
+
+
+def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)
+    """Class of the largest logit, the first of equals; the columns count the whole vocabulary's classes."""
+    return column.where(max_logit == max_logit.amax(0), torch.inf).amin(0).nan_to_num(posinf=0.0).long()
+
+
+def shard_rows(num_classes: int, ranks: int) -> int:
+    """Rows of the largest shard."""
+    return -(-num_classes // ranks)
+
+
+class Exchange:
+    """Combines per-shard numbers of a chunk into those of whole rows, and into losses."""
+
+    def __init__(
+        self,
+        target: Tensor,  # (N,)
+        weight: Tensor | None,  # (V,)
+        group: str,
+        ranks: int,
+        vocab_size: int,
+        label_smoothing: float,
+        z_loss: Tensor | None,  # ()
+        dtype: torch.dtype,
+    ) -> None:
+        self.group, self.ranks = group, ranks
+        self.arguments = (vocab_size, label_smoothing, z_loss)
+        self.target_weight = None if weight is None else class_weight_of(target, weight, dtype)  # (N,)
+        self.weight_sum = None if weight is None else weight.to(dtype).sum()
+
+    def whole_rows(
+        self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """lse, target_logit, logit_sum and argmax (n,) from this rank's two or three, and its (max_logit, argmax).
+
+        Behind lse comes this rank's share of the softmax's denominator. The shares of a row add up to 1 whatever lse is
+        rounded to.
+        """
+        if self.ranks == 1:
+            lse, *others = per_shard
+            missing = (None,) * (2 - len(others))
+            return lse, torch.ones_like(lse), *others, *missing, None if largest is None else largest[1]
+        smoothed = len(per_shard) == 3
+        numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
+        gathered = self.gather(torch.stack(numbers))
+        lse, sums = lse_of_shards(gathered[:, 0]), gathered[:, 1:3].sum(0)
+        share = (per_shard[0] - lse).exp() / (gathered[:, 0] - lse).exp().sum(0)
+        column = None if largest is None else argmax_of_shards(gathered[:, -2], gathered[:, -1])
+        return lse, share, sums[0], sums[1] if smoothed else None, column
+
+    def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
+        return all_gather(numbers, self.group, self.ranks)
+
+    def terms(self, rows: slice) -> LossTerms:
+        target_weight = None if self.target_weight is None else self.target_weight[rows]
+        return loss_terms(target_weight, self.weight_sum, *self.arguments)
+
+
+def target_columns(
+    target: Tensor, ignore_index: int, vocab_start: int, num_classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """valid (N,): not ignored; hit (N,): valid and among these columns; column (N, 1): its index, 0 where not hit."""
+    valid = target != ignore_index
+    column = target.long() - vocab_start
+    hit = valid & (column >= 0) & (column < num_classes)
+    return valid, hit, torch.where(hit, column, 0).unsqueeze(1)

@@ -1,0 +1,131 @@
+"""Refusals by name, before any work and without reading tensor data."""
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.divergences import KINDS
+from flce_ops.math.kl_div_arguments import TEACHER, Operands, Options
+from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
+    check_dense,
+    check_device,
+    check_unpacked,
+)
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+
+def check_pair(
+    op: str,
+    names: tuple[str, str, str],
+    input: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+) -> None:
+    """A hidden state, the weight of its head and the bias: student's or teacher's."""
+    of_input, of_weight, of_bias = names
+    if input.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
+    check_unpacked(op, of_weight, weight)
+    if weight.dim() != 2:
+        raise ValueError(
+            f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}"
+            + (
+                "; a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: call the loss "
+                "inside that forward"
+                if weight.dim() == 1
+                else ""
+            )
+        )
+    if weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"{op}: {of_input} has {input.shape[-1]} features, but {of_weight} has shape {tuple(weight.shape)}; "
+            f"expected (V, {input.shape[-1]}), as nn.Linear's weight"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"{op}: expected {of_bias} of shape ({weight.shape[0]},), one entry per row of {of_weight}, "
+            f"got {tuple(bias.shape)}"
+        )
+    for name, tensor in ((of_weight, weight), (of_bias, bias)):
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise TypeError(
+                f"{op}: expected {name} in {of_input}'s dtype {input.dtype}, got {tensor.dtype}; "
+                "cast one of them or call it under torch.autocast"
+            )
+
+
+def check_operands(op: str, operands: Operands, options: Options) -> None:
+    """Shapes (N, D), dtypes and devices that every operator relies on."""
+    check_dense(op, **operands._asdict())
+    input, linear_weight = operands.input, operands.linear_weight
+    if input.dim() != 2:
+        raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
+    check_pair(op, ("input", "linear_weight", "linear_bias"), input, linear_weight, operands.linear_bias)
+    if linear_weight.shape[0] == 0 and options.group is None:  # the last of several ranks may have no class
+        raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
+    check_teacher(op, operands)
+    check_kind(op, options.kind)
+    if operands.valid is not None and (
+        operands.valid.dtype != torch.bool or operands.valid.dim() != 1 or operands.valid.shape[0] != input.shape[0]
+    ):
+        raise ValueError(
+            f"{op}: expected valid of shape ({input.shape[0]},) and dtype bool, got {tuple(operands.valid.shape)} in "
+            f"{operands.valid.dtype}"
+        )
+    devices = {name: tensor for name, tensor in operands._asdict().items() if name != "input"}
+    check_device(op, input, **devices)
+
+
+def check_teacher(op: str, operands: Operands) -> None:
+    """Either teacher_input and teacher_weight, or teacher_probs; as many tokens and classes as the student's."""
+    input, classes = operands.input, operands.linear_weight.shape[0]
+    teacher_input, teacher_weight = operands.teacher_input, operands.teacher_weight
+    if operands.teacher_probs is not None:
+        if any(tensor is not None for tensor in (teacher_input, teacher_weight, operands.teacher_bias)):
+            raise ValueError(
+                f"{op}: teacher_probs came together with teacher_input, teacher_weight or teacher_bias; pass the "
+                "probabilities or the pair that makes them, not both"
+            )
+        expected = (*input.shape[:-1], classes)
+        if operands.teacher_probs.shape != expected:
+            raise ValueError(
+                f"{op}: expected teacher_probs of shape {tuple(expected)}, a probability for each token of input and "
+                f"row of linear_weight, got {tuple(operands.teacher_probs.shape)}"
+            )
+        if not operands.teacher_probs.dtype.is_floating_point:
+            raise TypeError(f"{op}: expected teacher_probs in a floating dtype, got {operands.teacher_probs.dtype}")
+        return
+    if teacher_input is None or teacher_weight is None:
+        given = [name for name in TEACHER[:3] if getattr(operands, name) is not None]
+        raise ValueError(
+            f"{op}: expected teacher_input and teacher_weight, or teacher_probs; got {' and '.join(given) or 'neither'}"
+        )
+    if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.dim() < 1:
+        raise ValueError(
+            f"{op}: expected teacher_input of shape {(*input.shape[:-1], 'E')} with the tokens of input "
+            f"{tuple(input.shape)}, got {tuple(teacher_input.shape)}"
+        )
+    names = ("teacher_input", "teacher_weight", "teacher_bias")
+    check_pair(op, names, teacher_input, teacher_weight, operands.teacher_bias)
+    if teacher_weight.shape[0] != classes:
+        raise ValueError(
+            f"{op}: student and teacher must have one vocabulary, but linear_weight has {classes} rows and "
+            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass weight[:V] of the smaller V"
+        )
+
+
+def check_kind(op: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"{op}: expected kind to be one of {', '.join(KINDS)}, got {kind!r}")
+
+
+def check_no_teacher_gradient(op: str, **tensors) -> None:
+    for name in TEACHER:
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{op}: the teacher is constant, but {name} requires a gradient; pass {name}.detach(), or freeze the "
+                "teacher with requires_grad_(False)"
+            )

@@ -1,0 +1,5 @@
+"""The namespace of the operators, torch.ops.flce."""
+
+import torch
+
+library = torch.library.Library("flce", "DEF")

@@ -1,0 +1,1 @@
+"""What is not mathematics: memory, which path ran, devices, torch's private names, caches."""

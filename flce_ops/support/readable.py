@@ -1,0 +1,49 @@
+"""Matrices that BLAS reads where they lie: one stride is 1, and the rows (or columns) along it do not overlap.
+
+ATen copies any other whole before a product, weight[:, ::2] for one. Here such a linear_weight is copied a slice at a
+time, in a part of the workspace that the chunks leave free for it.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from flce_ops.support.workspace import get_workspace
+
+COPY_SHARE = 4  # of the workspace, for the copy
+VECTORS_AT_LEAST = 16  # rows or columns of a slice, however small the workspace is
+
+
+def readable(matrix: Tensor) -> bool:
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    return not matrix.numel() or (across == 1 and down >= columns) or (down == 1 and across >= rows)
+
+
+def copy_bytes(*matrices: Tensor | None) -> int:
+    """What the slices of those matrices that are not readable take at a time."""
+    slices = [m.numel() * m.element_size() for m in matrices if m is not None and not readable(m)]
+    return min(get_workspace() // COPY_SHARE, max(slices, default=0))
+
+
+def copied_row_bytes(matrix: Tensor) -> int:
+    """Of a chunk's rows of `input`, which are few enough to be copied together: by ATen, where they must be."""
+    return 0 if readable(matrix) else matrix.shape[1] * matrix.element_size()
+
+
+def readable_rows(matrix: Tensor, nbytes: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the rows that BLAS can read: all at once, or copies that share one memory of about `nbytes`."""
+    rows, columns = matrix.shape
+    if readable(matrix):
+        yield slice(0, rows), matrix
+        return
+    nbytes = copy_bytes(matrix) if nbytes is None else nbytes
+    count = min(max(nbytes // max(columns * matrix.element_size(), 1), VECTORS_AT_LEAST), rows)
+    memory = matrix.new_empty(count, columns)
+    for start in range(0, rows, count):
+        part = slice(start, min(start + count, rows))
+        yield part, memory[: part.stop - start].copy_(matrix[part])
+
+
+def readable_columns(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for columns, piece in readable_rows(matrix.T):
+        yield columns, piece.T

@@ -1,0 +1,108 @@
+"""How much temporary memory one call may use, and the rows of logits that fit into it.
+
+The workspace bounds everything an operator allocates besides its results, whatever the number of tokens is. It changes
+speed and the number of chunks, not the meaning of the result.
+
+One value is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing from
+the one that entered a block:
+
+    set_workspace(a)                      a
+        thread 1: with workspace(b)       b
+            thread 2: with workspace(c)   c, in thread 1 too
+        thread 1 leaves its block         c
+            thread 2 leaves its block     a
+
+Of set_workspace and the blocks still open, what came last decides. A block takes back only itself when it is left.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+DEFAULT_WORKSPACE_BYTES = 512 << 20
+
+# Gradients of half operands are summed over chunks in float32 where that copy is small: at most half the workspace, or
+# this much. A larger one is summed in its own dtype, rounded once a chunk. (On a CPU: flce_ops/aten/gradients.py.)
+FLOAT32_SUM_BYTES = 32 << 20
+
+# What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
+VECTOR_BYTES_PER_TOKEN = 128
+
+
+class Block:
+    """One `with workspace(nbytes)` that has been entered; told from others of its size by identity."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+_set_bytes = DEFAULT_WORKSPACE_BYTES
+# Entered since the last set_workspace and not left, the youngest last. Each change is one operation of the list, which
+# is atomic. A lock would not do: the block of an abandoned generator is left when that is collected, which may be
+# inside any allocation, one made under the lock included.
+_open_blocks: list[Block] = []
+
+
+def get_workspace() -> int:
+    """Bytes of temporary memory that one operator call may use."""
+    youngest = _open_blocks[-1:]
+    return youngest[0].nbytes if youngest else _set_bytes
+
+
+def matrix_bytes(tokens: int) -> int:
+    """The part of the workspace that is left for matrices."""
+    return max(get_workspace() - VECTOR_BYTES_PER_TOKEN * tokens, 1)
+
+
+def float32_sum_fits(elements: int) -> bool:
+    return 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
+
+
+def set_workspace(nbytes: int) -> None:
+    """Set the bytes of temporary memory that one operator call may use (default 512 MiB).
+
+    In all threads, from now on: inside `with workspace(...)` blocks that are open it holds too, and stays when they are
+    left.
+
+    Read when a kernel runs, in compiled graphs too, so no recompilation follows; called in a function that is being
+    compiled it is a graph break. At least 128 rows of logits are always
+    held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than refused. On a CPU a
+    chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
+    at most half of it or 32 MiB, half operands use one to sum over chunks, on a CPU over more than 8 of them; else that
+    gradient is rounded once a chunk. A double backward has float32 sums of the weight's size on top.
+
+    Raises:
+        ValueError: `nbytes` is not a positive integer.
+    """
+    global _set_bytes
+    check_bytes("set_workspace", nbytes)
+    _set_bytes = nbytes
+    _open_blocks.clear()
+
+
+@contextmanager
+def workspace(nbytes: int) -> Iterator[None]:
+    """`set_workspace(nbytes)` for the calls (forward and backward) made inside the `with` block, in every thread.
+
+    Of several open blocks, nested or of several threads, the one entered last decides, in all threads. When all are
+    left, in whatever order, the value of `set_workspace` is back.
+
+    Raises:
+        ValueError: `nbytes` is not a positive integer.
+    """
+    check_bytes("workspace", nbytes)
+    block = Block(nbytes)
+    _open_blocks.append(block)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a set_workspace since then has taken its place
+            _open_blocks.remove(block)
+
+
+def check_bytes(function: str, nbytes: int) -> None:
+    if torch.compiler.is_dynamo_compiling():  # else the graph would run with what is in force outside
+        raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
+        raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")
