@@ -62,7 +62,7 @@ def test_an_upgraded_package_runs_its_own_code(tmp_path):
     loss, hits, misses = old["steps"][0]
     assert (hits, misses, old["tag"]) == (0, 1, tag)
 
-    source = root / "flce_ops" / "functional.py"
+    source = root / "flce_ops" / "math" / "reduction.py"
     line = "return valid.sum().to(dtype)"
     assert source.read_text().count(line) == 1
     source.write_text(source.read_text().replace(line, "return 2 * valid.sum().to(dtype)"))

@@ -15,7 +15,8 @@ from torch.export import Dim, export
 from torch.export.experimental import _export_forward_backward
 
 import flce_ops
-from flce_ops import decompositions, ops
+from flce_ops import decompositions
+from flce_ops.ops import registration as ops
 
 N, D, V = 12, 11, 31
 LENGTHS = (2, 40, 333)

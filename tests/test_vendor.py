@@ -11,7 +11,7 @@ from inputs import make_inputs
 from reference_loss import error, run, run_reference
 
 import flce_ops
-from flce_ops import ops
+from flce_ops.ops import registration as ops
 from flce_ops.ops import vocab_parallel
 
 
