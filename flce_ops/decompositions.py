@@ -25,7 +25,10 @@ from torch import Tensor
 from flce_ops import meta, ops
 from flce_ops.entry import cross_entropy, log_probs
 from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.options import LogitOptions
 from flce_ops.math.two_sum import two_sum
+from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
+from flce_ops.meta.outputs import Gradients
 from flce_ops.support.torch_private import assert_on_device
 
 # N tokens, D hidden, V vocabulary, v classes of a block
@@ -58,7 +61,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         A target outside [0, V) fails an assertion when the program runs.
     """
     return {
-        ops.linear_cross_entropy: cross_entropy.composite,
+        torch.ops.flce.linear_cross_entropy.default: cross_entropy.composite,
         torch.ops.flce.linear_cross_entropy_metrics.default: cross_entropy.composite_metrics,
         torch.ops.flce.linear_log_probs.default: log_probs.composite,
         ops.linear_cross_entropy_forward: forward,
@@ -79,11 +82,10 @@ def block_logits(
     input: Tensor,  # (N, D)
     linear_weight: Tensor,  # (v, D)
     linear_bias: Tensor | None,  # (v,)
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    options: LogitOptions,
 ) -> Tensor:  # (N, v) in the accumulation dtype
-    logits = uncapped_logits(input, linear_weight, linear_bias, logit_scale)
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    logits = uncapped_logits(input, linear_weight, linear_bias, options.logit_scale)
+    return logits if options.softcap is None else torch.tanh(logits / options.softcap) * options.softcap
 
 
 def uncapped_logits(
@@ -110,48 +112,35 @@ def block_of(per_class: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if per_class is None else per_class[start:stop]
 
 
-def forward(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    logit_sum: bool = False,
-    softcap: Tensor | None = None,  # ()
-    logit_scale: Tensor | None = None,  # ()
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    expected_logit: bool = False,
-    argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if vocab_size is None:
-        vocab_size = linear_weight.shape[0]
+@takes(Forward)
+def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    input, linear_weight, target, linear_bias, weight = call.operands
+    vocab_size = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
+    ignore_index = call.ignore_index
     valid = target != ignore_index
     assert_on_device(
         (~valid | ((target >= 0) & (target < vocab_size))).all(),
         f"flce_ops: expected target in [0, {vocab_size}) or ignore_index {ignore_index}",
     )
-    column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
+    column = torch.where(valid, target.long() - call.vocab_start, -1).unsqueeze(1)  # (N, 1)
     target_logit = torch.zeros_like(target, dtype=meta.accumulation_dtype(input.dtype))
     sums = torch.zeros_like(target_logit)
     max_of, sum_of, expected_of, argmax_of = [], [], [], []  # blocks
     for start, stop in class_blocks(linear_weight):
         bias = block_of(linear_bias, start, stop)
-        logits = block_logits(input, linear_weight[start:stop], bias, logit_scale, softcap)
+        logits = block_logits(input, linear_weight[start:stop], bias, call.logits)
         # a sum over classes, not a gather: inductor puts a gather off until it has every block's logits (512 MiB above)
         classes = torch.arange(start, stop, device=target.device)
         target_logit = target_logit + torch.where(column == classes, logits, 0.0).sum(1)
-        if logit_sum:
+        if call.logit_sum:
             class_weight = block_of(weight, start, stop)
             sums = sums + (logits if class_weight is None else logits * class_weight.to(logits.dtype)).sum(1)
         max_of.append(logits.amax(1))
         exponentials = torch.exp(logits - at_least_finite(max_of[-1]).unsqueeze(1))
         sum_of.append(exponentials.sum(1))
-        if expected_logit:
+        if call.expected_logit:
             expected_of.append((exponentials * at_least_finite(logits)).sum(1))
-        if argmax:
+        if call.argmax:
             argmax_of.append(logits.argmax(1) + start)
     max_of_blocks = at_least_finite(torch.stack(max_of, 1))
     row_max = max_of_blocks.amax(1)
@@ -159,13 +148,13 @@ def forward(
     row_sum = (weights * torch.stack(sum_of, 1)).sum(1)
     lse, lse_rest = two_sum(row_max, row_sum.log())
     expected = max_logit = lse.new_zeros(0)
-    largest = target.new_zeros(0, dtype=torch.int64)
-    if expected_logit:
+    argmax = target.new_zeros(0, dtype=torch.int64)
+    if call.expected_logit:
         expected = (weights * torch.stack(expected_of, 1)).sum(1) / row_sum
-    if argmax:
+    if call.argmax:
         max_logit, block = torch.stack(max_of, 1).max(1)
-        largest = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
-    return target_logit, lse, sums if logit_sum else lse.new_zeros(0), expected, max_logit, largest, lse_rest
+        argmax = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
+    return target_logit, lse, sums if call.logit_sum else lse.new_zeros(0), expected, max_logit, argmax, lse_rest
 
 
 def at_least_finite(logits: Tensor) -> Tensor:
@@ -173,33 +162,18 @@ def at_least_finite(logits: Tensor) -> Tensor:
     return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
-def backward(
-    grad_target_logit: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_logit_sum: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    lse: Tensor,
-    *,
-    ignore_index: int = -100,
-    softcap: Tensor | None = None,  # ()
-    logit_scale: Tensor | None = None,  # ()
-    vocab_start: int = 0,
-    output_mask: list[bool],
-    grad_expected_logit: Tensor | None = None,
-    expected_logit: Tensor | None = None,
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    want_input, want_weight, want_bias = output_mask
-    valid = target != ignore_index
+@takes(Backward)
+def backward(call: Backward) -> Gradients:
+    input, linear_weight, target, linear_bias, weight = call.operands
+    lse, lse_rest, expected_logit = call.lse, call.lse_rest, call.expected_logit
+    softcap, logit_scale = call.logits
+    want_input, want_weight, want_bias = call.output_mask
+    valid = target != call.ignore_index
     grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit = (
         None if grad is None else torch.where(valid, grad, 0.0).to(lse.dtype).unsqueeze(1)  # (N, 1)
-        for grad in (grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit)
+        for grad in (*call.cotangents, call.grad_expected_logit)
     )
-    column = torch.where(valid, target.long() - vocab_start, -1).unsqueeze(1)  # (N, 1)
+    column = torch.where(valid, target.long() - call.vocab_start, -1).unsqueeze(1)  # (N, 1)
     p_factor = grad_lse
     if grad_expected_logit is not None:
         p_factor = grad_expected_logit * (1.0 + lse - expected_logit).unsqueeze(1)
@@ -247,40 +221,20 @@ def backward(
     )
 
 
-def with_grad(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    row_scale: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: Tensor | None = None,  # ()
-    softcap: Tensor | None = None,  # ()
-    logit_scale: Tensor | None = None,  # ()
-    output_mask: list[bool],
-    argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    operands = (input, linear_weight, target, linear_bias, weight)
-    logit_options = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    target_logit, lse, logit_sum, _, _, largest, lse_rest = forward(
-        *operands, logit_sum=label_smoothing != 0.0, argmax=argmax, **logit_options
+@takes(WithGrad)
+def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operands, smoothed = call.operands, call.loss.label_smoothing != 0.0
+    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
+    target_logit, lse, logit_sum, _, _, argmax, lse_rest = forward(
+        *operands, logit_sum=smoothed, argmax=call.argmax, **logits
     )
-    valid = target != ignore_index
-    terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
-    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if label_smoothing else None, lse_rest), 0.0)
-    scale = torch.where(valid, row_scale, 0.0).to(lse.dtype)
-    grads = backward(
-        *terms.cotangents(lse, scale),
-        *operands,
-        lse,
-        **logit_options,
-        output_mask=output_mask,
-        lse_rest=lse_rest,
-    )
-    return (row_scale * losses).sum(), losses, *grads, largest
+    valid = operands.target != call.ignore_index
+    terms = loss_terms_of(operands.target, operands.weight, operands.linear_weight.shape[0], call.loss, lse.dtype)
+    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if smoothed else None, lse_rest), 0.0)
+    scale = torch.where(valid, call.row_scale, 0.0).to(lse.dtype)
+    cotangents = terms.cotangents(target_logit, lse, scale)
+    gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)
+    return (call.row_scale * losses).sum(), losses, *gradients, argmax
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from flce_ops.entry.arguments import check_ignore_index, check_label_smoothing, check_positive, check_reduction
+from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from flce_ops.meta.checks import check_per_class
 
@@ -18,8 +18,7 @@ def loss_repr(module: nn.Module) -> str:
 def check_options(op: str, ignore_index: int | None, label_smoothing: float, softcap: float | None) -> None:
     """What can never be right, where it was written rather than at the first loss."""
     check_ignore_index(op, ignore_index)
-    check_label_smoothing(op, label_smoothing)
-    check_positive(op, softcap=softcap)
+    check_ranges(op, label_smoothing=label_smoothing, softcap=softcap)
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flce_ops.ops import vocab_parallel
+from flce_ops.aten.vocab_parallel_with_grad import vocab_parallel_with_grad
+from flce_ops.ops.registration import cuda_kernel
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
@@ -15,11 +16,11 @@ LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
 
 
 def one_pass_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    kernel = vocab_parallel.cuda_kernel if input.is_cuda else vocab_parallel.vocab_parallel_with_grad
+    kernel = cuda_kernel("linear_cross_entropy_vocab_parallel_with_grad") if input.is_cuda else vocab_parallel_with_grad
     return kernel(input, *args, **options)
 
 
-KERNELS = {vocab_parallel.NAME: one_pass_kernel}
+KERNELS = {"linear_cross_entropy_vocab_parallel_with_grad": one_pass_kernel}
 
 
 class RecordCollectives(TorchDispatchMode):

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.ops.autograd import SCALAR_OPTIONS
+from flce_ops.math.options import NUMBERS
 
 # Ragged by default: nothing is a multiple of a tile, of a warp or of 16 bytes.
 RAGGED = (252, 507, 123)  # N, D, V
@@ -150,7 +150,7 @@ def scalars(options: dict, device: str = "cpu") -> dict:
     """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops/math/scalars.py)."""
     return {
         name: torch.tensor(float(value), dtype=torch.float64, device=device)
-        if name in SCALAR_OPTIONS and value is not None
+        if name in NUMBERS and value is not None
         else value
         for name, value in options.items()
     }

@@ -29,8 +29,8 @@ from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
+from flce_ops.aten.vocab_parallel_with_grad import vocab_parallel_with_grad
 from flce_ops.distributed.layout import layout_of
-from flce_ops.ops import vocab_parallel
 
 B, T, D = 3, 14, 16  # T: uneven over 4 and 8 ranks
 V = 61  # prime: uneven over every number of ranks
@@ -607,7 +607,7 @@ def one_pass_in_chunks(device):
             check_same_as_one_process(placed, inputs, **options)
             path = flce_ops.last_path()
         if options.get("reduction") != "none":
-            assert path.op == vocab_parallel.NAME and path.chunks > 1, path
+            assert path.op == "linear_cross_entropy_vocab_parallel_with_grad" and path.chunks > 1, path
 
 
 @pytest.mark.parametrize("world", worlds(2, 4))
@@ -678,7 +678,7 @@ def triton_one_pass(device):
             with flce_ops.workspace(1):  # two chunks
                 found = launch_vocab_parallel_with_grad(*halved, inputs.weight, row_scale, **arguments)
             doubled = [x.double() if x.is_floating_point() else x for x in (*halved, inputs.weight, row_scale)]
-            exact = vocab_parallel.vocab_parallel_with_grad(*doubled, **arguments)
+            exact = vocab_parallel_with_grad(*doubled, **arguments)
             for name, ours, truth in zip(("loss", "losses", "input", "weight", "bias"), found, exact):
                 assert error(ours, truth) < tolerance, (name, dtype, options, error(ours, truth))
             if dtype == torch.float32:
@@ -697,7 +697,7 @@ def opcheck_one_pass(device):
     row_scale = torch.full((37,), 0.1, device=device)
     operands = (inputs.input, inputs.linear_weight[own], inputs.target, inputs.linear_bias[own], inputs.weight)
     sharing = {"group": mesh.get_group().group_name, "ranks": 2, "vocab_start": own.start, "vocab_size": 60}
-    op = getattr(torch.ops.flce, vocab_parallel.NAME).default
+    op = torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad.default
     checks = ("test_schema", "test_faketensor")  # its autograd is VocabParallelWithGrad, above the dispatcher
     for mask in ([True, True, True], [True, False, False], [False, True, False]):
         arguments = {**sharing, "output_mask": mask, **scalars({"z_loss": 1e-3}, device)}

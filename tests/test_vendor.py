@@ -11,8 +11,7 @@ from inputs import make_inputs
 from reference_loss import error, run, run_reference
 
 import flce_ops
-from flce_ops.ops import registration as ops
-from flce_ops.ops import vocab_parallel
+from flce_ops.ops.registration import cuda_kernel
 
 
 @pytest.fixture
@@ -25,16 +24,16 @@ def rows(inputs):
 
 
 # the kernels that are registered for CUDA
+MASK = [True, True, False]
+SHARD = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 31}
 CALLS = {
-    "forward": lambda inputs: ops._cuda_forward(*inputs.args),
-    "backward": lambda inputs: ops._cuda_backward(
-        rows(inputs), rows(inputs), None, *inputs.args, None, rows(inputs), output_mask=[True, True, False]
+    "forward": lambda kernel, inputs: kernel(*inputs.args),
+    "backward": lambda kernel, inputs: kernel(
+        rows(inputs), rows(inputs), None, *inputs.args, None, rows(inputs), output_mask=MASK
     ),
-    "with_grad": lambda inputs: ops._cuda_with_grad(*inputs.args, None, rows(inputs), output_mask=[True, True, False]),
-    "vocab_parallel_with_grad": lambda inputs: vocab_parallel.cuda_kernel(
-        *(*inputs.args, None, rows(inputs)),
-        **{"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 31},
-        output_mask=[True, True, False],
+    "with_grad": lambda kernel, inputs: kernel(*inputs.args, None, rows(inputs), output_mask=MASK),
+    "vocab_parallel_with_grad": lambda kernel, inputs: kernel(
+        *inputs.args, None, rows(inputs), **SHARD, output_mask=MASK
     ),
 }
 
@@ -44,7 +43,7 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
     inputs = make_inputs((13, 11, 31), dtype=torch.bfloat16, requires_grad=False)
     monkeypatch.setitem(sys.modules, "flce_ops.triton", None)  # an import of it raises
     monkeypatch.setitem(sys.modules, "flce_ops.triton.vocab_parallel_with_grad", None)
-    CALLS[op](inputs)
+    CALLS[op](cuda_kernel(f"linear_cross_entropy_{op}"), inputs)
     path = flce_ops.last_path()
     assert path.op.endswith(op) and path.implementation == "aten", path
 

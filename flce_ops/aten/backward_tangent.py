@@ -22,8 +22,10 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
 from flce_ops.aten.double_backward import normalized, slope_derivative
 from flce_ops.aten.logits import add_target_and_sum, apply_slope, chunk_logits_with_slope, probabilities
+from flce_ops.math.options import Cotangents
 from flce_ops.math.shards import target_columns
-from flce_ops.meta.outputs import gradient_outputs
+from flce_ops.meta.arguments import DoubleBackward
+from flce_ops.meta.outputs import Gradients, gradient_outputs
 
 # N tokens, D hidden, V vocabulary
 
@@ -39,37 +41,15 @@ class Direction(NamedTuple):
     linear_bias: Tensor | None  # (V,)
 
 
-def backward_tangent(
-    direction: Direction,
-    grad_target_logit: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_logit_sum: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    lse: Tensor,
-    *,
-    ignore_index: int,
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
-    vocab_start: int,
-    lse_rest: Tensor | None,  # (N,)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Change of grad_input (N, D), grad_linear_weight (V, D) and grad_linear_bias (V,)."""
+def backward_tangent(direction: Direction, call: DoubleBackward) -> Gradients:
+    """Change of the gradients of the backward operator at the arguments of `call`, whose `grad_grads` are not read."""
+    input, linear_weight, target, linear_bias, weight = call.operands
+    lse, lse_rest, softcap = call.lse, call.lse_rest, call.logits.softcap
     num_classes, dtype = linear_weight.shape[0], lse.dtype
-    valid, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
-
-    def rows_of(tensor: Tensor | None, kept: Tensor) -> Tensor:
-        return torch.zeros_like(lse) if tensor is None else torch.where(kept, tensor, 0.0).to(dtype)
-
-    a, l, s = rows_of(grad_target_logit, hit), rows_of(grad_lse, valid), rows_of(grad_logit_sum, valid)
-    a_dot, l_dot = rows_of(direction.grad_target_logit, hit), rows_of(direction.grad_lse, valid)
-    s_dot = rows_of(direction.grad_logit_sum, valid)
-    out_input, out_weight, out_bias = gradient_outputs(
-        input, linear_weight, linear_bias, [True, True, linear_bias is not None]
-    )
+    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    cotangents = call.cotangents.kept(hit, valid, dtype).filled(lse)
+    change_of = Cotangents(*direction[:3]).kept(hit, valid, dtype).filled(lse)
+    out_input, out_weight, out_bias = gradient_outputs(call.operands, [True, True, linear_bias is not None])
     weight_sum = torch.zeros_like(linear_weight, dtype=dtype)
     bias_sum = torch.zeros_like(out_bias, dtype=dtype)
 
@@ -85,17 +65,17 @@ def backward_tangent(
         if direction.linear_bias is not None:
             u_dot += direction.linear_bias.to(dtype)
 
-        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
+        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, call.logits)
         p = normalized(probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows]))
         z_dot = u_dot if slope is None else u_dot * slope
         lse_dot = (p * z_dot).sum(1, keepdim=True)
-        d_dot = p * (l_dot[rows, None] + l[rows, None] * (z_dot - lse_dot))
-        add_target_and_sum(d_dot, column[rows], a_dot[rows], s_dot[rows], weight)
-        d = p * l[rows, None]
-        add_target_and_sum(d, column[rows], a[rows], s[rows], weight)
+        d_dot = p * (change_of.grad_lse[rows, None] + cotangents.grad_lse[rows, None] * (z_dot - lse_dot))
+        add_target_and_sum(d_dot, column[rows], change_of.of(rows), weight)
+        d = p * cotangents.grad_lse[rows, None]
+        add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
         change = apply_slope(d_dot, slope)
         if softcap is not None:
-            change += d * u_dot * slope_derivative(z, slope, logit_scale, softcap)
+            change += d * u_dot * slope_derivative(z, slope, call.logits)
         gradient = apply_slope(d, slope).to(x.dtype)
         bias_sum += change.sum(0) if linear_bias is not None else 0.0
         change = change.to(x.dtype)

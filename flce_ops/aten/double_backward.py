@@ -31,42 +31,22 @@ from flce_ops.aten.logits import (
     probabilities,
     weighted_logits,
 )
+from flce_ops.math.options import LogitOptions
 from flce_ops.math.shards import target_columns
+from flce_ops.meta.arguments import DoubleBackward, takes
 
 # N tokens, D hidden, V vocabulary
 
 
-def double_backward(
-    grad_grad_input: Tensor | None,
-    grad_grad_linear_weight: Tensor | None,
-    grad_grad_linear_bias: Tensor | None,
-    grad_target_logit: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_logit_sum: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    lse: Tensor,
-    *,
-    ignore_index: int = -100,
-    softcap: Tensor | None = None,  # ()
-    logit_scale: Tensor | None = None,  # ()
-    vocab_start: int = 0,
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    cotangents = (grad_grad_input, grad_grad_linear_weight, grad_grad_linear_bias)
-    upstream = (grad_target_logit, grad_lse, grad_logit_sum)
-    operands = (input, linear_weight, target, linear_bias, weight, lse)
-    outputs = meta.double_backward_outputs(*cotangents, *upstream, *operands)
+@takes(DoubleBackward)
+def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.double_backward_outputs(call)
     out_target, out_lse_cotangent, out_sum, out_input, out_weight, out_bias = outputs
-
-    valid, hit, column = target_columns(target, ignore_index, vocab_start, linear_weight.shape[0])
-    a, l, s = (
-        torch.zeros_like(lse) if grad is None else torch.where(kept, grad, 0.0).to(lse.dtype)
-        for grad, kept in ((grad_target_logit, hit), (grad_lse, valid), (grad_logit_sum, valid))
-    )
+    input, linear_weight, target, linear_bias, weight = call.operands
+    grad_grad_input, grad_grad_linear_weight, grad_grad_linear_bias = call.grad_grads
+    lse, lse_rest, softcap = call.lse, call.lse_rest, call.logits.softcap
+    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
+    cotangents = call.cotangents.kept(hit, valid, lse.dtype).filled(lse)
     weight_sum_over_chunks = torch.zeros_like(linear_weight, dtype=lse.dtype)
     bias_sum_over_chunks = torch.zeros_like(out_bias, dtype=lse.dtype)
 
@@ -82,7 +62,7 @@ def double_backward(
         if grad_grad_linear_bias is not None:
             h += grad_grad_linear_bias.to(lse.dtype)
 
-        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, logit_scale, softcap)
+        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, call.logits)
         p = normalized(probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows]))
         k = h if slope is None else h * slope
         pk = (p * k).sum(1)
@@ -90,11 +70,11 @@ def double_backward(
         out_lse_cotangent[rows] = torch.where(valid[rows], pk, 0.0)
         out_sum[rows] = torch.where(valid[rows], weighted_logits(k, weight), 0.0)
 
-        d = p * l[rows, None]
+        d = p * cotangents.grad_lse[rows, None]
         grad_u = apply_slope(d * (k - pk[:, None]), slope)
-        add_target_and_sum(d, column[rows], a[rows], s[rows], weight)
+        add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
         if softcap is not None:
-            grad_u += d * h * slope_derivative(z, slope, logit_scale, softcap)
+            grad_u += d * h * slope_derivative(z, slope, call.logits)
         grad_logits = apply_slope(d, slope).to(x.dtype)
         grad_u = grad_u.to(x.dtype)
         out_input[rows] = grad_u @ linear_weight
@@ -118,7 +98,7 @@ def normalized(p: Tensor) -> Tensor:  # (n, V), in place
     return p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
 
 
-def slope_derivative(z: Tensor, slope: Tensor, logit_scale: Tensor | None, softcap: Tensor) -> Tensor:  # (n, V)
+def slope_derivative(z: Tensor, slope: Tensor, options: LogitOptions) -> Tensor:  # (n, V)
     """f'' of capped logits."""
-    derivative = z * slope * (-2.0 / softcap**2)
-    return derivative if logit_scale is None else derivative * logit_scale
+    derivative = z * slope * (-2.0 / options.softcap**2)
+    return derivative if options.logit_scale is None else derivative * options.logit_scale

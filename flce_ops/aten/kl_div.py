@@ -22,8 +22,10 @@ from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
 from flce_ops.math.divergences import MATRICES, divergence_and_gradient
 from flce_ops.math.kl_div_arguments import Operands, Options
-from flce_ops.meta import accumulation_dtype
+from flce_ops.math.options import LogitOptions
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta import kl_div as meta
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
 from flce_ops.support.exchange import all_reduce
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
@@ -77,7 +79,7 @@ def student_logits(
     input = kept_rows(operands.input, rows, operands.valid)
     product, bias = chunk_product(input, operands.linear_weight), operands.linear_bias
     if options.softcap is None or not slope:
-        return input, activate(product, bias, options.logit_scale, options.softcap), None
+        return input, activate(product, bias, LogitOptions(options.softcap, options.logit_scale)), None
     return input, *cap_with_slope(scale_logits(product, bias, options.logit_scale), options.softcap)
 
 
@@ -86,8 +88,7 @@ def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:
         kept_rows(operands.teacher_input, rows, operands.valid),
         operands.teacher_weight,
         operands.teacher_bias,
-        options.teacher_logit_scale,
-        options.teacher_softcap,
+        LogitOptions(options.teacher_softcap, options.teacher_logit_scale),
     )
     return logits.to(accumulation_dtype(operands.input.dtype))
 
@@ -97,23 +98,25 @@ def log_teacher_probs(operands: Operands, rows: slice) -> Tensor:  # (n, V)
     return probs.to(accumulation_dtype(operands.input.dtype)).log()
 
 
-def forward(*tensors: Tensor | None, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.forward_outputs(*tensors, **options)
-    stream_rows("linear_kl_div_forward", Operands(*tensors), Options(**options), *outputs)
+@takes(KlDivForward)
+def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(call)
+    stream_rows("linear_kl_div_forward", call.operands, call.options, *outputs)
     return outputs
 
 
-def with_grad(*tensors: Tensor | None, output_mask: list[bool], **options) -> tuple[Tensor, ...]:
-    *tensors, row_scale = tensors
-    operands, options = Operands(*tensors), Options(**options)
-    loss, divergence, *grads = meta.with_grad_outputs(*operands, row_scale, output_mask=output_mask, **vars(options))
+@takes(KlDivWithGrad)
+def with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operands, options = call.operands, call.options
+    outputs = meta.with_grad_outputs(call)
+    loss, divergence, *grads = outputs
     per_row = (divergence, *meta.row_statistics(operands, options))
-    rows = rows_per_chunk(operands, options, output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), output_mask, rows)
-    scale = gradient_factors(row_scale, operands.valid).to(divergence.dtype)
+    rows = rows_per_chunk(operands, options, call.output_mask[1])
+    gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), call.output_mask, rows)
+    scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
     stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
-    return loss, divergence, *grads
+    return outputs
 
 
 def scale_of_products(row_scale: Tensor, options: Options) -> Tensor:  # (N,)
@@ -170,13 +173,13 @@ def stream_rows(
         gradients.finish()
 
 
-def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **options) -> tuple[Tensor, ...]:
-    *tensors, shift, teacher_shift, student_kl = tensors
-    grads = meta.backward_outputs(grad, *tensors, shift, teacher_shift, student_kl, output_mask=output_mask, **options)
-    operands, options = Operands(*tensors), Options(**options)
-    scale = scale_of_products(gradient_factors(grad, operands.valid).to(shift.dtype), options)
-    step = rows_per_chunk(operands, options, output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, output_mask, step)
+@takes(KlDivBackward)
+def backward(call: KlDivBackward) -> meta.Gradients:
+    grads = meta.backward_outputs(call)
+    operands, options, shift, teacher_shift = call.operands, call.options, call.shift, call.teacher_shift
+    scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
+    step = rows_per_chunk(operands, options, call.output_mask[1])
+    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, step)
     for rows in row_chunks("linear_kl_div_backward", operands.input, step):
         input, log_q, slope = student_logits(operands, options, rows, slope=True)
         log_q.sub_(shift[0, rows, None]).sub_(shift[1, rows, None])
@@ -191,7 +194,7 @@ def backward(grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **o
             log_q,
             log_p,
             total=None,
-            student_kl=None if options.kind == "forward" else student_kl[rows],
+            student_kl=None if options.kind == "forward" else call.student_kl[rows],
             row_scale=scale[rows],
             normalized=operands.teacher_probs is None,
         )

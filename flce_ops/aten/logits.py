@@ -17,10 +17,11 @@ two GEMMs. The second derivatives stand in flce_ops/aten/double_backward.py.
 import torch
 from torch import Tensor
 
-from flce_ops import meta
 from flce_ops.aten.chunks import (
     chunk_product,
 )
+from flce_ops.math.options import Cotangents, LogitOptions
+from flce_ops.math.precision import accumulation_dtype
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
@@ -28,20 +29,20 @@ from flce_ops.aten.chunks import (
 def activate(
     product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
     linear_bias: Tensor | None,  # (V,)
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
-    logits = scale_logits(product, linear_bias, logit_scale)
+    logits = scale_logits(product, linear_bias, options.logit_scale)
+    softcap = options.softcap
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def activate_with_slope(
     product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
     linear_bias: Tensor | None,  # (V,)
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    options: LogitOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """`activate`'s z, (n, V), and dz/du: (n, V); where it is the same for all one number, (), or None for 1."""
+    softcap, logit_scale = options
     logits = scale_logits(product, linear_bias, logit_scale)
     if softcap is None:
         return logits, logit_scale
@@ -50,7 +51,7 @@ def activate_with_slope(
 
 
 def scale_logits(product: Tensor, linear_bias: Tensor | None, logit_scale: Tensor | None) -> Tensor:  # (n, V)
-    logits = product.to(meta.accumulation_dtype(product.dtype))
+    logits = product.to(accumulation_dtype(product.dtype))
     if linear_bias is not None:
         logits += linear_bias
     if logit_scale is not None:
@@ -72,20 +73,18 @@ def chunk_logits(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
-    return activate(chunk_product(input, linear_weight), linear_bias, logit_scale, softcap)
+    return activate(chunk_product(input, linear_weight), linear_bias, options)
 
 
 def chunk_logits_with_slope(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    options: LogitOptions,
 ) -> tuple[Tensor, Tensor | None]:  # as of activate_with_slope
-    return activate_with_slope(chunk_product(input, linear_weight), linear_bias, logit_scale, softcap)
+    return activate_with_slope(chunk_product(input, linear_weight), linear_bias, options)
 
 
 def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)
@@ -140,10 +139,10 @@ def write_over(block: Tensor, grad_logits: Tensor) -> None:
 def add_target_and_sum(
     grad_logits: Tensor,  # (n, V), in place
     column: Tensor,  # (n, 1)
-    grad_target_logit: Tensor | None,  # (n,)
-    grad_logit_sum: Tensor | None,  # (n,)
+    cotangents: Cotangents,  # of these rows
     weight: Tensor | None,  # (V,)
 ) -> None:
+    grad_target_logit, _, grad_logit_sum = cotangents
     if grad_logit_sum is not None:
         if weight is None:
             grad_logits += grad_logit_sum[:, None]

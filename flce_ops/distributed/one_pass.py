@@ -18,80 +18,85 @@ from torch.autograd import Function
 
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.shards import shard_rows
-from flce_ops.ops.autograd import multiply_by_upstream
-from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.ops.vocab_parallel import NAME
+from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.ops.autograd import OPERANDS, multiply_by_upstream, save, saved
+from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 
-def applies(layout: Layout, operands: tuple[Tensor | None, ...], num_classes: int) -> bool:
+def applies(layout: Layout, operands: Operands, num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
-    input, linear_weight, _, linear_bias = operands
-    if sum(layout.vocabulary) != 1:
-        return False
-    ranks = layout.mesh.size(layout.vocabulary.index(True))
-    every_rank_has_classes = shard_rows(num_classes, ranks) * (ranks - 1) < num_classes
-    return every_rank_has_classes and gradients_in_the_same_pass(input, linear_weight, linear_bias)
+    sharding = {"vocabulary_dimensions": sum(layout.vocabulary)}
+    if sharding["vocabulary_dimensions"] == 1:
+        ranks = layout.mesh.size(layout.vocabulary.index(True))
+        sharding["rank_without_classes"] = shard_rows(num_classes, ranks) * (ranks - 1) >= num_classes
+    situation = loss_situation(operands.input, operands.linear_weight, operands.linear_bias, **sharding)
+    return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
 
 
-class VocabParallelWithGrad(Function):
-    """loss of the operator, the tokens' losses and argmax, both constants; its gradients wait for the upstream scalar,
-    as in flce_ops/ops/autograd.py.
-    """
+def loss(layout: Layout, problem: TokenLosses, num_classes: int, row_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """() with a gradient, and the tokens' losses and argmax, constants."""
+    dim = layout.vocabulary.index(True)
+    start, _ = layout.vocabulary_range(num_classes)
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    call = VocabParallelWithGrad.bind(
+        *problem.operands,
+        row_scale,
+        group=layout.mesh.get_group(dim).group_name,
+        ranks=layout.mesh.size(dim),
+        vocab_start=start,
+        vocab_size=num_classes,
+        **problem.options,
+        output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
+        argmax=problem.argmax,
+    )
+    return VocabParallelFormula.apply(layout, *call.values())
+
+
+class VocabParallelFormula(Function):
+    """Its gradients wait for the upstream scalar, as in flce_ops/ops/autograd.py."""
 
     @staticmethod
-    def forward(
-        ctx, layout, num_classes, options, argmax, input, linear_weight, target, linear_bias, weight, row_scale
-    ):
-        dim = layout.vocabulary.index(True)
-        start, _ = layout.vocabulary_range(num_classes)
-        mask = [ctx.needs_input_grad[4], ctx.needs_input_grad[5], ctx.needs_input_grad[7]]
-        loss, losses, *grads, largest = getattr(torch.ops.flce, NAME)(
-            input,
-            linear_weight,
-            target,
-            linear_bias,
-            weight,
-            row_scale,
-            group=layout.mesh.get_group(dim).group_name,
-            ranks=layout.mesh.size(dim),
-            vocab_start=start,
-            vocab_size=num_classes,
-            output_mask=mask,
-            argmax=argmax,
-            **options,
+    def forward(ctx, layout, *values):
+        call = VocabParallelWithGrad.of(values)
+        loss, losses, *gradients, argmax = VocabParallelWithGrad.run(
+            torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad, values
         )
-        ctx.mark_non_differentiable(losses, largest)
-        ctx.layout, ctx.num_classes, ctx.options, ctx.mask = layout, num_classes, options, mask
+        ctx.mark_non_differentiable(losses, argmax)
+        ctx.layout = layout
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, linear_weight, target, linear_bias, weight, row_scale, losses, *grads)
-        return loss, losses, largest
+        save(ctx, call, losses, *gradients)
+        return loss, losses, argmax
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         if grad_loss is None:
-            return (None,) * 10
-        *operands, row_scale, losses, grad_input, grad_weight, grad_bias = ctx.saved_tensors
+            return None, *VocabParallelWithGrad.gradients()
+        call, (losses, *made) = saved(ctx, VocabParallelWithGrad)
+        names = (*OPERANDS, "row_scale")
+        needs = [ctx.needs_input_grad[1 + VocabParallelWithGrad.index[name]] for name in names]
+        leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
-            grads = VocabParallelWithGrad.differentiable_gradients(ctx, operands, row_scale, grad_loss)
+            gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         else:
-            made = [grad if wanted else None for grad, wanted in zip((grad_input, grad_weight, grad_bias), ctx.mask)]
-            leaf = next(operand for operand, need in zip((*operands, row_scale), ctx.needs_input_grad[4:]) if need)
-            grads = multiply_by_upstream(made, grad_loss, leaf)
-            grads.append(losses * grad_loss if ctx.needs_input_grad[9] else None)
-        grad_input, grad_weight, grad_bias, grad_row_scale = grads
-        return None, None, None, None, grad_input, grad_weight, None, grad_bias, None, grad_row_scale
+            made = [gradient if want else None for gradient, want in zip(made, call.output_mask)]
+            leaf = next(leaf for leaf, need in zip(leaves, needs) if need)
+            gradients = multiply_by_upstream(made, grad_loss, leaf)
+            gradients.append(losses * grad_loss if needs[3] else None)
+        return None, *VocabParallelWithGrad.gradients(**dict(zip(names, gradients)))
 
-    @staticmethod
-    def differentiable_gradients(ctx, operands, row_scale, grad_loss) -> list[Tensor | None]:
-        # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal and nothing else is
-        # made from it, so no path leads from one to another.
-        input, linear_weight, _, linear_bias, _ = operands
-        losses, _ = vocab_parallel_losses(ctx.layout, *operands, num_classes=ctx.num_classes, **ctx.options)
-        leaves = (input, linear_weight, linear_bias, row_scale)
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        grads = torch.autograd.grad((row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
-        by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, grads)}
-        return [by_leaf.get(id(leaf)) for leaf in leaves]
+
+def differentiable_gradients(
+    layout: Layout, call: VocabParallelWithGrad, leaves: list[Tensor | None], grad_loss: Tensor
+) -> list[Tensor | None]:
+    # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal and nothing else is
+    # made from it, so no path leads from one to another.
+    problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
+    losses, _ = vocab_parallel_losses(layout, problem, call.vocab_size)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    gradients = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, gradients)}
+    return [by_leaf.get(id(leaf)) for leaf in leaves]

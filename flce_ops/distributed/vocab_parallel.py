@@ -21,6 +21,7 @@ from flce_ops import meta
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
 from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.options import LogitOptions, Operands, TokenLosses
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
 from flce_ops.ops.autograd import finite_in_empty_rows
 
@@ -37,56 +38,37 @@ class RowStatistics(NamedTuple):
     argmax: Tensor | None
 
 
-def vocab_parallel_losses(
-    layout: Layout,
-    input: Tensor,  # (N, D)
-    linear_weight: Tensor,  # (v, D)
-    target: Tensor,  # (N,), classes of the whole vocabulary
-    linear_bias: Tensor | None,  # (v,)
-    weight: Tensor | None,  # (V,)
-    *,
-    num_classes: int,  # V
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
-    argmax: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # (N,), the same on every rank of the vocabulary, 0 where ignored; argmax (N,)
+def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int) -> tuple[Tensor, Tensor | None]:
+    """(N,), the same on every rank of the vocabulary, 0 where ignored; argmax (N,).
+
+    `problem` has this rank's (v, D) weight and (v,) bias; targets and class weights count the whole vocabulary.
+    """
+    operands = problem.operands
     target_logit, lse, logit_sum, _, largest = vocab_parallel_rows(
         layout,
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
+        operands,
         num_classes=num_classes,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        logit_sum=label_smoothing != 0.0,
-        argmax=argmax,
+        ignore_index=problem.ignore_index,
+        logits=problem.logits,
+        logit_sum=problem.loss.label_smoothing != 0.0,
+        argmax=problem.argmax,
     )
-    terms = loss_terms_of(target, weight, num_classes, label_smoothing, z_loss, lse.dtype)
-    return torch.where(target != ignore_index, terms.loss(target_logit, lse, logit_sum), 0.0), largest
+    terms = loss_terms_of(operands.target, operands.weight, num_classes, problem.loss, lse.dtype)
+    return torch.where(problem.valid, terms.loss(target_logit, lse, logit_sum), 0.0), largest
 
 
 def vocab_parallel_rows(
     layout: Layout,
-    input: Tensor,  # (N, D)
-    linear_weight: Tensor,  # (v, D)
-    target: Tensor,  # (N,), classes of the whole vocabulary
-    linear_bias: Tensor | None,  # (v,)
-    weight: Tensor | None,  # (V,)
+    operands: Operands,  # as above
     *,
     num_classes: int,  # V
     ignore_index: int,
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
+    logits: LogitOptions,
     logit_sum: bool = False,
     expected_logit: bool = False,
     argmax: bool = False,
 ) -> RowStatistics:
+    input, linear_weight, target, linear_bias, weight = operands
     start, size = layout.vocabulary_range(num_classes)
     kinds = 2 + logit_sum + expected_logit + 2 * argmax
     if size == 0:
@@ -101,8 +83,7 @@ def vocab_parallel_rows(
             None if weight is None else weight[start : start + size],
             ignore_index=ignore_index,
             logit_sum=logit_sum,
-            softcap=softcap,
-            logit_scale=logit_scale,
+            **logits._asdict(),
             vocab_start=start,
             vocab_size=num_classes,
             expected_logit=expected_logit,

@@ -1,12 +1,39 @@
-"""Bodies of the entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors."""
+"""The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
+
+schemas.py                      their arguments
+arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
+cross_entropy.py                plain.py, sharded.py
+log_probs.py                    log_probs_sharded.py
+kl_div.py                       kl_div_plain.py, kl_div_sharded.py
+"""
+
+import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs
+from flce_ops.entry import cross_entropy, kl_div, log_probs, schemas
+from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 
-# On torch.func's key too: the bodies must run before any transform has been peeled off.
-for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-    library.impl("linear_cross_entropy", cross_entropy.composite, _key)
-    library.impl("linear_cross_entropy_metrics", cross_entropy.composite_metrics, _key)
-    library.impl("linear_log_probs", log_probs.composite, _key)
-    library.impl("linear_kl_div", kl_div.composite, _key)
+ENTRIES = {
+    "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
+    "linear_cross_entropy_metrics": (
+        schemas.CrossEntropy,
+        "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
+        cross_entropy.composite_metrics,
+    ),
+    "linear_log_probs": (
+        schemas.LogProbs,
+        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax)",
+        log_probs.composite,
+    ),
+    "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
+}
+for _name, (_arguments, _results, _body) in ENTRIES.items():
+    library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
+    # On torch.func's key too: the bodies must run before any transform has been peeled off.
+    for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+        library.impl(_name, _body, _key)
+    # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
+    for _device_type in ("cpu", "cuda") if _name != "linear_kl_div" else ():
+        _op = getattr(torch.ops.flce, _name).default
+        library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")

@@ -5,6 +5,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from flce_ops.entry.schemas import CrossEntropy, LogProbs
+from flce_ops.math.options import RANGES
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
     check_dense,
@@ -20,45 +22,27 @@ OP = "linear_cross_entropy"
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def check_arguments(
-    input: Tensor,  # (..., D)
-    linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (...)
-    linear_bias: Tensor | None,  # (V,)
-    weight: Tensor | None,  # (V,)
-    reduction: str,
-    label_smoothing: float,
-    softcap: Number | None,
-    temperature: Number,
-    token_weight: Tensor | None,  # (...)
-    normalizer: Tensor | None,  # ()
-) -> None:
-    check_dense(OP, weight=weight, token_weight=token_weight, normalizer=normalizer)
-    check_head(OP, input, linear_weight, target, linear_bias, softcap, temperature)
-    check_per_class(OP, "weight", weight, linear_weight.shape[0])
+def check_arguments(call: CrossEntropy) -> None:
+    input, weight, token_weight = call.input, call.weight, call.token_weight
+    check_dense(OP, weight=weight, token_weight=token_weight, normalizer=call.normalizer)
+    check_head(OP, call)
+    check_per_class(OP, "weight", weight, call.linear_weight.shape[0])
     check_device(OP, input, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")
-    check_reduction(OP, reduction)
-    check_label_smoothing(OP, label_smoothing)
+    check_reduction(OP, call.reduction)
+    check_ranges(OP, label_smoothing=call.label_smoothing)
     check_real(OP, token_weight=token_weight)
-    if token_weight is not None and token_weight.shape != target.shape:
+    if token_weight is not None and token_weight.shape != call.target.shape:
         raise ValueError(
-            f"{OP}: expected token_weight of target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
+            f"{OP}: expected token_weight of target's shape {tuple(call.target.shape)}, got {tuple(token_weight.shape)}"
         )
-    check_normalizer(OP, normalizer, reduction, input)
+    check_normalizer(OP, call.normalizer, call.reduction, input)
 
 
-def check_head(
-    op: str,
-    input: Tensor,  # (..., D)
-    linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (...)
-    linear_bias: Tensor | None,  # (V,)
-    softcap: Number | None,
-    temperature: Number,
-) -> None:
+def check_head(op: str, call: CrossEntropy | LogProbs) -> None:
     """The arguments that make logits, and the targets among them."""
+    input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     if input.dim() < 1:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
@@ -72,24 +56,19 @@ def check_head(
     check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
     check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
-    check_positive(op, softcap=softcap, temperature=temperature)
+    check_ranges(op, softcap=call.softcap, temperature=call.temperature)
 
 
-def check_positive(op: str, **numbers: Number | None) -> None:
+def check_ranges(op: str, **numbers: Number | None) -> None:
     for name, number in numbers.items():
-        if number is not None and not number > 0.0:
-            or_none = " or None" if name.endswith("softcap") else ""
-            raise ValueError(f"{op}: expected {name} to be positive{or_none}, got {number}")
+        expected, fits = RANGES[name]
+        if number is not None and not fits(number):
+            raise ValueError(f"{op}: expected {name} {expected}, got {number}")
 
 
 def check_reduction(op: str, reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-
-
-def check_label_smoothing(op: str, label_smoothing: float) -> None:
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{op}: expected label_smoothing in [0, 1], got {label_smoothing}")
 
 
 def check_ignore_index(op: str, ignore_index: int | None) -> None:

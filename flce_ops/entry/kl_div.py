@@ -2,61 +2,53 @@
 
 from torch import Tensor
 
-from flce_ops.entry.arguments import check_positive
+from flce_ops.entry.arguments import check_ranges
 from flce_ops.entry.kl_div_checks import OP
 from flce_ops.entry.kl_div_plain import plain_composite
+from flce_ops.entry.schemas import KlDiv
 from flce_ops.math.kl_div_arguments import Operands, Options
-from flce_ops.math.scalars import Number, logit_scalars, scalar
+from flce_ops.math.scalars import Number, logit_options, scalar
+from flce_ops.meta.arguments import takes
 from flce_ops.meta.kl_div_checks import check_kind
 from flce_ops.support.dtensor import any_dtensor
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
 
-def composite(
-    input: Tensor,
-    linear_weight: Tensor,
-    teacher_input: Tensor | None = None,
-    teacher_weight: Tensor | None = None,
-    *,
-    teacher_probs: Tensor | None = None,
-    linear_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    kind: str = "forward",
-    beta: Number = 0.5,
-    target: Tensor | None = None,
-    ignore_index: int = -100,
-    token_weight: Tensor | None = None,
-    reduction: str = "mean",
-    normalizer: Tensor | None = None,
-    logit_scale: Number = 1.0,
-    softcap: Number | None = None,
-    temperature: Number = 1.0,
-    teacher_logit_scale: Number | None = None,
-    teacher_softcap: Number | None = None,
-) -> Tensor:
+@takes(KlDiv)
+def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
-    operands = Operands(input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias, teacher_probs)
-    check_positive(OP, softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature)
-    kind = resolve_kind(kind, beta)
-    student = logit_scalars(logit_scale, softcap, temperature, input)
-    teacher_logit_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
-    teacher = logit_scalars(
-        teacher_logit_scale, teacher_softcap, temperature, input if teacher_input is None else teacher_input
+    input, temperature = call.input, call.temperature
+    check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=temperature)
+    operands = Operands(
+        input,
+        call.linear_weight,
+        call.linear_bias,
+        call.teacher_input,
+        call.teacher_weight,
+        call.teacher_bias,
+        call.teacher_probs,
+        None,
     )
+    kind = resolve_kind(call.kind, call.beta)
+    student = logit_options(call.logit_scale, call.softcap, temperature, input)
+    teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
+    teacher_like = input if call.teacher_input is None else call.teacher_input
+    teacher = logit_options(teacher_scale, call.teacher_softcap, temperature, teacher_like)
     options = Options(
         kind=kind,
-        beta=scalar(beta, input) if kind == "jsd" else None,
-        **student,
-        teacher_logit_scale=teacher["logit_scale"],
-        teacher_softcap=teacher["softcap"],
+        beta=scalar(call.beta, input) if kind == "jsd" else None,
+        **student._asdict(),
+        teacher_logit_scale=teacher.logit_scale,
+        teacher_softcap=teacher.softcap,
     )
-    arguments = (target, token_weight, reduction, normalizer)
-    if any_dtensor(*operands, target, token_weight, normalizer):
+    body = plain_composite
+    if any_dtensor(*operands, call.target, call.token_weight, call.normalizer):
         from flce_ops.entry.kl_div_sharded import dtensor_composite  # builds on torch.distributed.tensor
 
-        return dtensor_composite(operands, options, *arguments, ignore_index)
-    return plain_composite(operands, options, *arguments, ignore_index)
+        body = dtensor_composite
+    reduction = (call.target, call.token_weight, call.reduction, call.normalizer)
+    return body(operands, options, *reduction, call.ignore_index)
 
 
 def resolve_kind(kind: str, beta: Number) -> str:

@@ -13,7 +13,7 @@ from flce_ops.math.reduction import (
     row_factor,
     weighted_sum,
 )
-from flce_ops.ops.kl_div import autocast_pairs
+from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -37,6 +37,12 @@ def plain_composite(
         return row_divergences(operands, options, row_factor(operands.valid, token_weight, None)).reshape(shape)
     denominator = denominator_of(operands, reduction, normalizer)
     return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
+
+
+def autocast_pairs(operands: Operands) -> Operands:
+    """Under autocast, both pairs as it hands them to F.linear. Given probabilities stay as they are."""
+    pairs = autocast_operands(operands.input.device.type, *operands[:6])
+    return Operands(*pairs, *operands[6:])
 
 
 def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int) -> Operands:
@@ -75,7 +81,7 @@ def flat_token_weight(operands: Operands, token_weight: Tensor | None) -> Tensor
 
 
 def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)
-    return factor * torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
+    return factor * torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
 
 
 def weighted_loss(
@@ -88,8 +94,10 @@ def weighted_loss(
     input, linear_weight, linear_bias = operands[:3]
     factor = row_factor(operands.valid, token_weight, denominator)
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
-        divergence = torch.ops.flce.linear_kl_div_forward(*operands, **vars(options))[0]
+        divergence = torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
         return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
     mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
-    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(*operands, factor, **vars(options), output_mask=mask)
+    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(
+        *operands, factor, **options._asdict(), output_mask=mask
+    )
     return loss, weighted_sum(operands.valid, token_weight, divergence)

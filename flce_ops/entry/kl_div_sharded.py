@@ -27,6 +27,7 @@ from flce_ops.distributed.layout import (
 from flce_ops.distributed.local import localize, localize_per_class
 from flce_ops.entry.kl_div_checks import OP, check_arguments
 from flce_ops.entry.kl_div_plain import (
+    autocast_pairs,
     denominator_of,
     flat_token_weight,
     flatten_tokens,
@@ -36,7 +37,6 @@ from flce_ops.entry.kl_div_plain import (
 from flce_ops.entry.sharded import quotient_over_tokens, sum_over_tokens
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.reduction import row_factor
-from flce_ops.ops.kl_div import autocast_pairs
 
 # N tokens of this rank, D and E hidden sizes of student and teacher, V vocabulary, v of them on this rank
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_head
+from flce_ops.entry.schemas import LogProbs
 from flce_ops.math.log_probs import log_probs_of_rows
-from flce_ops.math.scalars import Number, logit_scalars
+from flce_ops.math.scalars import logit_options
+from flce_ops.meta.arguments import takes
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.support.dtensor import any_dtensor
 
@@ -19,51 +21,30 @@ from flce_ops.support.dtensor import any_dtensor
 OP = "linear_log_probs"
 
 
-def composite(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    softcap: Number | None = None,
-    logit_scale: Number = 1.0,
-    temperature: Number = 1.0,
-    entropy: bool = False,
-    argmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@takes(LogProbs)
+def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
-    if any_dtensor(input, linear_weight, target, linear_bias):
-        from flce_ops.entry.log_probs_sharded import (
-            dtensor_log_probs,  # builds on torch.distributed.tensor: only for its users
-        )
+    if any_dtensor(call.input, call.linear_weight, call.target, call.linear_bias):
+        from flce_ops.entry.log_probs_sharded import dtensor_log_probs  # torch.distributed.tensor: only for its users
 
-        return dtensor_log_probs(
-            input,
-            linear_weight,
-            target,
-            linear_bias,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            entropy=entropy,
-            argmax=argmax,
-        )
-    input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
-    check_head(OP, input, linear_weight, target, linear_bias, softcap, temperature)
-    flat_target = target.reshape(target.numel())
-    target_logit, lse, _, expected, _, largest, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
-        input.reshape(target.numel(), input.shape[-1]),
-        linear_weight,
-        flat_target,
-        linear_bias,
-        None,
-        ignore_index=ignore_index,
-        **logit_scalars(logit_scale, softcap, temperature, input),
-        expected_logit=entropy,
-        argmax=argmax,
+        return dtensor_log_probs(call)
+    input, linear_weight, linear_bias = call.input, call.linear_weight, call.linear_bias
+    call.input, call.linear_weight, call.linear_bias = autocast_operands(
+        input.device.type, input, linear_weight, linear_bias
     )
-    valid = (flat_target != ignore_index).reshape(target.shape)
-    rows = (target_logit, lse, expected if entropy else None, largest if argmax else None, lse_rest)
-    return log_probs_of_rows(valid, *(None if row is None else row.reshape(target.shape) for row in rows))
+    check_head(OP, call)
+    target, shape = call.target.reshape(call.target.numel()), call.target.shape
+    target_logit, lse, _, expected, _, argmax, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
+        call.input.reshape(target.numel(), input.shape[-1]),
+        call.linear_weight,
+        target,
+        call.linear_bias,
+        None,
+        ignore_index=call.ignore_index,
+        **logit_options(call.logit_scale, call.softcap, call.temperature, call.input)._asdict(),
+        expected_logit=call.entropy,
+        argmax=call.argmax,
+    )
+    valid = (target != call.ignore_index).reshape(shape)
+    rows = (target_logit, lse, expected if call.entropy else None, argmax if call.argmax else None, lse_rest)
+    return log_probs_of_rows(valid, *(None if row is None else row.reshape(shape) for row in rows))

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from flce_ops import meta
 from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of, splits
 from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.plain import loss_and_argmax, weighted_loss
+from flce_ops.entry.plain import losses_from_forward, token_losses, weighted_loss
+from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.math.options import Operands
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import (
     accuracy_of,
     mean_denominator,
@@ -28,121 +30,71 @@ from flce_ops.math.reduction import (
     row_factor,
     weighted_sum,
 )
-from flce_ops.math.scalars import Number, logit_scalars, scalar_unless
 from flce_ops.ops.autocast import autocast_operands
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
 
-def dtensor_composite(
-    input: Tensor,  # (..., D) DTensor
-    linear_weight: Tensor,  # (V, D) DTensor
-    target: Tensor,  # (...), as all others a DTensor, or a plain tensor that is the same on every rank
-    linear_bias: Tensor | None = None,  # (V,)
-    *,
-    weight: Tensor | None = None,  # (V,)
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: Number | None = None,
-    logit_scale: Number = 1.0,
-    temperature: Number = 1.0,
-    z_loss: Number = 0.0,
-    token_weight: Tensor | None = None,  # (...)
-    normalizer: Tensor | None = None,  # ()
-    argmax: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """flce_ops.entry.cross_entropy.loss_and_argmax when an argument is a DTensor."""
-    layout = layout_of(input, linear_weight)
-    check_same_mesh(
-        layout,
-        input,
-        target=target,
-        linear_bias=linear_bias,
-        weight=weight,
-        token_weight=token_weight,
-        normalizer=normalizer,
+def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
+    """flce_ops.entry.plain.loss_and_argmax when an argument is a DTensor.
+
+    All of them are, or plain tensors that are the same on every rank.
+    """
+    layout = layout_of(call.input, call.linear_weight)
+    others = ("target", "linear_bias", "weight", "token_weight", "normalizer")
+    check_same_mesh(layout, call.input, **{name: getattr(call, name) for name in others})
+    check_plain_target(call.target, call.input)
+    call.input, call.linear_weight, call.linear_bias = autocast_operands(
+        call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
-    check_plain_target(target, input)
-    input, linear_weight, linear_bias = autocast_operands(input.device.type, input, linear_weight, linear_bias)
-    check_arguments(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        reduction,
-        label_smoothing,
-        softcap,
-        temperature,
-        token_weight,
-        normalizer,
+    check_arguments(call)
+    reduction, num_classes, target_shape = call.reduction, call.linear_weight.shape[0], call.target.shape
+    tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
+        layout, call.input, call.linear_weight, call.target, call.linear_bias
     )
-    num_classes = linear_weight.shape[0]
-    target_shape = target.shape
-    tokens_shape, operands = localize_head(layout, input, linear_weight, target, linear_bias)
-    local_input, _, local_target, _ = operands
-    accumulate = meta.accumulation_dtype(local_input.dtype)
-    class_weight = localize(layout, weight, layout.replicated)
-    local_token_weight = localize(layout, token_weight, layout.tokens)
-    if local_token_weight is not None:
-        local_token_weight = local_token_weight.reshape(-1).to(accumulate)
+    accumulate = accumulation_dtype(input.dtype)
+    weight = localize(layout, call.weight, layout.replicated)
+    token_weight = localize(layout, call.token_weight, layout.tokens)
     number_gradient = layout.placements(tokens=Partial())
-    local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss}
-    valid = local_target != ignore_index
+    normalizer = localize(layout, call.normalizer, layout.replicated, gradient=number_gradient)
+    problem = token_losses(call, Operands(input, linear_weight, target, linear_bias, weight), argmax)
+    valid = problem.valid
     denominator = None
     if reduction != "none":
-        denominator = mean_denominator(reduction, local_normalizer, local_target, valid, class_weight, accumulate)
-        if local_normalizer is None and denominator is not None:
+        denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
+        if normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
-            if class_weight is not None:
+            if weight is not None:
                 denominator = nan_for_nothing(denominator)
+    if token_weight is None:
+        token_weight = torch.ones_like(valid, dtype=accumulate)
+    token_weight = token_weight.reshape(-1).to(accumulate)
 
-    if local_token_weight is None:
-        local_token_weight = torch.ones_like(valid, dtype=accumulate)
-    inner = {**options, **logit_scalars(logit_scale, softcap, temperature, local_input)}
-    inner["z_loss"] = scalar_unless(0.0, z_loss, local_input)
     if layout.splits_vocabulary:
-        factor = row_factor(valid, local_token_weight, denominator)
-        if reduction != "none" and one_pass.applies(layout, operands, num_classes):
-            local_loss, losses, largest = one_pass.VocabParallelWithGrad.apply(
-                layout, num_classes, inner, argmax, *operands, class_weight, factor
-            )
+        factor = row_factor(valid, token_weight, denominator)
+        if reduction != "none" and one_pass.applies(layout, problem.operands, num_classes):
+            local_loss, losses, largest = one_pass.loss(layout, problem, num_classes, factor)
         else:
-            losses, largest = vocab_parallel_losses(
-                layout, *operands, class_weight, num_classes=num_classes, **inner, argmax=argmax
-            )
+            losses, largest = vocab_parallel_losses(layout, problem, num_classes)
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
-        total = None if reduction == "none" else weighted_sum(valid, local_token_weight, losses)
+        total = None if reduction == "none" else weighted_sum(valid, token_weight, losses)
     elif reduction == "none":
-        local_loss, largest = loss_and_argmax(
-            *operands,
-            weight=class_weight,
-            reduction="none",
-            token_weight=local_token_weight,
-            **options,
-            **numbers,
-            argmax=argmax,
-        )
+        losses, largest = losses_from_forward(problem)
+        local_loss = losses * torch.where(valid, token_weight, 0.0)
     else:
-        local_loss, total, largest = weighted_loss(
-            *operands, class_weight, local_token_weight, denominator, **inner, argmax=argmax
-        )
+        local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator)
     largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
     if reduction != "none":
         return quotient_over_tokens(layout, local_loss, total, denominator), largest
     return per_token(layout, local_loss.reshape(tokens_shape), target_shape), largest
 
 
-def dtensor_composite_metrics(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None, **options
-) -> tuple[Tensor, Tensor, Tensor]:
+def dtensor_composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
     """flce_ops.entry.cross_entropy.composite_metrics when an argument is a DTensor."""
-    target = target_beside_tokens(input, linear_weight, target)
-    loss, argmax = dtensor_composite(input, linear_weight, target, linear_bias, **options, argmax=True)
-    return loss, token_accuracy(argmax, target, options.get("ignore_index", -100)), argmax
+    call.target = target_beside_tokens(call.input, call.linear_weight, call.target)
+    target = call.target
+    loss, argmax = dtensor_composite(call, argmax=True)
+    return loss, token_accuracy(argmax, target, call.ignore_index), argmax
 
 
 def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (...), sharded as the tokens are

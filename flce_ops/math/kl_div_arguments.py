@@ -1,7 +1,6 @@
-"""The tensors and numbers that every operator of this package takes, by name."""
+"""The tensors and numbers that every operator of linear_kl_div takes, by name."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -11,19 +10,18 @@ from torch import Tensor
 class Operands(NamedTuple):
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
-    linear_bias: Tensor | None = None  # (V,)
-    teacher_input: Tensor | None = None  # (N, E)
-    teacher_weight: Tensor | None = None  # (V, E)
-    teacher_bias: Tensor | None = None  # (V,)
-    teacher_probs: Tensor | None = None  # (N, V), instead of the three before
-    valid: Tensor | None = None  # (N,) bool; rows where it is False are not read
+    linear_bias: Tensor | None  # (V,)
+    teacher_input: Tensor | None  # (N, E)
+    teacher_weight: Tensor | None  # (V, E)
+    teacher_bias: Tensor | None  # (V,)
+    teacher_probs: Tensor | None  # (N, V), instead of the three before
+    valid: Tensor | None  # (N,) bool; rows where it is False are not read
 
 
 TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     kind: str = "forward"
     beta: Tensor | None = None  # (), of "jsd"
     logit_scale: Tensor | None = None  # (), like the next three
@@ -33,4 +31,4 @@ class Options:
     # where ranks share the vocabulary: their process group, how many they are, and V over all of them
     group: str | None = None
     ranks: int = 1
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, "SymInt?"] = None

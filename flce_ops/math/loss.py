@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flce_ops.math.options import Cotangents, LossOptions
+
 
 def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
     """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
@@ -54,38 +56,42 @@ class LossTerms:
             loss = loss + self.z_loss * lse * lse
         return loss
 
-    def d_lse(self, lse: Tensor) -> Tensor | float:
-        """d loss / d lse; the derivatives by z_y and logit_sum are `-target_factor` and `-smoothing`."""
-        slope = self.target_factor + self.smoothing_lse_factor
-        return slope if self.z_loss is None else slope + 2.0 * self.z_loss * lse
+    def derivatives(
+        self, target_logit: Tensor, lse: Tensor
+    ) -> tuple[Tensor | float, Tensor | float, Tensor | float | None]:
+        """By target_logit, lse and logit_sum; None where the loss does not read that."""
+        d_lse = self.target_factor + self.smoothing_lse_factor
+        if self.z_loss is not None:
+            d_lse = d_lse + 2.0 * self.z_loss * lse
+        return -self.target_factor, d_lse, -self.smoothing if self.smoothing else None
 
-    def cotangents(self, lse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # (N,) each
-        """Of target_logit, lse and logit_sum (None where it is not read) in sum_i scale_i loss_i."""
-        return -self.target_factor * scale, self.d_lse(lse) * scale, -self.smoothing * scale if self.smoothing else None
+    def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
+        """Of the numbers of a row in sum_i scale_i loss_i."""
+        d_target, d_lse, d_sum = self.derivatives(target_logit, lse)
+        return Cotangents(d_target * scale, d_lse * scale, None if d_sum is None else d_sum * scale)
 
 
 def loss_terms_of(
     target: Tensor,  # (N,)
     weight: Tensor | None,  # (V,)
     num_classes: int,
-    label_smoothing: float,
-    z_loss: Tensor | None,  # ()
+    options: LossOptions,
     dtype: torch.dtype,
 ) -> LossTerms:
     """The terms of N tokens from the class weights."""
     target_weight = weight_sum = None
     if weight is not None:
         target_weight, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
-    return loss_terms(target_weight, weight_sum, num_classes, label_smoothing, z_loss)
+    return loss_terms(target_weight, weight_sum, num_classes, options)
 
 
 def loss_terms(
     target_weight: Tensor | None,  # (N,) class weight of each target, None for 1
     weight_sum: Tensor | None,  # () sum of the class weights, None for V
     num_classes: int,
-    label_smoothing: float,
-    z_loss: Tensor | None,  # ()
+    options: LossOptions,
 ) -> LossTerms:
+    label_smoothing = options.label_smoothing
     keep = 1.0 - label_smoothing
     smoothing = label_smoothing / num_classes if label_smoothing else 0.0
     if not label_smoothing:
@@ -96,5 +102,5 @@ def loss_terms(
         target_factor=keep if target_weight is None else keep * target_weight,
         smoothing=smoothing,
         smoothing_lse_factor=smoothing_lse_factor,
-        z_loss=z_loss,
+        z_loss=options.z_loss,
     )

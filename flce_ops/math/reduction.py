@@ -40,10 +40,14 @@ def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
 
 def row_factor(
     valid: Tensor | None,  # (N,), None where every token counts
-    token_weight: Tensor,  # (N,)
+    token_weight: Tensor | None,  # (N,), None for 1
     denominator: Tensor | None,  # ()
+    dtype: torch.dtype | None = None,
 ) -> Tensor:  # (N,)
     """The slope of the loss by each token's own: inf or nan over a denominator of 0, but 0 where ignored."""
+    if token_weight is None:
+        slope = 1.0 if denominator is None else denominator.reciprocal()
+        return torch.where(valid, slope, 0.0).to(dtype)
     if valid is not None:
         # the weight of an ignored token may be anything and gets gradient 0, also where the denominator is 0
         token_weight = torch.where(valid, token_weight, 0.0)

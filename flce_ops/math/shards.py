@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.loss import LossTerms, class_weight_of, loss_terms
+from flce_ops.math.options import LossOptions
 from flce_ops.support.exchange import all_gather
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it
@@ -36,12 +37,11 @@ class Exchange:
         group: str,
         ranks: int,
         vocab_size: int,
-        label_smoothing: float,
-        z_loss: Tensor | None,  # ()
+        options: LossOptions,
         dtype: torch.dtype,
     ) -> None:
         self.group, self.ranks = group, ranks
-        self.arguments = (vocab_size, label_smoothing, z_loss)
+        self.arguments = (vocab_size, options)
         self.target_weight = None if weight is None else class_weight_of(target, weight, dtype)  # (N,)
         self.weight_sum = None if weight is None else weight.to(dtype).sum()
 

@@ -7,20 +7,16 @@ Nothing here reads tensor data: the range of `target` is checked by the kernels 
 import torch
 from torch import Tensor
 
+from flce_ops.math.options import Operands
+
 # N tokens, D hidden, V vocabulary
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_operands(
-    op: str,
-    input: Tensor,  # (N, D)
-    linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (N,)
-    linear_bias: Tensor | None,  # (V,)
-    weight: Tensor | None,  # (V,)
-) -> None:
-    check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
+def check_operands(op: str, operands: Operands) -> None:
+    check_dense(op, **operands._asdict())
+    input, linear_weight, target, linear_bias, weight = operands
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear_weight(op, linear_weight, input.shape[-1])
@@ -148,3 +144,9 @@ def check_device(op: str, input: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"{op}: expected {name} on input's device {input.device}, got {tensor.device}")
+
+
+def check_per_row(op: str, input: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
+            raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")

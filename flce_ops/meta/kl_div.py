@@ -4,8 +4,10 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
+from flce_ops.meta.checks import check_per_row
 from flce_ops.meta.kl_div_checks import check_operands
-from flce_ops.meta.outputs import gradient_outputs
+from flce_ops.meta.outputs import Gradients, gradient_outputs
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -25,51 +27,36 @@ def row_statistics(operands: Operands, options: Options) -> tuple[Tensor, Tensor
     )
 
 
-def forward_outputs(*tensors: Tensor | None, **options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@takes(KlDivForward)
+def forward_outputs(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """divergence (N,), then row_statistics."""
-    operands, options = Operands(*tensors), Options(**options)
-    check_operands("linear_kl_div_forward", operands, options)
-    divergence = operands.input.new_empty(operands.input.shape[0], dtype=accumulation_dtype(operands.input.dtype))
-    return divergence, *row_statistics(operands, options)
+    check_operands("linear_kl_div_forward", call.operands, call.options)
+    input = call.operands.input
+    divergence = input.new_empty(input.shape[0], dtype=accumulation_dtype(input.dtype))
+    return divergence, *row_statistics(call.operands, call.options)
 
 
-def with_grad_outputs(*tensors: Tensor | None, output_mask: list[bool], **options) -> tuple[Tensor, ...]:
+@takes(KlDivWithGrad)
+def with_grad_outputs(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss (), divergence (N,), grad_input (N, D), grad_linear_weight (V, D), grad_linear_bias (V,)."""
-    *tensors, row_scale = tensors
-    operands, options = Operands(*tensors), Options(**options)
-    check_operands("linear_kl_div_with_grad", operands, options)
-    input = operands.input
-    check_per_row("linear_kl_div_with_grad", input, row_scale=row_scale)
+    check_operands("linear_kl_div_with_grad", call.operands, call.options)
+    input = call.operands.input
+    check_per_row("linear_kl_div_with_grad", input, row_scale=call.row_scale)
     dtype = accumulation_dtype(input.dtype)
-    return (
-        input.new_empty((), dtype=dtype),
-        input.new_empty(input.shape[0], dtype=dtype),
-        *gradient_outputs(input, operands.linear_weight, operands.linear_bias, output_mask),
-    )
+    loss, divergence = input.new_empty((), dtype=dtype), input.new_empty(input.shape[0], dtype=dtype)
+    return loss, divergence, *gradient_outputs(call.operands, call.output_mask)
 
 
-def backward_outputs(
-    grad: Tensor, *tensors: Tensor | None, output_mask: list[bool], **options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_input (N, D), grad_linear_weight (V, D), grad_linear_bias (V,); (0,) where `output_mask` is False."""
-    *tensors, shift, teacher_shift, student_kl = tensors
-    operands, options = Operands(*tensors), Options(**options)
-    check_operands("linear_kl_div_backward", operands, options)
-    student_kls = {} if options.kind == "forward" else {"student_kl": student_kl}
-    check_per_row("linear_kl_div_backward", operands.input, grad=grad, **student_kls)
-    shifts = (
-        {"shift": shift} if operands.teacher_probs is not None else {"shift": shift, "teacher_shift": teacher_shift}
-    )
+@takes(KlDivBackward)
+def backward_outputs(call: KlDivBackward) -> Gradients:
+    op, input = "linear_kl_div_backward", call.operands.input
+    check_operands(op, call.operands, call.options)
+    student_kl = None if call.options.kind == "forward" else call.student_kl
+    check_per_row(op, input, grad=call.grad, student_kl=student_kl)
+    shifts = {"shift": call.shift}
+    if call.operands.teacher_probs is None:
+        shifts["teacher_shift"] = call.teacher_shift
     for name, tensor in shifts.items():
-        if tensor.shape != (2, operands.input.shape[0]):
-            raise ValueError(
-                f"linear_kl_div_backward: expected {name} of shape (2, {operands.input.shape[0]}), "
-                f"got {tuple(tensor.shape)}"
-            )
-    return gradient_outputs(operands.input, operands.linear_weight, operands.linear_bias, output_mask)
-
-
-def check_per_row(op: str, input: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or tensor.shape[0] != input.shape[0]:
-            raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
+        if tensor.shape != (2, input.shape[0]):
+            raise ValueError(f"{op}: expected {name} of shape (2, {input.shape[0]}), got {tuple(tensor.shape)}")
+    return gradient_outputs(call.operands, call.output_mask)

@@ -1,9 +1,7 @@
 """The inner operators: schemas, kernels by dispatch key, autograd, autocast, FLOP formulas."""
 
 from flce_ops.ops import flops as flops
-from flce_ops.ops import kl_div as kl_div
 from flce_ops.ops.registration import (
-    linear_cross_entropy,
     linear_cross_entropy_backward,
     linear_cross_entropy_double_backward,
     linear_cross_entropy_forward,
@@ -11,7 +9,6 @@ from flce_ops.ops.registration import (
 )
 
 __all__ = [
-    "linear_cross_entropy",
     "linear_cross_entropy_backward",
     "linear_cross_entropy_double_backward",
     "linear_cross_entropy_forward",

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flce_ops.meta.checks import is_dense
-from flce_ops.support.torch_private import (
-    without_autocast,
-)
+from flce_ops.support.torch_private import without_autocast
+
+OPERANDS = {"input", "linear_weight", "linear_bias", "teacher_input", "teacher_weight", "teacher_bias"}
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -25,11 +25,20 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
 
 
 def autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable:
-    """The autocast kernel of an inner operator (input, linear_weight, target, linear_bias, ...)."""
+    """Casts the operands. A backward operator gets what forward saw: there autocast is only kept out of its GEMMs."""
+    names = [argument.name for argument in op._schema.arguments]
+    casts = [index for index, name in enumerate(names) if name in OPERANDS]
+    if op._schema.name.endswith("_backward"):
+        casts = []
 
-    def run(input, linear_weight, target, linear_bias=None, *args, **kwargs):
-        input, linear_weight, linear_bias = autocast_operands(device_type, input, linear_weight, linear_bias)
+    def run(*args, **kwargs):
+        given = [index for index in casts if index < len(args)]
+        cast = list(args)
+        for index, operand in zip(given, autocast_operands(device_type, *(args[index] for index in given))):
+            cast[index] = operand
+        named = [names[index] for index in casts if names[index] in kwargs]
+        kwargs |= dict(zip(named, autocast_operands(device_type, *(kwargs[name] for name in named))))
         with without_autocast(device_type):
-            return op(input, linear_weight, target, linear_bias, *args, **kwargs)
+            return op(*cast, **kwargs)
 
     return run

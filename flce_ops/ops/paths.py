@@ -1,31 +1,179 @@
-"""Which path runs."""
+"""Which path runs, and why: the first row of a table whose conditions all hold.
+
+    LOSS              how a scalar loss makes its gradients          entry/plain.py, distributed/one_pass.py
+    KERNELS           what computes an inner operator                ops/registration.py
+    situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
+
+A condition looks at a Situation, never at data on a device. flce_ops.explain prints the tables for given arguments,
+docs/paths.md is made from them (python -m flce_ops.ops.paths), and the planner asks them.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flce_ops.meta.arguments import Arguments
 from flce_ops.support.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
+from flce_ops.support.vendor import made_by_nvidia
+
+
+class Situation(NamedTuple):
+    """What a choice may depend on. The first five are the operator's arguments, the others how it is called."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    empty: bool = False  # no token, or no feature
+    label_smoothing: bool = False
+    softcap: bool = False
+    wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    functorch: bool = False
+    saved_tensor_hooks: bool = False
+    checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
+    vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
+    rank_without_classes: bool = False
+
+
+class Condition(NamedTuple):
+    name: str  # as "expects ..."
+    holds: Callable[[Situation], bool]
+
+
+class Path(NamedTuple):
+    name: str
+    conditions: tuple[Condition, ...]
+    kernel: str = ""  # "module:function"
+    why: str = ""
+
+    def ruled_out_by(self, situation: Situation) -> list[str]:
+        return [condition.name for condition in self.conditions if not condition.holds(situation)]
+
+
+NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
+HALF = Condition("half operands", lambda s: s.dtype in (torch.bfloat16, torch.float16))
+NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
+NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
+NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
+RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
+TRITON = (NVIDIA, HALF, NOT_EMPTY)
+
+WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
+NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
+NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
+NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
+ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
+EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
+
+# A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
+# By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
+# D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice;
+# torch.func's backward always asks for a graph, which gradients made in advance do not have.
+MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
+LOSS = {
+    "a scalar loss": (
+        Path("one pass", MADE_IN_FORWARD, why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
+    ),
+    "a scalar loss over a sharded vocabulary": (
+        Path(
+            "one pass",
+            (ONE_DIMENSION, EVERY_RANK, *MADE_IN_FORWARD),
+            why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
+        ),
+        Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+    ),
+}
+KERNELS = {
+    "linear_cross_entropy_forward": (
+        Path("triton", TRITON, "flce_ops.triton:launch_forward"),
+        Path("aten", (), "flce_ops.aten:forward"),
+    ),
+    "linear_cross_entropy_backward": (
+        Path("triton", TRITON, "flce_ops.triton:launch_backward"),
+        Path("aten", (), "flce_ops.aten:backward"),
+    ),
+    # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
+    "linear_cross_entropy_with_grad": (
+        Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
+        Path("aten", (), "flce_ops.aten:with_grad"),
+    ),
+    "linear_cross_entropy_vocab_parallel_with_grad": (
+        Path(
+            "triton",
+            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED),
+            "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
+        ),
+        Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
+    ),
+    "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
+    "linear_kl_div_forward": (Path("aten", (), "flce_ops.aten.kl_div:forward"),),
+    "linear_kl_div_backward": (Path("aten", (), "flce_ops.aten.kl_div:backward"),),
+    "linear_kl_div_with_grad": (Path("aten", (), "flce_ops.aten.kl_div:with_grad"),),
+}
+
+
+def choose(paths: tuple[Path, ...], situation: Situation) -> Path:
+    return next(path for path in paths if all(condition.holds(situation) for condition in path.conditions))
+
+
+@functools.cache
+def function(kernel: str) -> Callable:
+    module, name = kernel.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def situation_of(call: Arguments) -> Situation:
+    """Of an inner operator's call."""
+    input, loss, logits = call.operands.input, getattr(call, "loss", None), getattr(call, "logits", None)
+    return Situation(
+        device=input.device.type,
+        dtype=input.dtype,
+        empty=input.numel() == 0,
+        label_smoothing=loss is not None and bool(loss.label_smoothing),
+        softcap=logits is not None and logits.softcap is not None,
+    )
+
+
+def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **sharding) -> Situation:
+    """Of a scalar loss, before its operator is known."""
+    return Situation(
+        device=input.device.type,
+        dtype=input.dtype,
+        wants_gradient=any(needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)),
+        functorch=functorch_is_active(),
+        saved_tensor_hooks=saved_tensor_hooks_are_active(),
+        checkpoint=tracing_a_checkpointed_region(),
+        **sharding,
+    )
 
 
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
-    """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4.
-
-    Not inside a checkpointed region, whose forward runs twice and would make them twice; not under torch.func, whose
-    backward always asks for a graph, which gradients made in advance do not have. Not in float16: what fits it depends
-    on the loss scale that backward brings, nearly always. By the planner's model 4 passes in Triton take 1.02 of the
-    time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at D = 2304, 0.63 at D = 896.
-    """
-    return (
-        input.dtype != torch.float16
-        and any(needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias))
-        and not functorch_is_active()
-        and not saved_tensor_hooks_are_active()
-        and not tracing_a_checkpointed_region()
-    )
+    """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
+    return choose(LOSS["a scalar loss"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def as_markdown() -> str:
+    """The tables as docs/paths.md has them."""
+    lines = []
+    for title, paths in {**LOSS, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| path | runs where there is | |", "|---|---|---|"]
+        for path in paths:
+            conditions = ", ".join(condition.name for condition in path.conditions) or "nothing else"
+            lines.append(f"| {path.name} | {conditions} | {path.why or f'`{path.kernel}`'} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown())

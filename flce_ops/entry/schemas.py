@@ -1,0 +1,59 @@
+"""The arguments of the entry operators: the public functions' own, with each number as a Scalar."""
+
+from torch import Tensor
+
+from flce_ops.meta.arguments import Arguments, OptionalScalar, Scalar
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+
+class CrossEntropy(Arguments, keyword_from="weight"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...)
+    linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,)
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: Scalar = 0.0
+    softcap: OptionalScalar = None
+    logit_scale: Scalar = 1.0
+    temperature: Scalar = 1.0
+    z_loss: Scalar = 0.0
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+
+
+class LogProbs(Arguments, keyword_from="ignore_index"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...)
+    linear_bias: Tensor | None = None  # (V,)
+    ignore_index: int = -100
+    softcap: OptionalScalar = None
+    logit_scale: Scalar = 1.0
+    temperature: Scalar = 1.0
+    entropy: bool = False
+    argmax: bool = False
+
+
+class KlDiv(Arguments, keyword_from="teacher_probs"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    teacher_input: Tensor | None = None  # (..., E)
+    teacher_weight: Tensor | None = None  # (V, E)
+    teacher_probs: Tensor | None = None  # (..., V)
+    linear_bias: Tensor | None = None  # (V,)
+    teacher_bias: Tensor | None = None  # (V,)
+    kind: str = "forward"
+    beta: Scalar = 0.5
+    target: Tensor | None = None  # (...)
+    ignore_index: int = -100
+    token_weight: Tensor | None = None  # (...)
+    reduction: str = "mean"
+    normalizer: Tensor | None = None  # ()
+    logit_scale: Scalar = 1.0
+    softcap: OptionalScalar = None
+    temperature: Scalar = 1.0
+    teacher_logit_scale: OptionalScalar = None
+    teacher_softcap: OptionalScalar = None

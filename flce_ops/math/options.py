@@ -1,0 +1,88 @@
+"""The arguments by group: what a row of logits is made of, and what the loss of a token adds up.
+
+    u_ij  = input_i . linear_weight_j + linear_bias_j
+    z_ij  = softcap tanh(logit_scale u_ij / softcap)                 LogitOptions; without softcap: logit_scale u_ij
+    loss  = (1 - eps) w_y (lse - z_y) + eps / V sum_j w_j (lse - z_j) + z_loss lse^2
+                                                                     LossOptions; eps = label_smoothing, w = weight
+
+Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# N tokens, D hidden, V vocabulary (a rank's part of it where it is sharded)
+
+
+class Operands(NamedTuple):
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (N,)
+    linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,), class weights
+
+
+class LogitOptions(NamedTuple):
+    softcap: Tensor | None = None  # ()
+    logit_scale: Tensor | None = None  # ()
+
+
+class LossOptions(NamedTuple):
+    label_smoothing: float = 0.0
+    z_loss: Tensor | None = None  # ()
+
+
+class Cotangents(NamedTuple):
+    """Of the three numbers of a row that the loss is a function of, (N,) each."""
+
+    grad_target_logit: Tensor | None
+    grad_lse: Tensor | None
+    grad_logit_sum: Tensor | None
+
+    def of(self, rows: slice) -> "Cotangents":
+        return Cotangents(*(None if grad is None else grad[rows] for grad in self))
+
+    def kept(self, hit: Tensor, valid: Tensor, dtype: torch.dtype) -> "Cotangents":
+        """0 at tokens that do not count, that of the target's logit where these classes have no target."""
+        counted = (hit, valid, valid)
+        return Cotangents(
+            *(None if grad is None else torch.where(of, grad, 0.0).to(dtype) for grad, of in zip(self, counted))
+        )
+
+    def filled(self, like: Tensor) -> "Cotangents":
+        """0 in place of None."""
+        return Cotangents(*(torch.zeros_like(like) if grad is None else grad for grad in self))
+
+
+class TokenLosses(NamedTuple):
+    """What the losses of tokens are a function of, one row a token."""
+
+    operands: Operands
+    ignore_index: int
+    loss: LossOptions
+    logits: LogitOptions
+    argmax: bool = False
+
+    @property
+    def valid(self) -> Tensor:  # (N,)
+        return self.operands.target != self.ignore_index
+
+    @property
+    def options(self) -> dict[str, int | float | Tensor | None]:
+        """By name, as the operators take them."""
+        return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
+
+
+# Numbers among the options, which the inner operators take as 0-d tensors.
+NUMBERS = ("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap")
+
+# What a user's number must be, as the message says it.
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "label_smoothing": ("in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+    "softcap": ("to be positive or None", lambda value: value > 0.0),
+    "teacher_softcap": ("to be positive or None", lambda value: value > 0.0),
+    "temperature": ("to be positive", lambda value: value > 0.0),
+}
