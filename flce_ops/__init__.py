@@ -5,6 +5,7 @@ import torch
 from flce_ops import entry as entry  # registers the operators
 from flce_ops import ops
 from flce_ops.decompositions import export_decompositions
+from flce_ops.explain import explain
 from flce_ops.functional import (
     LinearCrossEntropyMetrics,
     LinearLogProbs,
@@ -39,6 +40,7 @@ __all__ = [
     "Path",
     "VocabParallel",
     "__version__",
+    "explain",
     "export_decompositions",
     "get_workspace",
     "last_path",

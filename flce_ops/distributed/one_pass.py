@@ -19,20 +19,16 @@ from torch.autograd import Function
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.math.options import Operands, TokenLosses
-from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.ops.autograd import OPERANDS, multiply_by_upstream, save, saved
-from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient
+from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, sharding_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 
 def applies(layout: Layout, operands: Operands, num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
-    sharding = {"vocabulary_dimensions": sum(layout.vocabulary)}
-    if sharding["vocabulary_dimensions"] == 1:
-        ranks = layout.mesh.size(layout.vocabulary.index(True))
-        sharding["rank_without_classes"] = shard_rows(num_classes, ranks) * (ranks - 1) >= num_classes
+    sharding = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
     situation = loss_situation(operands.input, operands.linear_weight, operands.linear_bias, **sharding)
     return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
 

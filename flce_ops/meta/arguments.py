@@ -148,6 +148,7 @@ def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
                 return function(args[0], **kwargs)
             return function(arguments.of(arguments.values_of(args, kwargs)))
 
+        run.arguments = arguments
         return run
 
     return decorate

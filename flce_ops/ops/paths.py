@@ -10,12 +10,13 @@ docs/paths.md is made from them (python -m flce_ops.ops.paths), and the planner 
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Arguments
 from flce_ops.support.torch_private import (
     functorch_is_active,
@@ -152,6 +153,13 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
         checkpoint=tracing_a_checkpointed_region(),
         **sharding,
     )
+
+
+def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, int | bool]:
+    """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
+    sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
+    without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
+    return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.math.shards import shard_rows
+from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
 from flce_ops.support.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -59,22 +60,32 @@ class Cut:
 
 
 def one_pass(head: Head) -> Cut:
-    """A scalar loss: gradients in forward, but for float16."""
-    if head.dtype == torch.float16:
+    """A scalar loss."""
+    if not gradients_in_forward(head):
         return two_passes(head)
-    return one_pass_triton(head) if head.dtype == torch.bfloat16 else one_pass_aten(head)
+    return one_pass_triton(head) if runs_on_triton("with_grad", head) else one_pass_aten(head)
+
+
+def gradients_in_forward(head: Head) -> bool:
+    return choose(LOSS["a scalar loss"], Situation("cuda", head.dtype, wants_gradient=True)).name == "one pass"
+
+
+def runs_on_triton(op: str, head: Head) -> bool:
+    return choose(KERNELS[f"linear_cross_entropy_{op}"], Situation("cuda", head.dtype)).name == "triton"
 
 
 def two_passes(head: Head) -> Cut:
     """reduction="none" or a checkpointed region: forward, then a backward that makes the logits again."""
-    return two_passes_aten(head) if head.dtype == torch.float32 else two_passes_triton(head)
+    return two_passes_triton(head) if runs_on_triton("backward", head) else two_passes_aten(head)
 
 
 def vocabulary_parallel(shard: Head) -> Cut:
     """One rank's step over its shard of the vocabulary."""
-    if shard.dtype == torch.float16:
+    if not gradients_in_forward(shard):
         return two_passes(shard)
-    return vocabulary_parallel_triton(shard) if shard.dtype == torch.bfloat16 else one_pass_aten(shard)
+    return (
+        vocabulary_parallel_triton(shard) if runs_on_triton("vocab_parallel_with_grad", shard) else one_pass_aten(shard)
+    )
 
 
 def one_pass_triton(head: Head) -> Cut:

@@ -1,0 +1,96 @@
+"""Which path a call would take, and which condition rules the others out: the tables of ops/paths.py, for arguments."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flce_ops.functional import linear_cross_entropy, linear_kl_div, linear_log_probs
+from flce_ops.ops.paths import KERNELS, LOSS, Path, Situation, choose, loss_situation, sharding_of
+from flce_ops.support.dtensor import any_dtensor
+
+
+def explain(function: Callable, *args, **kwargs) -> str:
+    """What ``function(*args, **kwargs)`` would run and why, without running it.
+
+    Args:
+        function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs`` or ``linear_kl_div``.
+        args, kwargs: its arguments; tensors on "meta" stand for what no device holds.
+
+    Returns:
+        A table to print: each choice with its paths, the first of which that nothing rules out runs. ``last_path()``
+        says what did run, and in how many chunks.
+
+    Raises:
+        TypeError: another function, or arguments that it does not take.
+
+    Example::
+
+        >>> print(flce_ops.explain(flce_ops.linear_cross_entropy, hidden, weight, target))
+        a scalar loss
+          one pass    runs
+          recompute   not needed
+        flce::linear_cross_entropy_with_grad
+          triton      ruled out: expects an NVIDIA GPU
+          aten        runs
+    """
+    if function not in (linear_cross_entropy, linear_log_probs, linear_kl_div):
+        raise TypeError(
+            "explain: expected linear_cross_entropy, linear_log_probs or linear_kl_div of flce_ops, "
+            f"got {getattr(function, '__name__', function)!r}"
+        )
+    named = inspect.signature(function).bind(*args, **kwargs)
+    named.apply_defaults()
+    call = named.arguments
+    tables: dict[str, tuple[Path, ...]] = {}
+    situation = situation_of_call(call)
+    stem = "linear_kl_div" if function is linear_kl_div else "linear_cross_entropy"
+    op = "forward"
+    if call.get("reduction", "none") != "none":
+        sharded = situation.vocabulary_dimensions > 0 and function is linear_cross_entropy
+        title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
+        tables[title] = LOSS[title]
+        if choose(LOSS[title], situation).name == "one pass":
+            op = "vocab_parallel_with_grad" if sharded else "with_grad"
+    ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
+    tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
+    return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
+
+
+def situation_of_call(call: dict) -> Situation:
+    input, device = call["input"], call["input"].device.type
+    sharding = {}
+    if any_dtensor(input, call["linear_weight"]):
+        from flce_ops.distributed.layout import layout_of
+
+        layout = layout_of(input, call["linear_weight"])
+        sharding = sharding_of(layout.vocabulary, layout.mesh.shape, call["linear_weight"].shape[0])
+        if not layout.splits_vocabulary:
+            sharding = {}
+    situation = loss_situation(input, call["linear_weight"], call["linear_bias"], **sharding)
+    dtype: torch.dtype = input.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return situation._replace(
+        dtype=dtype,
+        empty=input.numel() == 0,
+        label_smoothing=bool(call.get("label_smoothing")),
+        softcap=call["softcap"] is not None,
+        wants_gradient=situation.wants_gradient or learnt(call),
+    )
+
+
+def learnt(call: dict) -> bool:
+    """A scale with a gradient is multiplied into input."""
+    scales = (call["logit_scale"], call["temperature"])
+    return torch.is_grad_enabled() and any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
+
+
+def verdicts(title: str, paths: tuple[Path, ...], situation: Situation) -> list[str]:
+    chosen, lines = choose(paths, situation), [title]
+    for path in paths:
+        reasons = path.ruled_out_by(situation)
+        verdict = "runs" if path is chosen else f"ruled out: expects {', '.join(reasons)}" if reasons else "not needed"
+        lines.append(f"  {path.name:<12}{verdict}")
+    return lines
