@@ -1,4 +1,4 @@
-"""`python -m benchmarks.docs_figures`: the figures of README.md and docs/, from committed CSVs and the planner's arithmetic.
+"""`python -m benchmarks.docs_figures`: the figures of README.md and docs/, from CSVs and the planner.
 
 docs/figures/time_against_memory.svg       a training step at one shape: time over the bare GEMMs and temporary memory
 docs/figures/memory_against_vocabulary.svg temporary memory of a training step: lines planned, dots measured
