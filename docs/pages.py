@@ -21,6 +21,7 @@ DIRECTIVE = re.compile(r"^<!-- (include \S+|error tables|remaining names) -->$",
 CODE = r"```.*?```|(?<!`)`[^`\n]+`"
 LINK = re.compile(CODE + r"|(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)", re.DOTALL)
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<tex>.*?)\\[)\]]\s*</(?P=tag)>', re.DOTALL)
+EMPTY_ROWS = "<tbody>\n<tr>\n<td></td>\n</tr>\n</tbody>\n"  # of a table that is a heading alone
 # Pages of optional parts: left out of the navigation where they are not there.
 OPTIONAL = {"transformers.md", "distillation.md"}
 
@@ -70,7 +71,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    return FORMULA.sub(formula, html)
+    return FORMULA.sub(formula, html).replace(EMPTY_ROWS, "")
 
 
 def formula(match: re.Match) -> str:
