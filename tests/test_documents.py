@@ -83,6 +83,13 @@ def test_formulas_become_mathml(document):
         assert "\\" not in read and "&amp;" not in read and "$" not in read, formula  # a command it does not know
 
 
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "$" in text_of(name)])
+def test_github_reads_inline_formulas_as_they_are_written(document):
+    r"""It sees Markdown first: `\,` becomes a comma, and `}_` may begin emphasis."""
+    inline = [formula for formula in formulas_of(text_of(document)) if not formula.endswith("\n")]
+    assert not [formula for formula in inline if re.search(r"[})\]]_|\\[^a-zA-Z]|\*", formula)]
+
+
 # ---------------------------------------------------------------- signatures and state dicts
 
 
