@@ -1,5 +1,6 @@
-"""`python -m benchmarks.docs_figures`: the figures of docs/, from committed CSVs and from the planner's arithmetic.
+"""`python -m benchmarks.docs_figures`: the figures of README.md and docs/, from CSVs and the planner.
 
+docs/figures/time_against_memory.svg       a training step at one shape: time over the bare GEMMs and temporary memory
 docs/figures/memory_against_vocabulary.svg temporary memory of a training step: lines planned, dots measured
 docs/figures/time_against_tokens.svg       its time per token, likewise
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
@@ -36,6 +37,23 @@ LINES = {  # provider of the CSVs: label, colour, cut, workspace
     "ours": ("flce_ops, 512 MiB", "#08519c", cuts.one_pass, 512),
     "ours_64MiB": ("flce_ops, 64 MiB", "#6baed6", cuts.one_pass, 64),
 }
+# provider: label, colour, the label's place beside its point in (points right, points up, alignment)
+OURS_AT = {  # by workspace
+    "ours_64MiB": ("64 MiB", "#08519c", (0, -16, "center")),
+    "ours_128MiB": ("128 MiB", "#08519c", (11, 6, "left")),
+    "ours": ("512 MiB, the default", "#08519c", (11, 4, "left")),
+    "ours_2GiB": ("2 GiB", "#08519c", (-11, 0, "right")),
+}
+PEERS = {
+    "torch_eager": ("torch, eager", "#7f7f7f", (10, 0, "left")),
+    "torch_compile": ("torch.compile", "#d95f02", (10, -9, "left")),
+    "quack_chunked": ("QuACK chunked", "#1b9e77", (10, 7, "left")),
+    "quack_scaled_exp": ("QuACK scaled-exp", "#1b9e77", (10, 0, "left")),
+    "liger": ("Liger", "#7570b3", (10, 0, "left")),
+    "liger_fp32": ("Liger, float32 sum", "#7570b3", (10, 0, "left")),
+    "cce": ("Apple CCE", "#a6761d", (-11, 0, "right")),
+    "cce_exact": ("Apple CCE, unfiltered", "#a6761d", (-11, 0, "right")),
+}
 COLUMNS = {"N", "D", "V", "mode", "provider", "ms", "beyond_gradients_MiB"}
 
 
@@ -69,6 +87,55 @@ def draw(plt, axes, sizes: list[int], shape_of: Callable, value_of: Callable, do
     handles, labels = axes.get_legend_handles_labels()
     handles.append(plt.Line2D([], [], marker="o", linestyle="", color="black"))
     axes.legend(handles, [*labels, "measured, H200"], fontsize=8)
+
+
+def time_against_memory(plt, path: Path):
+    """One run of one shape: ours as a line over its workspaces, every other provider that has a time as a point."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["mode"] == "fwd_bwd" and row["ms"]]
+    at_shape = {  # (ms, MiB)
+        row["provider"]: (float(row["ms"]), float(row["beyond_gradients_MiB"]))
+        for row in rows
+        if (int(row["N"]), int(row["D"]), int(row["V"])) == (TOKENS, HIDDEN, VOCABULARY)
+    }
+    floor, _ = at_shape["floor"]
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+
+    line = [at_shape[provider] for provider in OURS_AT]
+    axes.plot(*zip(*line), "o-", color="#08519c", markersize=8, linewidth=2.2, zorder=3)
+    axes.text(floor * 1.01, 13, "flce_ops, by workspace", color="#08519c", fontsize=11, weight="bold")
+    for provider, (text, colour, place) in (OURS_AT | PEERS).items():
+        if provider in at_shape:
+            axes.plot(*at_shape[provider], "o", color=colour, markersize=8)
+            axes.annotate(
+                text,
+                at_shape[provider],
+                place[:2],
+                textcoords="offset points",
+                ha=place[2],
+                va="center",
+                color=colour,
+                fontsize=11,
+            )
+    axes.axvline(floor, color="black", linewidth=1, linestyle=":")
+    axes.text(floor * 1.01, 0.4, "three bare cuBLAS GEMMs", fontsize=10)
+    axes.set_xscale("log")
+    axes.set_xlim(floor * 0.84, floor * 4.5)
+    ticks = (1, 1.25, 1.5, 2, 3, 4)
+    axes.set_xticks([floor * tick for tick in ticks], [f"{floor * tick:.0f} ms\n{tick:g}x" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yscale("log")
+    axes.set_ylim(0.3, 3e4)
+    axes.set_yticks([1, 10, 100, 1000, 10000], ["1 MiB", "10 MiB", "100 MiB", "1,000 MiB", "10,000 MiB"])
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("time of a training step, and over the bare GEMMs")
+    axes.set_ylabel("peak memory beyond the gradients")
+    first = rows[0]
+    axes.set_title(
+        f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes, {first['dtype']}, one {first['gpu']}",
+        fontsize=11,
+    )
+    return figure
 
 
 def memory_against_vocabulary(plt, rows: list[dict[str, str]]):
@@ -160,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = measured(RESULTS / "nvidia-h200")
     figures = {
+        "time_against_memory": time_against_memory(plt, RESULTS / "nvidia-h200" / "fwd_bwd.csv"),
         "memory_against_vocabulary": memory_against_vocabulary(plt, rows),
         "time_against_tokens": time_against_tokens(plt, rows),
         "error_against_dtype": error_against_dtype(plt, RESULTS),

@@ -5,6 +5,7 @@
     <!-- remaining names -->    the public names that api.md does not list by hand
 
 Links to files of the repository that are no pages (tests, sources) become plain text: the site has no copy of them.
+Formulas, $...$ and ```math, become MathML, which browsers draw by themselves: the pages load no script for them.
 A page that the navigation of mkdocs.yml does not name stands among the guides.
 """
 
@@ -12,12 +13,15 @@ import ast
 import csv
 import posixpath
 import re
+from html import unescape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTIVE = re.compile(r"^<!-- (include \S+|error tables|remaining names) -->$", re.MULTILINE)
 CODE = r"```.*?```|(?<!`)`[^`\n]+`"
 LINK = re.compile(CODE + r"|(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)", re.DOTALL)
+FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<tex>.*?)\\[)\]]\s*</(?P=tag)>', re.DOTALL)
+EMPTY_ROWS = "<tbody>\n<tr>\n<td></td>\n</tr>\n</tbody>\n"  # of a table that is a heading alone
 # Pages of optional parts: left out of the navigation where they are not there.
 OPTIONAL = {"transformers.md", "distillation.md"}
 
@@ -64,6 +68,16 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
     text = DIRECTIVE.sub(directive, markdown)
     return LINK.sub(lambda match: link(match, folder), text)
+
+
+def on_page_content(html: str, **_) -> str:
+    return FORMULA.sub(formula, html).replace(EMPTY_ROWS, "")
+
+
+def formula(match: re.Match) -> str:
+    from latex2mathml.converter import convert
+
+    return convert(unescape(match["tex"]).strip(), display="block" if match["tag"] == "div" else "inline")
 
 
 def link(match: re.Match, folder: str) -> str:

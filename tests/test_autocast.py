@@ -1,4 +1,4 @@
-"""Autocast: dtypes and numbers of F.cross_entropy(F.linear(...)) under the same autocast. (field report 22)"""
+"""Autocast: dtypes and numbers of F.cross_entropy(F.linear(...)) under the same autocast."""
 
 # N tokens, D hidden, V vocabulary
 

@@ -89,7 +89,7 @@ def test_compiled_checkpointing(device, reduction, way):
 
 
 def test_nothing_of_the_size_of_the_weight_is_held_between_forward_and_backward(device):
-    """field report 18: under checkpointing dW is not made in forward and held until backward."""
+    """Under checkpointing dW is not made in forward and held until backward."""
     inputs = make_inputs((N, D, V), device=device, bias=True)
     loss = checkpointed("non_reentrant")(*inputs.args)
     held = flce_ops.last_path()

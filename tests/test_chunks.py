@@ -1,4 +1,4 @@
-"""The result does not depend on how the tokens are cut into chunks. (field report 1)"""
+"""The result does not depend on how the tokens are cut into chunks."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -56,7 +56,7 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
-    """field report 1: gradients added in half precision over 256 chunks lose 10 % of dW."""
+    """Gradients added in half precision over 256 chunks lose 10 % of dW."""
     inputs = make_inputs((4096, 32, 61), device=device, dtype=dtype, bias=True)
     exact = run_reference(inputs)
     whole, _ = in_workspace(inputs, 2**30)
@@ -96,7 +96,7 @@ def test_workspace_that_is_not_positive_is_refused(bytes):
 
 
 def test_default_workspace_makes_large_chunks(device):
-    """field report 14: many small chunks starve the matrix products; 128 rows are the least that feed them."""
+    """Many small chunks starve the matrix products; 128 rows are the least that feed them."""
     inputs = make_inputs((300, 2, 151936), device=device, dtype=torch.float32, requires_grad=False)
     flce_ops.linear_cross_entropy(*inputs.args)
     path = flce_ops.last_path()

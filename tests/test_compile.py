@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, eager's numbers (field report 3)."""
+"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, eager's numbers."""
 
 # B batch, T sequence, N tokens, D hidden, V vocabulary
 
@@ -228,7 +228,7 @@ def test_workspace_set_after_compilation_is_obeyed(device):
 
 
 def test_normalizer_as_a_tensor_does_not_recompile(device):
-    """field report 11: the count of target tokens changes every step; as a 0-d tensor it is data, not a constant."""
+    """The count of target tokens changes every step; as a 0-d tensor it is data, not a constant."""
     loss, counter = compiled(flce_ops.linear_cross_entropy)
     inputs = make_inputs(device=device)
     total = run_reference(inputs, reduction="sum")["loss"]

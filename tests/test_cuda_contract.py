@@ -39,7 +39,7 @@ def forward_and_backward(inputs, **options):
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 def test_half_runs_on_triton_and_the_rest_on_aten(dtype):
-    """field report 20: no silent fallback; last_path() says what ran."""
+    """No silent fallback; last_path() says what ran."""
     inputs = make_inputs(device="cuda", dtype=dtype)
     for reduction in ("mean", "none"):
         forward_and_backward(inputs, reduction=reduction)
@@ -72,7 +72,7 @@ def test_bf16_gradients_on_data_like_a_language_model(shape):
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_softmax_sees_unrounded_logits(reduction, dtype, bound):
-    """field report 21: log-probabilities right to float32 from half operands; gradients to their own rounding.
+    """Log-probabilities right to float32 from half operands; gradients to their own rounding.
 
     The mean's are small: in float16 without a loss scale they lose digits as plain torch's do.
     """
@@ -100,7 +100,7 @@ def synchronisation_is_an_error():
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 def test_no_host_synchronisation(synchronisation_is_an_error, everything, reduction, dtype):
-    """field report 4: no .item() on the token count, no nonzero."""
+    """No .item() on the token count, no nonzero."""
     made = {**EVERYTHING, "normalizer": reduction != "none"} if everything else {}
     options = OPTIONS if everything else {}
     inputs = make_inputs((300, 64, 1021), device="cuda", dtype=dtype, **made)
@@ -261,7 +261,7 @@ def test_target_out_of_range_is_a_device_assert_with_a_message(dtype, reduction,
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("bytes", [None, 128 * MiB])
 def test_peak_memory_of_a_real_head_stays_within_the_workspace(bytes, reduction):
-    """8192 x 2048 x 128256: logits of 2 GiB in bf16, 4 in float32. field report 14: no float32 copy of the weight."""
+    """8192 x 2048 x 128256: logits of 2 GiB in bf16, 4 in float32. No float32 copy of the weight."""
     needs_memory(16)
     inputs = make_inputs((8192, 2048, 128256), device="cuda", dtype=torch.bfloat16, ignored=0.02)
     leaves = list(inputs.leaves.values())
@@ -292,7 +292,7 @@ def only_last_rows(inputs, count):
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_more_than_two_to_the_31_logits_in_one_chunk(reduction):
-    """field report 10: int32 offsets overflow."""
+    """Offsets of int32 would overflow."""
     needs_memory(60)
     N, D, V = 20000, 64, 128256
     assert N * V > 2**31

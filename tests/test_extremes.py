@@ -20,7 +20,7 @@ OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing"
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "everything"])
 def test_all_tokens_ignored(device, reduction, dtype, options, poisoned_memory):
-    """field report 9: the loss is F.cross_entropy's (nan for mean), the gradients are exactly 0, never nan."""
+    """The loss is F.cross_entropy's (nan for mean), the gradients are exactly 0, never nan."""
     inputs = make_inputs(device=device, dtype=dtype, **(EVERYTHING if options else {}))
     inputs.target.fill_(-100)
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
@@ -41,7 +41,7 @@ def test_all_tokens_ignored_with_a_normalizer_gives_zero(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_ignored_tokens_get_zero_gradient(device, reduction, dtype, poisoned_memory):
-    """field report 3: rows of ignored tokens are written too, whatever the cotangent holds there."""
+    """Rows of ignored tokens are written too, whatever the cotangent holds there."""
     inputs = make_inputs(device=device, dtype=dtype, token_weight=True)
     ignored = inputs.target == -100
     cotangent = None
@@ -100,7 +100,7 @@ def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
     ids=["plain", "z_loss", "softcap"],
 )
 def test_bias_of_minus_infinity_switches_a_class_off(device, reduction, options, dtype):
-    """field report 7: padded columns of a vocabulary are masked this way; several in a row fill whole tiles."""
+    """Padded columns of a vocabulary are masked this way; several in a row fill whole tiles."""
     inputs = make_inputs((64, 32, 1021), device=device, dtype=dtype, bias=True)
     off = torch.zeros(1021, dtype=torch.bool, device=device)
     off[300:900] = True  # at least one whole tile of 256

@@ -22,7 +22,7 @@ TABLE = [
     ("sum", ("input", "linear_weight"), 3),
     ("mean", ("input", "linear_weight", "linear_bias"), 3),
     ("none", ("input", "linear_weight"), 4),
-    ("mean", ("input",), 2),  # field report 13: a frozen head
+    ("mean", ("input",), 2),  # a frozen head
     ("mean", ("linear_weight",), 2),
     ("none", ("input",), 3),
     ("none", ("linear_weight",), 3),

@@ -64,7 +64,7 @@ def test_a_training_step_on_the_cpu_imports_no_kernels():
     run_fresh("import sys, flce_ops\n" + TRAIN + "assert 'flce_ops.triton' not in sys.modules")
 
 
-def test_works_where_triton_is_not_installed():  # field report 20
+def test_works_where_triton_is_not_installed():
     block = "import sys\nsys.modules['triton'] = None\nimport flce_ops\n"
     run_fresh(block + TRAIN)
 

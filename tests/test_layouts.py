@@ -18,8 +18,8 @@ TOLERANCE = {torch.float64: 1e-13, torch.bfloat16: 8e-3}
 @pytest.mark.parametrize(
     "wanted",
     [
-        ("input",),  # field report 13: a frozen head under LoRA
-        ("linear_weight",),  # field report 13: a probe on frozen features
+        ("input",),  # a frozen head under LoRA
+        ("linear_weight",),  # a probe on frozen features
         ("linear_bias",),
         ("input", "linear_bias"),
         ("linear_weight", "linear_bias"),

@@ -1,6 +1,6 @@
 """The first chunk's exponentials wait in grad_linear_weight: results as without it. Kernels in Triton's interpreter.
 
-(field report 14: the workspace is small, the gradient is there anyway)
+The workspace is small; the gradient is there anyway.
 """
 
 # N tokens, D hidden, V vocabulary

@@ -201,7 +201,7 @@ def test_class_weight_moves_with_the_module(device):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_gives_logits_or_loss(device, bias):
-    """field report 16: metrics need logits; the same module gives them, scaled and capped."""
+    """Metrics need logits; the same module gives them, scaled and capped."""
     inputs = example(device)
     head = LinearCrossEntropyHead(D, V, bias, dtype=torch.float64, device=device, **SCORES)
     logits = head(inputs.input)
@@ -247,7 +247,7 @@ def test_modules_are_copied_pickled_and_printed(module):
 
 
 def test_repr_names_what_differs_from_a_plain_linear():
-    """field report 19: a softcap that was forgotten should show when the model is printed."""
+    """A softcap that was forgotten should show when the model is printed."""
     text = repr(LinearCrossEntropyHead(4, 5, softcap=30.0, logit_scale=0.25))
     assert "in_features=4" in text and "softcap=30.0" in text and "logit_scale=0.25" in text
     text = repr(LinearCrossEntropyLoss(4, 5, softcap=30.0, logit_scale=0.25))
@@ -255,7 +255,7 @@ def test_repr_names_what_differs_from_a_plain_linear():
 
 
 def test_loss_runs_inside_the_forward_of_the_module_that_owns_the_weight(device):
-    """field report 6: ZeRO-3 and FSDP gather the weight in hooks around that forward."""
+    """ZeRO-3 and FSDP gather the weight in hooks around that forward."""
     inputs = example(device)
     for module, owner in (
         (head := LinearCrossEntropyHead(D, V, dtype=torch.float64, device=device), head),
@@ -291,7 +291,7 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize("owner", ["head", "loss"])
 def test_adapter_on_the_head_is_not_ignored(device, owner):
-    """field report 13: LoRA as a parametrization of the frozen weight; adapters get their gradient."""
+    """LoRA as a parametrization of the frozen weight; adapters get their gradient."""
     inputs = example(device)
     kwargs = {"dtype": torch.float64, "device": device}
     module = LinearCrossEntropyHead(D, V, **kwargs) if owner == "head" else LinearCrossEntropyLoss(D, V, **kwargs)

@@ -18,13 +18,13 @@ ARGUMENTS = {
     "label_smoothing": ({}, {"label_smoothing": 0.2}),
     "label_smoothing_of_one": ({}, {"label_smoothing": 1.0}),  # the target's own term vanishes
     "class_weight_and_smoothing": ({"weight": True}, {"label_smoothing": 0.2}),
-    "softcap": ({}, {"softcap": 4.0}),  # field report 19; near the logits' own size, so that tanh bends
+    "softcap": ({}, {"softcap": 4.0}),  # near the logits' own size, so that tanh bends
     "logit_scale": ({}, {"logit_scale": 0.6}),
     "softcap_after_scale": ({"bias": True}, {"softcap": 4.0, "logit_scale": 1.7}),
     "negative_scale": ({}, {"logit_scale": -0.3}),
     "z_loss": ({}, {"z_loss": 0.05}),
-    "token_weight": ({"token_weight": True}, {}),  # field report 17
-    "normalizer": ({"normalizer": True}, {}),  # field report 11
+    "token_weight": ({"token_weight": True}, {}),
+    "normalizer": ({"normalizer": True}, {}),
     "int32_target": ({"target_dtype": torch.int32}, {}),
     "everything": (
         {"bias": True, "weight": True, "token_weight": True, "normalizer": True},
@@ -48,7 +48,7 @@ def flat_results(function, draws, cotangents, **options):
 
 def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
     device, dtype, tokens = draws[0].input.device, draws[0].input.dtype, draws[0].input.shape[0]
-    # field report 2: with reduction="none" every token has its own factor, of either sign
+    # with reduction="none" every token has its own factor, of either sign
     per_token = options["reduction"] == "none"
     cotangents = [torch.randn(tokens, device=device) if per_token else torch.ones((), device=device) for _ in draws]
     exact = flat_results(reference_loss, [d.clone(torch.float64) for d in draws], cotangents, **options)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_no_worse_than_plain_torch(device, name, reductio
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)  # field report 8: V no multiple of a tile
+@pytest.mark.parametrize("shape", SHAPES, ids=str)  # V no multiple of a tile
 def test_every_shape_is_no_worse_than_plain_torch(device, shape, reduction, dtype, poisoned_memory):
     draws = [make_inputs(shape, device=device, dtype=dtype, bias=True) for _ in range(1 if shape == RAGGED else 24)]
     assert_no_worse_than_plain(draws, slack=SLACK_OF_FEW_NUMBERS, reduction=reduction, label_smoothing=0.1)
@@ -94,7 +94,7 @@ def test_float32_class_weights_beside_half_operands(device, reduction, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_probabilities_do_not_exceed_one(device, dtype):  # field report 8
+def test_probabilities_do_not_exceed_one(device, dtype):
     inputs = make_inputs((200, 16, 257), device=device, dtype=dtype, requires_grad=False)
     inputs.input.mul_(8)  # confident predictions: many losses near 0
     losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
@@ -104,7 +104,7 @@ def test_probabilities_do_not_exceed_one(device, dtype):  # field report 8
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_probabilities_keep_their_gradient(device, dtype):
-    """field report 15: exact by default. Rows of classes that are never a target have gradients far under 2^-12."""
+    """Exact by default. Rows of classes that are never a target have gradients far under 2^-12."""
     inputs = make_inputs((64, 32, 1021), device=device, dtype=dtype)
     rare = torch.ones(1021, dtype=torch.bool, device=device)
     rare[inputs.target[inputs.target != -100]] = False

@@ -100,7 +100,7 @@ def test_one_row_statistic_alone_is_differentiable(device, which):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [(40, 41, 42), (100, 20, 3), (122, 1)], ids=str)
 def test_vocabulary_shards_add_up(device, cuts, dtype):
-    """field report 7: each shard knows where its classes start; lse is the logsumexp of the shards' lse."""
+    """Each shard knows where its classes start; lse is the logsumexp of the shards' lse."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     exact = inputs.clone(torch.float64)
     target_logit, lse, _ = dense_rows(exact, False)

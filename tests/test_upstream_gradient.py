@@ -1,4 +1,4 @@
-"""The factor that comes from above the loss is applied once, every time. (field report 12)"""
+"""The factor that comes from above the loss is applied once, every time."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -108,7 +108,7 @@ def test_loss_used_twice(device, reduction):
 
 
 def test_micro_batches_with_a_normalizer_add_up_to_the_whole_batch(device):
-    """field report 11: a mean per micro-batch is not the mean; the count of all their tokens as normalizer is."""
+    """A mean per micro-batch is not the mean; the count of all their tokens as normalizer is."""
     inputs = make_inputs((240, 16, 61), device=device, dtype=torch.float64)
     inputs.target[:50] = -100  # unequal counts
     whole = run_reference(inputs)

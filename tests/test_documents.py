@@ -1,0 +1,308 @@
+"""What README.md, DESIGN.md and docs/ say of signatures, state dicts, refusals, files and measurements is so."""
+
+# N tokens, D hidden, V vocabulary
+
+import csv
+import functools
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flce_ops
+
+ROOT = Path(__file__).resolve().parent.parent
+H200 = ROOT / "benchmarks" / "results" / "nvidia-h200"
+PATTERNS = ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/results/*/*.md")
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern))
+COLUMNS = 120
+# What cannot be broken: a line that a program prints so, and lines of a map of files, one a file.
+UNBROKEN = {"docs/planner.md": r"FSDP: gathering the weight"}
+
+torch_has_one = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has the function")
+
+
+@functools.cache
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_markdown_is_within_120_columns(document):
+    unbroken = UNBROKEN.get(document)
+    lines = [
+        line
+        for line in text_of(document).splitlines()
+        if len(line) > COLUMNS
+        and not re.fullmatch(r"\s*(\S+ )?\S*https?://\S+", line)
+        and not (unbroken and re.match(unbroken, line))
+    ]
+    assert not lines
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_a_document_names_exist(document):
+    text = text_of(document)
+    folder = (ROOT / document).parent
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text)
+    missing = [link for link in links if "://" not in link and not (folder / link).exists()]
+    if document not in ("CHANGELOG.md", "benchmarks/NOTES.md"):  # what was there at the time
+        named = re.findall(r"\b(?:flce_ops|tests|examples|docs)/[\w/]+\.(?:py|md|csv)\b", text)
+        missing += [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_footnotes_are_there_once_and_used(document):
+    text = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
+    notes = re.findall(r"^\[\^(\d+)\]:", text, re.MULTILINE)
+    assert sorted(set(notes)) == sorted(notes)
+    assert set(notes) == set(re.findall(r"\[\^(\d+)\](?!:)", text))
+
+
+def formulas_of(text: str) -> list[str]:
+    blocks = re.findall(r"^```math\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"```.*?```|`[^`\n]+`|^ {4}.*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return blocks + re.findall(r"\$([^$]+)\$", text)
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "$" in text_of(name)])
+def test_formulas_become_mathml(document):
+    convert = pytest.importorskip("latex2mathml.converter").convert
+    formulas = formulas_of(text_of(document))
+    for formula in formulas:
+        read = re.sub(r"<[^>]+>", "", convert(formula))
+        assert "\\" not in read and "&amp;" not in read and "$" not in read, formula  # a command it does not know
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "$" in text_of(name)])
+def test_github_reads_inline_formulas_as_they_are_written(document):
+    r"""It sees Markdown first: `\,` becomes a comma, and `}_` may begin emphasis."""
+    inline = [formula for formula in formulas_of(text_of(document)) if not formula.endswith("\n")]
+    assert not [formula for formula in inline if re.search(r"[})\]]_|\\[^a-zA-Z]|\*", formula)]
+
+
+# ---------------------------------------------------------------- signatures and state dicts
+
+
+@torch_has_one
+def test_names_and_defaults_are_torchs_but_for_what_the_readme_names():
+    """README, Arguments: ignore_index is -100 here, None there; linear_bias by position too; no options."""
+    ours, theirs = (
+        inspect.signature(function).parameters for function in (flce_ops.linear_cross_entropy, F.linear_cross_entropy)
+    )
+    assert theirs.keys() - ours.keys() == {"options"}
+    common = [name for name in theirs if name in ours]
+    assert [name for name in common if ours[name].default != theirs[name].default] == ["ignore_index"]
+    assert (ours["ignore_index"].default, theirs["ignore_index"].default) == (-100, None)
+    assert [name for name in common if ours[name].kind != theirs[name].kind] == ["linear_bias"]
+    assert theirs["linear_bias"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(ours)[:3] == list(theirs)[:3] == ["input", "linear_weight", "target"]
+
+
+def test_ignore_index_of_none_is_the_default():
+    input, weight, target = torch.randn(9, 5), torch.randn(7, 5), torch.randint(7, (9,))
+    target[3] = -100
+    loss = flce_ops.linear_cross_entropy(input, weight, target)
+    assert torch.equal(flce_ops.linear_cross_entropy(input, weight, target, ignore_index=None), loss)
+
+
+def test_linear_bias_may_be_passed_by_position():
+    input, weight, bias, target = torch.randn(9, 5), torch.randn(7, 5), torch.randn(7), torch.randint(7, (9,))
+    by_name = flce_ops.linear_cross_entropy(input, weight, target, linear_bias=bias)
+    assert torch.equal(flce_ops.linear_cross_entropy(input, weight, target, bias), by_name)
+
+
+def test_the_head_is_constructed_as_linear_but_without_a_bias():
+    """README, Use: parameters and state dict are nn.Linear's, bias is off unless asked for."""
+    ours, theirs = (inspect.signature(made).parameters for made in (flce_ops.LinearCrossEntropyHead, nn.Linear))
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert [name for name in theirs if ours[name].default != theirs[name].default] == ["bias"]
+    assert issubclass(flce_ops.LinearCrossEntropyHead, nn.Linear)
+    for bias in (False, True):
+        head, linear = flce_ops.LinearCrossEntropyHead(5, 7, bias=bias), nn.Linear(5, 7, bias=bias)
+        shapes = [{name: value.shape for name, value in module.state_dict().items()} for module in (head, linear)]
+        assert shapes[0] == shapes[1]
+    assert list(flce_ops.LinearCrossEntropyHead(5, 7).state_dict()) == ["weight"]
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch 2.13 has the module")
+def test_the_losss_state_dict_is_torchs_without_out_features_alone():
+    shapes = [
+        {name: value.shape for name, value in module.state_dict().items()}
+        for module in (
+            flce_ops.LinearCrossEntropyLoss(5, 7, bias=True, weight=torch.rand(7)),
+            nn.LinearCrossEntropyLoss(5, 7, bias=True, weight=torch.rand(7)),
+            nn.LinearCrossEntropyLoss(5, 7, bias=True, weight=torch.rand(7), out_features=(2,)),
+        )
+    ]
+    assert shapes[0] == shapes[1] != shapes[2]
+
+
+# ---------------------------------------------------------------- what it does not do
+
+
+def call(**options):
+    made = {"input": torch.randn(9, 5), "linear_weight": torch.randn(7, 5), "target": torch.randint(7, (9,))}
+    return flce_ops.linear_cross_entropy(**(made | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"target": torch.rand(9, 7)}, TypeError),
+        ({"linear_weight": torch.randn(7, 2, 5)}, ValueError),
+        ({"weight": torch.rand(7, requires_grad=True)}, NotImplementedError),
+        ({"softcap": torch.tensor(5.0)}, TypeError),
+        ({"z_loss": torch.tensor(0.1)}, TypeError),
+        ({"label_smoothing": torch.tensor(0.1)}, TypeError),
+        ({"temperature": torch.tensor(2.0), "softcap": 5.0}, NotImplementedError),
+        ({"linear_weight": torch.randn(7, 5).to_sparse()}, TypeError),
+        ({"input": torch.randn(9, 5).to(torch.float8_e4m3fn)}, TypeError),
+    ],
+    ids=str,
+)
+def test_what_is_no_goal_is_refused(options, error):
+    with pytest.raises(error):
+        call(**options)
+
+
+def test_probabilities_as_targets_have_the_gradients_of_their_divergence():
+    input, weight = torch.randn(9, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    probs = torch.randn(9, 7, dtype=torch.float64).softmax(-1)
+    grads = []
+    for loss_of in (
+        lambda x, w: F.cross_entropy(F.linear(x, w), probs),
+        lambda x, w: flce_ops.linear_kl_div(x, w, teacher_probs=probs),
+    ):
+        operands = [tensor.clone().requires_grad_() for tensor in (input, weight)]
+        grads.append(torch.autograd.grad(loss_of(*operands), operands))
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_the_page_of_non_goals_is_in_the_navigation_and_in_the_readme():
+    assert "non_goals.md" in (ROOT / "mkdocs.yml").read_text()
+    assert "(docs/non_goals.md)" in text_of("README.md")
+
+
+# ---------------------------------------------------------------- measurements
+
+
+def measured(mode: str = "fwd_bwd") -> list[dict[str, str]]:
+    with (H200 / "fwd_bwd.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["mode"] == mode and row["ms"]]
+
+
+PROVIDERS = {
+    "**flce_ops**": "ours",
+    "flce_ops": "ours",
+    "flce_ops, workspace 2 GiB": "ours_2GiB",
+    "flce_ops, workspace 128 MiB": "ours_128MiB",
+    "flce_ops, workspace 64 MiB": "ours_64MiB",
+    "torch.compile of the plain pair": "torch_compile",
+    "torch.compile(F.linear + F.cross_entropy)": "torch_compile",
+    "the plain pair, eager": "torch_eager",
+    "QuACK 0.6.5 chunked": "quack_chunked",
+    "QuACK 0.6.5 scaled-exp": "quack_scaled_exp",
+    "Liger 0.8.5": "liger",
+    "Apple CCE 25.1.1": "cce",
+}
+
+
+def table_after(document: str, heading: str) -> list[list[str]]:
+    """Its heading and rows, as cells."""
+    text = text_of(document)
+    block = text[text.index(heading) :].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if "|---" not in line]
+
+
+def test_times_and_memory_of_the_readme_are_the_csvs():
+    heading, floor, *rows = table_after("README.md", "| forward + backward, bf16 |")
+    for column, shape in enumerate(heading[1:], start=1):
+        found = {row["provider"]: row for row in measured() if f"{row['N']}x{row['D']}x{row['V']}" == shape}
+        assert floor[column] == f"{float(found['floor']['ms']):.1f} ms"
+        for name, *cells in rows:
+            row = found.get(PROVIDERS[name])
+            if row is None:
+                assert cells[column - 1] == "failed"
+                continue
+            ratio, memory = re.fullmatch(r"([\d.]+)x, ([\d,]+) MiB", cells[column - 1]).groups()
+            assert abs(float(ratio) - float(row["x_floor"])) < 0.0051, (name, shape)
+            assert abs(float(memory.replace(",", "")) - float(row["beyond_gradients_MiB"])) < 0.6, (name, shape)
+
+
+def bounds(cell: str) -> tuple[float, float]:
+    low, _, high = cell.partition(" to ")
+    return float(low), float(high or low)
+
+
+@pytest.mark.parametrize(
+    ("document", "heading", "shapes"),
+    [("README.md", "| relative error, bf16, all four shapes |", 4), ("docs/numerics.md", "| | dX | dW |", None)],
+)
+def test_errors_of_the_documents_are_the_csvs(document, heading, shapes):
+    rows = measured()
+    of_the_table = list(dict.fromkeys((row["N"], row["D"], row["V"]) for row in rows))[:shapes]
+    for name, *cells in table_after(document, heading)[1:]:
+        for cell, column in zip(cells, ("err_dx", "err_dw")):
+            found = [
+                float(row[column])
+                for row in rows
+                if row["provider"] == PROVIDERS[name] and (row["N"], row["D"], row["V"]) in of_the_table
+            ]
+            for written, number in zip(bounds(cell), (min(found), max(found))):
+                assert abs(written - number) <= 0.05 * 10 ** int(f"{number:e}".split("e")[1]) * 1.01, (name, column)
+
+
+def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("triton")  # the other figures' planner
+    from matplotlib import pyplot as plt
+
+    from benchmarks import docs_figures
+
+    figure = docs_figures.time_against_memory(plt, H200 / "fwd_bwd.csv")
+    points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    drawn = {(x, y) for line in points for x, y in zip(line.get_xdata(), line.get_ydata())}
+    plt.close(figure)
+    names = docs_figures.OURS_AT | docs_figures.PEERS
+    shape = (docs_figures.TOKENS, docs_figures.HIDDEN, docs_figures.VOCABULARY)
+    expected = {
+        (float(row["ms"]), float(row["beyond_gradients_MiB"]))
+        for row in measured()
+        if row["provider"] in names and (int(row["N"]), int(row["D"]), int(row["V"])) == shape
+    }
+    assert drawn == expected and len(drawn) >= 10
+    assert re.findall(r"!\[[^\]]*\]\((.*?)\)", text_of("README.md")) == ["docs/figures/time_against_memory.svg"]
+
+
+# ---------------------------------------------------------------- continuous integration
+
+
+def test_the_public_workflow_runs_what_a_submission_does_with_its_inputs():
+    workflow, submission = (text_of(name) for name in (".github/workflows/ci.yml", ".ci/run"))
+    runs = re.findall(r"- run: (.*)", workflow)
+    assert runs[:2] == ["make check", "make test"]
+    (seed,) = re.findall(r"FLCE_TEST_SEED:-(\d+)", submission)
+    assert re.findall(r'FLCE_TEST_SEED: "(\d+)"', workflow) == [seed]
+    assert "make newest" in workflow
+
+
+def test_pages_make_mathml_of_inline_and_display_formulas():
+    pytest.importorskip("latex2mathml")
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    inline, display = '<span class="arithmatex">\\(a &lt; b\\)</span>', '<div class="arithmatex">\n\\[\nc\n\\]\n</div>'
+    html = f"<p>{inline}</p>{display}<p>\\(d\\)</p>"
+    made = pages.on_page_content(html)
+    assert made.count("<math") == 2 and "arithmatex" not in made
+    assert 'display="inline"' in made and 'display="block"' in made and made.endswith("<p>\\(d\\)</p>")
