@@ -13,12 +13,13 @@ from torch import Tensor
 
 from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
 from flce_ops.distributed.vocab_parallel import argmax_of_shards
+from flce_ops.math_options import LossOptions
 from flce_ops.path import Path, record_path
-from flce_ops.reference import target_columns
 from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import padded, product_bytes, rows_and_sum, slices, small_bytes
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.finish_rows import Rows, finished_rows
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.grad_input import float32_memory, write_grad_input
@@ -67,11 +68,9 @@ def launch_vocab_parallel_with_grad(
     step = chunks[0].stop
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
     with torch.cuda.device_of(input):
-        own_logit, own_slope, _ = launch_reference_logit(
+        own_logit, own_dz_du, own_column = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
-        _, hit, column = target_columns(target, ignore_index, vocab_start, classes)
-        own_column = torch.where(hit, column.squeeze(1), -1)
         exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
         exponentials = torch.empty(step, padded(classes, input.dtype.itemsize), dtype=input.dtype, device=input.device)
         # c * input waits in the rows of grad_input, which are written after its last use
@@ -94,35 +93,36 @@ def launch_vocab_parallel_with_grad(
                 **logits,
             )
             numbers = torch.empty(2 + 2 * argmax, count, dtype=torch.float32, device=input.device)
-            own = {"row_sum": row_sums.exponentials, "reference": reference, "own_logit": own_logit[rows]}
-            own["column"] = own_column[rows]
-            launch_shard_numbers(**own, numbers=numbers)
+            own = Rows(
+                row_sum=row_sums.exponentials,
+                reference_logit=reference,
+                target_logit=own_logit[rows],
+                target_dz_du=None if own_dz_du is None else own_dz_du[rows],
+                logit_sum=None,
+                column=own_column[rows],
+                target=target[rows],
+                target_weight=None if exchange.target_weight is None else exchange.target_weight[rows],
+                row_scale=row_scale[rows],
+            )
+            launch_shard_numbers(own, numbers)
             if argmax:
                 numbers[2], numbers[3] = row_sums.max_logit, row_sums.argmax + vocab_start
             gathered = exchange.gather(numbers)
             if argmax:
                 largest[rows] = argmax_of_shards(gathered[:, 2], gathered[:, 3])
-            row_factor, weight_factor, residual = torch.empty(
-                3, count, dtype=torch.float32, device=input.device
-            ).unbind()
-            entry = torch.empty(count, dtype=input.dtype, device=input.device)
+            finished = finished_rows(losses[rows], input.dtype)
+            _, entry, row_factor, weight_factor, residual = finished
             launch_finish_shard_rows(
                 gathered,
-                **own,
-                target_slope=None if own_slope is None else own_slope[rows],
-                target=target[rows],
-                row_scale=row_scale[rows],
-                target_weight=None if exchange.target_weight is None else exchange.target_weight[rows],
-                entry=entry,
-                losses=losses[rows],
-                row_factor=row_factor,
-                weight_factor=weight_factor,
-                residual=residual,
-                ignore_index=ignore_index,
-                z_loss=z_loss,
+                own,
+                finished,
+                None,
+                vocab_size,
+                LossOptions(label_smoothing, z_loss),
                 logit_scale=logit_scale,
+                ignore_index=ignore_index,
             )
-            launch_set_entries(chunk, own_column[rows], entry, start=0, ignore_index=-1)
+            launch_set_entries(chunk, own_column[rows], entry)
 
             if want_bias:
                 bias_sum += weighted_column_sum(chunk, weight_factor)
@@ -142,7 +142,6 @@ def launch_vocab_parallel_with_grad(
                     own_column[rows],
                     row_factor,
                     residual,
-                    ignore_index=-1,
                     nbytes=product_bytes(fitting, step, shard, input.dtype.itemsize),
                     memory=float32_memory(grad_input[rows.stop :]),
                     copies=small_bytes(),

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.readable import copied_row_bytes, copy_bytes, readable_rows
-from flce_ops.reference import target_columns
 from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.finish_product import launch_finish_product
@@ -122,10 +121,10 @@ def add_gradients(
     chunk_rows, chunk_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     record_triton_path("linear_cross_entropy_backward", input, linear_weight, row_slices)
     with torch.cuda.device_of(input):
-        target_logit2, target_slope, _ = launch_reference_logit(
+        target_logit2, target_dz_du, column = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
-        valid, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
+        valid = target != ignore_index
         class_weight = weight.float() if weight is not None and grad_logit_sum is not None else None
         lse64 = lse.double() if lse_rest is None else lse.double() + lse_rest
         lse2 = (lse64 * LOG2E).float()
@@ -146,17 +145,16 @@ def add_gradients(
             at_target = at_target + shift_factor * (target_logit2 - lse2).clamp(min=-1e4)
         at_target = at_target * torch.exp2(target_logit2 - lse2)
         if grad_target_logit is not None:
-            at_target += torch.where(hit, grad_target_logit, 0.0)
+            at_target += torch.where(column >= 0, grad_target_logit, 0.0)
         if sum_factor is not None:
-            at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.squeeze(1)]
-        if target_slope is not None:
-            at_target *= target_slope
+            at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.clamp(min=0)]
+        if target_dz_du is not None:
+            at_target *= target_dz_du
         if logit_scale is not None:
             at_target = at_target * logit_scale
             row_factor, sum_factor, shift_factor = (
                 None if factor is None else factor * logit_scale for factor in (row_factor, sum_factor, shift_factor)
             )
-        column = torch.where(hit, target - vocab_start, -1)
         residual = at_target - at_target.to(input.dtype).float()
         one = torch.ones_like(residual)
 
@@ -183,7 +181,7 @@ def add_gradients(
                     out=chunk,
                     **logits,
                 )
-                launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start, ignore_index=-1)
+                launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start)
                 if want_bias:
                     bias_sum[cols] += weighted_column_sum(chunk, None)
                 if want_weight:
@@ -202,7 +200,6 @@ def add_gradients(
                     one[rows],
                     residual[rows],
                     None,
-                    ignore_index=-1,
                 )
                 del input_sum  # before the next one is allocated
         if weight_sum is not grad_weight:

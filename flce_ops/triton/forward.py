@@ -50,7 +50,7 @@ def launch_forward(
     chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
     record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
     with torch.cuda.device_of(input):
-        target_logit2, _, hit = launch_reference_logit(
+        target_logit2, _, column = launch_reference_logit(
             input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
         )
         class_weight = weight.float() if weight is not None and logit_sum else None
@@ -77,5 +77,5 @@ def launch_forward(
                 expected[rows] = (reference2[rows] + row_sums.expected / row_sum) / LOG2E
             if argmax:
                 max_logit[rows], largest[rows] = row_sums.max_logit / LOG2E, row_sums.argmax
-        target_logit.copy_(torch.where(hit.bool(), target_logit2 / LOG2E, 0.0))
+        target_logit.copy_(torch.where(column >= 0, target_logit2 / LOG2E, 0.0))
     return outputs

@@ -50,11 +50,10 @@ def write_grad_input(
     out: Tensor,  # (n, D) rows of grad_input
     pieces: list[tuple[slice, Tensor]],  # columns v of the vocabulary, (n, v) of E
     linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (n,)
+    column: Tensor,  # (n,) the target's, -1 where there is none
     row_factor: Tensor,  # (n,)
     residual: Tensor,  # (n,)
     *,
-    ignore_index: int,
     nbytes: int,  # of workspace for a block of the product
     memory: Tensor,  # flat float32, used instead where it is larger
     copies: int,  # bytes for slices of a linear_weight that BLAS cannot read where it lies
@@ -76,10 +75,9 @@ def write_grad_input(
             product,
             out[block, features],
             linear_weight[:, features],
-            target[block],
+            column[block],
             row_factor[block],
             residual[block],
             None if outer is None else (outer[0][block], outer[1][features]),
-            ignore_index=ignore_index,
         )
         del product  # before the next one is allocated

@@ -19,9 +19,9 @@ def reference_logit_kernel(
     weight_ptr,  # (V, D)
     bias_ptr,  # (V,)
     target_ptr,  # (N,)
-    reference_ptr,  # (N,) out, base 2
-    slope_ptr,  # (N,) out, dz/du / logit_scale; written with a softcap
-    hit_ptr,  # (N,) out, int8: the target is among these columns
+    logit_ptr,  # (N,) out, base 2
+    dz_du_ptr,  # (N,) out, dz/du / logit_scale; written with a softcap
+    column_ptr,  # (N,) out, int64: the target's among these columns, -1 elsewhere
     V,
     D,
     stride_input_n,
@@ -47,6 +47,7 @@ def reference_logit_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     column = target - vocab_start
     hit = (target != ignore_index) & (column >= 0) & (column < V)
+    tl.store(column_ptr + row, tl.where(hit, column, -1))
     column = tl.where(hit, column, 0)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, D, BLOCK_D):
@@ -58,11 +59,10 @@ def reference_logit_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column).to(tl.float32)
     logit_scale, softcap = number_at(logit_scale_ptr, 1.0), number_at(softcap_ptr, 1.0)
-    z2, slope = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    tl.store(reference_ptr + row, z2)
+    z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(logit_ptr + row, z2)
     if HAS_SOFTCAP:
-        tl.store(slope_ptr + row, slope)
-    tl.store(hit_ptr + row, hit.to(tl.int8))
+        tl.store(dz_du_ptr + row, dz_du)
 
 
 def launch_reference_logit(
@@ -76,19 +76,19 @@ def launch_reference_logit(
     softcap: Tensor | None,  # ()
     logit_scale: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The logit in base 2, with a softcap dz/du / logit_scale, and whether the target is among these columns."""
+    """The logit in base 2, with a softcap dz/du / logit_scale, and the target's column (int64, -1 if not here)."""
     rows = input.shape[0]
-    reference = input.new_empty(rows, dtype=torch.float32)
-    slope = None if softcap is None else torch.empty_like(reference)
-    hit = input.new_empty(rows, dtype=torch.int8)
+    logit = input.new_empty(rows, dtype=torch.float32)
+    dz_du = None if softcap is None else torch.empty_like(logit)
+    column = input.new_empty(rows, dtype=torch.int64)
     reference_logit_kernel[(rows,)](
         input,
         linear_weight,
         linear_bias,
         target,
-        reference,
-        slope,
-        hit,
+        logit,
+        dz_du,
+        column,
         linear_weight.shape[0],
         input.shape[1],
         *input.stride(),
@@ -102,4 +102,4 @@ def launch_reference_logit(
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
         num_warps=4,
     )
-    return reference, slope, hit
+    return logit, dz_du, column

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.loss import class_weight_of
+from flce_ops.math_options import LossOptions
 from flce_ops.readable import copy_bytes
 from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import contiguous, padded
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.exponentials import launch_exponentials
-from flce_ops.triton.finish_rows import launch_finish_rows
+from flce_ops.triton.finish_rows import Rows, finished_rows, launch_finish_rows
 from flce_ops.triton.gemm import accumulate
 from flce_ops.triton.grad_input import float32_memory, write_grad_input
 from flce_ops.triton.lead import Lead, places, scratch_of
@@ -107,7 +109,8 @@ class OnePassStep:
         logit_scale = options["logit_scale"]
         self.logits = {"softcap": options["softcap"], "logit_scale": logit_scale}
         self.class_weight = None if weight is None else weight.float()
-        self.weight_sum = None if weight is None else self.class_weight.sum()
+        self.class_weight_sum = None if weight is None else self.class_weight.sum()
+        self.target_weight = None if weight is None else class_weight_of(target, weight, torch.float32)
         # a sum over one chunk is rounded once anyway
         self.weight_gradient = (
             torch.empty_like(self.grad_weight, dtype=torch.float32)
@@ -119,7 +122,7 @@ class OnePassStep:
         self.smoothing = None
         if cut.recompute and cut.lead is None:
             return
-        self.target_logit, self.target_slope, _ = launch_reference_logit(
+        self.target_logit, self.target_dz_du, self.column = launch_reference_logit(
             input,
             linear_weight,
             target,
@@ -170,7 +173,6 @@ class OnePassStep:
         self, rows: slice, pieces: list[tuple[slice, Tensor]], scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """E' into the pieces, the rows' losses, their share of grad_linear_bias; row, weight factors and residuals."""
-        count = rows.stop - rows.start
         reference = self.reference[rows]
         row_sums = launch_exponentials(
             self.input[rows],
@@ -186,31 +188,29 @@ class OnePassStep:
         )
         if self.largest is not None:
             self.largest[rows] = row_sums.argmax
-        factors = torch.empty(3, count, dtype=torch.float32, device=self.input.device)
-        row_factor, weight_factor, residual = factors.unbind()
-        entry = torch.empty(count, dtype=self.input.dtype, device=self.input.device)
+        finished = finished_rows(self.losses[rows], self.input.dtype)
+        _, entry, row_factor, weight_factor, residual = finished
         launch_finish_rows(
-            row_sum=row_sums.exponentials,
-            reference=reference,
-            target_logit=self.target_logit[rows],
-            target_slope=None if self.target_slope is None else self.target_slope[rows],
-            target=self.target[rows],
-            row_scale=self.row_scale[rows],
-            class_weight=self.class_weight,
-            weight_sum=self.weight_sum,
-            logit_sum=row_sums.logits,
-            entry=entry,
-            num_classes=self.linear_weight.shape[0],
-            losses=self.losses[rows],
-            row_factor=row_factor,
-            weight_factor=weight_factor,
-            residual=residual,
-            **{name: option for name, option in self.options.items() if name != "softcap"},
+            Rows(
+                row_sum=row_sums.exponentials,
+                reference_logit=reference,
+                target_logit=self.target_logit[rows],
+                target_dz_du=None if self.target_dz_du is None else self.target_dz_du[rows],
+                logit_sum=row_sums.logits,
+                column=self.column[rows],
+                target=self.target[rows],
+                target_weight=None if self.target_weight is None else self.target_weight[rows],
+                row_scale=self.row_scale[rows],
+            ),
+            finished,
+            self.class_weight_sum,
+            self.linear_weight.shape[0],
+            LossOptions(self.options["label_smoothing"], self.options["z_loss"]),
+            logit_scale=self.options["logit_scale"],
+            ignore_index=self.options["ignore_index"],
         )
         for cols, piece in pieces:
-            launch_set_entries(
-                piece, self.target[rows], entry, start=cols.start, ignore_index=self.options["ignore_index"]
-            )
+            launch_set_entries(piece, self.column[rows], entry, start=cols.start)
             if self.bias_sum is not None:
                 self.bias_sum[cols] += weighted_column_sum(piece, weight_factor)
         return row_factor, weight_factor, residual
@@ -247,10 +247,9 @@ class OnePassStep:
             self.grad_input[rows],
             pieces,
             self.linear_weight,
-            self.target[rows],
+            self.column[rows],
             row_factor,
             residual,
-            ignore_index=self.options["ignore_index"],
             nbytes=self.product_bytes,
             memory=memory,
             copies=copy_bytes(self.linear_weight),
