@@ -1,4 +1,4 @@
-"""What a linear cross-entropy is of, and the numbers that change its logits and its loss: passed on as one argument each."""
+"""What a linear cross-entropy is of, and the numbers that change its logits and its loss: one argument each."""
 
 from typing import NamedTuple
 

@@ -13,20 +13,17 @@ from torch import Tensor
 
 from flce_ops.distributed.one_pass import NAME, Exchange, outputs, shard_rows
 from flce_ops.distributed.vocab_parallel import argmax_of_shards
-from flce_ops.math_options import LossOptions
+from flce_ops.math_options import LogitOptions, LossOptions, Operands
 from flce_ops.path import Path, record_path
 from flce_ops.target_range import check_target_range
-from flce_ops.triton.chunks import padded, product_bytes, rows_and_sum, slices, small_bytes
-from flce_ops.triton.columns import weighted_column_sum
-from flce_ops.triton.exponentials import launch_exponentials
-from flce_ops.triton.finish_rows import Rows, finished_rows
+from flce_ops.triton.chunks import contiguous, product_bytes, rows_and_sum, slices, small_bytes
+from flce_ops.triton.cut import Cut
+from flce_ops.triton.exponentials import RowSums
+from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
-from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.grad_input import float32_memory, write_grad_input
-from flce_ops.triton.reference_logit import launch_reference_logit
-from flce_ops.triton.scale_rows import launch_scale_rows
-from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.triton.split_product import SPLIT_AT_MOST, add_split_product
+from flce_ops.triton.gemm import wanted_gradients
+from flce_ops.triton.one_pass_step import OnePassStep, tokens_of
+from flce_ops.triton.row_loss import RowLoss
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -52,103 +49,44 @@ def launch_vocab_parallel_with_grad(
     argmax: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert not label_smoothing, "its gradient is not of the form c E': the ATen kernel takes it"
-    operands = (input, linear_weight, target, linear_bias, weight, row_scale)
-    results = outputs(*operands, output_mask=output_mask, argmax=argmax)
-    loss, losses, grad_input, grad_weight, grad_bias, largest = results
+    results = outputs(
+        input, linear_weight, target, linear_bias, weight, row_scale, output_mask=output_mask, argmax=argmax
+    )
+    loss, losses, *grads, columns = results
     check_target_range(target, vocab_size, ignore_index)
-    target, row_scale = target.contiguous(), row_scale.contiguous()
-    linear_bias = None if linear_bias is None else linear_bias.contiguous()
-    want_input, want_weight, want_bias = output_mask
-    tokens, hidden = input.shape
-    classes = linear_weight.shape[0]
-    logits = {"softcap": softcap, "logit_scale": logit_scale}
-    shard = shard_rows(vocab_size, ranks)
-    fitting, exact = rows_and_sum(tokens, shard, hidden, input.dtype.itemsize, want_weight=want_weight, argmax=argmax)
-    chunks = slices(tokens, fitting)
-    step = chunks[0].stop
-    record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", step, len(chunks)))
+    target, linear_bias, row_scale = contiguous(target, linear_bias, row_scale)
+    operands, logits = Operands(input, linear_weight, target, linear_bias, weight), LogitOptions(softcap, logit_scale)
+    cut = cut_shard(input, shard_rows(vocab_size, ranks), want_weight=output_mask[1], argmax=argmax)
+    record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", cut.chunks[0].stop, len(cut.chunks)))
     with torch.cuda.device_of(input):
-        own_logit, own_dz_du, own_column = launch_reference_logit(
-            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
-        )
         exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
-        exponentials = torch.empty(step, padded(classes, input.dtype.itemsize), dtype=input.dtype, device=input.device)
-        # c * input waits in the rows of grad_input, which are written after its last use
-        scaled_input = grad_input if want_input else input.new_empty(step, hidden)
-        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
-        bias_sum = torch.zeros(classes, dtype=torch.float32, device=input.device) if want_bias else None
-        for rows in chunks:
-            count = rows.stop - rows.start
-            chunk = exponentials[:count, :classes]
-            reference = own_logit[rows].clone()
-            row_sums = launch_exponentials(
-                input[rows],
-                linear_weight,
-                linear_bias,
-                None,
-                reference=reference,
-                pieces=[(slice(0, classes), chunk)],
-                logit_sum=False,
-                argmax=argmax,
-                **logits,
-            )
-            numbers = torch.empty(2 + 2 * argmax, count, dtype=torch.float32, device=input.device)
-            own = Rows(
-                row_sum=row_sums.exponentials,
-                reference_logit=reference,
-                target_logit=own_logit[rows],
-                target_dz_du=None if own_dz_du is None else own_dz_du[rows],
-                logit_sum=None,
-                column=own_column[rows],
-                target=target[rows],
-                target_weight=None if exchange.target_weight is None else exchange.target_weight[rows],
-                row_scale=row_scale[rows],
-            )
-            launch_shard_numbers(own, numbers)
-            if argmax:
-                numbers[2], numbers[3] = row_sums.max_logit, row_sums.argmax + vocab_start
-            gathered = exchange.gather(numbers)
-            if argmax:
-                largest[rows] = argmax_of_shards(gathered[:, 2], gathered[:, 3])
-            finished = finished_rows(losses[rows], input.dtype)
-            _, entry, row_factor, weight_factor, residual = finished
-            launch_finish_shard_rows(
-                gathered,
-                own,
-                finished,
-                None,
-                vocab_size,
-                LossOptions(label_smoothing, z_loss),
-                logit_scale=logit_scale,
-                ignore_index=ignore_index,
-            )
-            launch_set_entries(chunk, own_column[rows], entry)
+        row_loss = RowLoss(None, vocab_size, LossOptions(label_smoothing, z_loss))
 
-            if want_bias:
-                bias_sum += weighted_column_sum(chunk, weight_factor)
-            if want_weight:
-                first = rows.start == 0
-                if tokens <= SPLIT_AT_MOST:
-                    add_split_product(weight_sum, chunk, input[rows], weight_factor, first=first)
-                else:
-                    scaled = scaled_input[rows if want_input else slice(count)]
-                    launch_scale_rows(input[rows], weight_factor, scaled)
-                    accumulate(weight_sum, chunk.T, scaled, first=first)
-            if want_input:
-                write_grad_input(
-                    grad_input[rows],
-                    [(slice(0, classes), chunk)],
-                    linear_weight,
-                    own_column[rows],
-                    row_factor,
-                    residual,
-                    nbytes=product_bytes(fitting, step, shard, input.dtype.itemsize),
-                    memory=float32_memory(grad_input[rows.stop :]),
-                    copies=small_bytes(),
-                )
-        if exact:
-            grad_weight.copy_(weight_sum)
-        if want_bias:
-            grad_bias.copy_(bias_sum)
+        def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
+            numbers = launch_shard_numbers(tokens, sums)
+            if argmax:
+                numbers[2], numbers[3] = sums.max_logit, sums.argmax + vocab_start
+            gathered = exchange.gather(numbers)
+            options = {"logit_scale": logit_scale, "ignore_index": ignore_index}
+            finished = launch_finish_shard_rows(gathered, tokens, sums, row_loss, input.dtype, **options)
+            return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
+
+        where = {"ignore_index": ignore_index, "vocab_start": vocab_start}
+        tokens = tokens_of(operands, logits, exchange.target_weight, row_scale, losses, **where)
+        gradients = wanted_gradients(grads, output_mask)
+        step = OnePassStep(operands, logits, tokens, gradients, columns if argmax else None, cut, finish_rows)
+        step.run_chunks(cut.chunks)
+        step.finish()
+        if gradients.bias_sum is not None:
+            grads[2].copy_(gradients.bias_sum)
         torch.sum(row_scale * losses, dim=0, out=loss)
     return results
+
+
+def cut_shard(input: Tensor, shard: int, *, want_weight: bool, argmax: bool) -> Cut:
+    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
+    (tokens, hidden), size = input.shape, input.dtype.itemsize
+    fitting, accum_float32 = rows_and_sum(tokens, shard, hidden, size, want_weight=want_weight, argmax=argmax)
+    chunks = slices(tokens, fitting)
+    room = product_bytes(fitting, chunks[0].stop, shard, size)
+    return Cut(None, chunks, False, accum_float32, room, small_bytes())

@@ -34,10 +34,10 @@ def rows_and_sum(
     rounded once anyway."""
     reserved = small_bytes() * argmax + copies  # two more numbers a tile
     fitting = rows_that_fit(tokens, columns, itemsize, reserved)
-    exact = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
-    if exact:
+    accum_float32 = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
+    if accum_float32:
         fitting = rows_that_fit(tokens, columns, itemsize, reserved + 4 * columns * hidden)
-    return fitting, exact
+    return fitting, accum_float32
 
 
 def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:

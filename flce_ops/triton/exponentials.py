@@ -1,8 +1,8 @@
 """Exponentials of a chunk of logits against a reference per row, and the rescue of rows whose reference was too low.
 
     1. E = exp(z - reference), row sums s                       the reference is one of the row's own logits, so s >= 1
-    2. largest = max_i s_i                                      one number on the device; the host never reads it
-    3. only if largest > LIMIT (or nan), decided on the device:
+    2. largest_sum = max_i s_i                                  one number on the device; the host never reads it
+    3. only if largest_sum > LIMIT (or nan), decided on the device:
            lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
 
 exp(z - reference) overflows where some logit is far above the reference: for tokens whose loss exceeds 40 nats, or that
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.math_options import LogitOptions
 from flce_ops.triton.logits_gemm import exceeds, launch_logits_gemm
 from flce_ops.triton.tiles import tiles_for
 
@@ -95,9 +96,10 @@ def combine_kernel(
 class RowSums(NamedTuple):
     """(n,) each, base 2; None where not asked for."""
 
-    exponentials: Tensor  # of exp2(z2 - reference)
+    exponentials: Tensor  # of exp2(z2 - reference_logit)
+    reference_logit: Tensor
     logits: Tensor | None  # of w z2
-    expected: Tensor | None  # of exp2(z2 - reference) (z2 - reference)
+    expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None  # z2
     argmax: Tensor | None  # int64, the first of equals
 
@@ -108,13 +110,12 @@ def launch_exponentials(
     linear_bias: Tensor | None,  # (V,)
     class_weight: Tensor | None,  # (V,) float32, for the logit sum
     *,
-    reference: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
+    reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     logit_sum: bool,
     expected: bool = False,
     argmax: bool = False,
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    logits: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]
@@ -125,13 +126,12 @@ def launch_exponentials(
     partial, partial_max = scratch[: 2 * tiles * rows].view(2, tiles, rows).unbind()
     sums = torch.empty(tiles, rows, **per_tile) if logit_sum else None
     expectations = torch.empty(tiles, rows, **per_tile) if expected else None
-    largest = torch.empty(tiles, rows, **per_tile) if argmax else None
+    row_max = torch.empty(tiles, rows, **per_tile) if argmax else None
     columns = torch.empty(tiles, rows, dtype=torch.int32, device=input.device) if argmax else None
-    logits = {"logit_scale": logit_scale, "softcap": softcap}
     pieces = pieces or [(slice(0, linear_weight.shape[0]), None)]
     block_v = tiles_for(input, linear_weight).block_v
 
-    def exponentiate(sums: Tensor | None, largest: Tensor | None, columns: Tensor | None, **guarded) -> None:
+    def exponentiate(sums: Tensor | None, row_max: Tensor | None, columns: Tensor | None, **guarded) -> None:
         for cols, out in pieces:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
             launch_logits_gemm(
@@ -140,14 +140,14 @@ def launch_exponentials(
                 None if linear_bias is None else linear_bias[cols],
                 None if class_weight is None else class_weight[cols],
                 epilogue="exp_sum",
-                reference=reference,
+                reference=reference_logit,
                 out=out,
                 partial=partial[of_tiles],
                 expected=None if expectations is None else expectations[of_tiles],
                 logit_sum=None if sums is None else sums[of_tiles],
-                partial_max=None if largest is None else largest[of_tiles],
+                partial_max=None if row_max is None else row_max[of_tiles],
                 partial_argmax=None if columns is None else columns[of_tiles],
-                **logits,
+                **logits._asdict(),
                 **guarded,
             )
             if columns is not None and cols.start:
@@ -160,7 +160,7 @@ def launch_exponentials(
     blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
 
-    exponentiate(sums, largest, columns)
+    exponentiate(sums, row_max, columns)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
 
     launch_logits_gemm(
@@ -171,20 +171,21 @@ def launch_exponentials(
         epilogue="max_sum",
         partial=partial,
         partial_max=partial_max,
-        **logits,
+        **logits._asdict(),
         **guarded,
     )
-    combine_kernel[grid](guard, partial_max, partial, row_sum, reference, rows, tiles, **blocks)
+    combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, rows, tiles, **blocks)
     exponentiate(None, None, None, **guarded)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
     max_logit = None
     if argmax:
-        max_logit = largest.amax(0)
-        # no column where the largest is nan
-        columns = columns.where(largest == max_logit, linear_weight.shape[0] - 1).amin(0).long()
+        max_logit = row_max.amax(0)
+        # no column where the maximum is nan
+        columns = columns.where(row_max == max_logit, linear_weight.shape[0] - 1).amin(0).long()
         columns.clamp_(max=linear_weight.shape[0] - 1)
     return RowSums(
         row_sum,
+        reference_logit,
         None if sums is None else sums.sum(0),
         None if expectations is None else expectations.sum(0),
         max_logit,

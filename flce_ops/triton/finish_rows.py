@@ -10,52 +10,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math_options import LossOptions
+from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.logits_gemm import number_at
-from flce_ops.triton.row_loss import row_loss
+from flce_ops.triton.row_loss import RowLoss, row_loss
 
 # n rows of a chunk, V vocabulary
 
 BLOCK_N = 64
 
 
-class Rows(NamedTuple):
-    """What is known of rows after the logits GEMM, (n,) each; the columns are those that are here."""
+class Tokens(NamedTuple):
+    """What is known of tokens before the logits GEMM, and where their losses go: (N,) each, or (n,) of a chunk."""
 
-    row_sum: Tensor  # s_i = sum_j exp2(z2_ij - reference_logit_i)
-    reference_logit: Tensor
-    target_logit: Tensor  # z2 of the target, of some column where the target is not here
+    target_logit: Tensor  # z2 of the target, or of column 0 where the target is not here
     target_dz_du: Tensor | None  # dz/du / logit_scale at target_logit, with a softcap
-    logit_sum: Tensor | None  # sum_j w_j z2_ij, with label smoothing
     column: Tensor  # int64, the target's, -1 where it is not here
     target: Tensor
     target_weight: Tensor | None  # float32, w_y
     row_scale: Tensor  # a_i
+    losses: Tensor  # out
+
+    def of(self, rows: slice) -> "Tokens":
+        return Tokens(*(None if vector is None else vector[rows] for vector in self))
 
 
 class FinishedRows(NamedTuple):
-    """What becomes of them, (n,) each."""
+    """What the gradient GEMMs need of rows, (n,) each."""
 
-    losses: Tensor
     entry: Tensor  # E'_iy in E's dtype
     row_factor: Tensor  # c_i
     weight_factor: Tensor  # c_i with the rounding of E_iy taken up
     residual: Tensor  # c_i times that rounding
 
 
-def finished_rows(losses: Tensor, dtype: torch.dtype) -> FinishedRows:
-    """Memory for the rows of `losses`."""
-    entry = losses.new_empty(losses.shape[0], dtype=dtype)
-    return FinishedRows(losses, entry, *losses.new_empty(3, losses.shape[0]).unbind())
+def empty_rows(tokens: Tokens, dtype: torch.dtype) -> FinishedRows:
+    n = tokens.losses.shape[0]
+    return FinishedRows(tokens.losses.new_empty(n, dtype=dtype), *tokens.losses.new_empty(3, n).unbind())
 
 
 @triton.jit
-def sums_of_rows(rows, i, mask):
+def sums_of_rows(tokens, sums, i, mask):
     """s_i, the target's share of it, the two logits of the row, and whether the target is here."""
-    reference_logit = tl.load(rows.reference_logit + i, mask=mask, other=0.0)
-    target_logit = tl.load(rows.target_logit + i, mask=mask, other=0.0)
-    hit = tl.load(rows.column + i, mask=mask, other=-1) >= 0
-    row_sum = tl.load(rows.row_sum + i, mask=mask, other=1.0)
+    reference_logit = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
+    target_logit = tl.load(tokens.target_logit + i, mask=mask, other=0.0)
+    hit = tl.load(tokens.column + i, mask=mask, other=-1) >= 0
+    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     at_target = tl.exp2(target_logit - reference_logit)
     # the target's share was summed from another order of the same products
     return tl.where(hit & (row_sum < at_target), at_target, row_sum), at_target, reference_logit, target_logit, hit
@@ -63,15 +62,13 @@ def sums_of_rows(rows, i, mask):
 
 @triton.jit
 def store_losses(
-    rows,
-    finished,
+    tokens,
+    sums,
     i,
     mask,
     surprisal2,  # (n,) lse - z_y in base 2
     lse2,  # (n,)
-    class_weight_sum_ptr,  # ()
-    V,
-    loss_options,
+    loss,  # RowLoss
     logit_scale_ptr,  # ()
     ignore_index,
 ):
@@ -80,18 +77,16 @@ def store_losses(
     c E' must stay finite where L vanishes (class weight 0, or z_loss against a very negative lse). inf times an L of 0
     stays the nan it is in ATen, but a row that has neither derivative, of a class of weight 0, has gradient 0.
     """
-    valid = mask & (tl.load(rows.target + i, mask=mask, other=0).to(tl.int64) != ignore_index)
+    valid = mask & (tl.load(tokens.target + i, mask=mask, other=0).to(tl.int64) != ignore_index)
     logit_sum2 = None
-    if rows.logit_sum is not None:
-        logit_sum2 = tl.load(rows.logit_sum + i, mask=mask, other=0.0)
+    if sums.logits is not None:
+        logit_sum2 = tl.load(sums.logits + i, mask=mask, other=0.0)
     target_weight = None
-    if rows.target_weight is not None:
-        target_weight = tl.load(rows.target_weight + i, mask=mask, other=0.0)
-    loss, d_lse, d_target = row_loss(
-        surprisal2, lse2, logit_sum2, target_weight, class_weight_sum_ptr, V, loss_options
-    )
-    tl.store(finished.losses + i, tl.where(valid, loss, 0.0), mask=mask)
-    row_scale = tl.load(rows.row_scale + i, mask=mask, other=0.0)
+    if tokens.target_weight is not None:
+        target_weight = tl.load(tokens.target_weight + i, mask=mask, other=0.0)
+    value, d_lse, d_target = row_loss(surprisal2, lse2, logit_sum2, target_weight, loss)
+    tl.store(tokens.losses + i, tl.where(valid, value, 0.0), mask=mask)
+    row_scale = tl.load(tokens.row_scale + i, mask=mask, other=0.0)
     scaled = row_scale * d_lse
     no_gradient = (d_lse == 0.0) & (d_target == 0.0)
     d_lse = tl.where(tl.abs(d_lse) > 1e-20, d_lse, 1e-20)
@@ -101,7 +96,7 @@ def store_losses(
 
 @triton.jit
 def store_factors(
-    rows,
+    tokens,
     finished,
     i,
     mask,
@@ -117,8 +112,8 @@ def store_factors(
     A row factor of inf (a normalizer of 0) times the target's entry is inf - inf, and so is what sums over it.
     """
     entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
-    if rows.target_dz_du is not None:
-        entry *= tl.load(rows.target_dz_du + i, mask=mask, other=0.0)
+    if tokens.target_dz_du is not None:
+        entry *= tl.load(tokens.target_dz_du + i, mask=mask, other=0.0)
     rounded = entry.to(finished.entry.dtype.element_ty)
     tl.store(finished.entry + i, rounded, mask=mask)
     rounded = rounded.to(tl.float32)
@@ -130,12 +125,11 @@ def store_factors(
 
 @triton.jit
 def finish_rows_kernel(
-    rows,  # Rows
+    tokens,  # Tokens
+    sums,  # RowSums
     finished,  # FinishedRows, out
     n,
-    class_weight_sum_ptr,  # ()
-    V,
-    loss_options,  # LossOptions
+    loss,  # RowLoss
     logit_scale_ptr,  # ()
     ignore_index,
     BLOCK_N: tl.constexpr,
@@ -151,45 +145,34 @@ def finish_rows_kernel(
     """
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < n
-    row_sum, at_target, reference_logit, target_logit, hit = sums_of_rows(rows, i, mask)
+    row_sum, at_target, reference_logit, target_logit, hit = sums_of_rows(tokens, sums, i, mask)
     log2_sum = tl.log2(row_sum)
     scaled_d_lse, d_lse, d_target, valid = store_losses(
-        rows,
-        finished,
+        tokens,
+        sums,
         i,
         mask,
         (reference_logit - target_logit) + log2_sum,
         reference_logit + log2_sum,
-        class_weight_sum_ptr,
-        V,
-        loss_options,
+        loss,
         logit_scale_ptr,
         ignore_index,
     )
     entry = at_target + tl.where(valid, row_sum * d_target / d_lse, 0.0)
-    store_factors(rows, finished, i, mask, hit, entry, tl.where(valid, scaled_d_lse / row_sum, 0.0))
+    store_factors(tokens, finished, i, mask, hit, entry, tl.where(valid, scaled_d_lse / row_sum, 0.0))
 
 
 def launch_finish_rows(
-    rows: Rows,
-    finished: FinishedRows,
-    class_weight_sum: Tensor | None,  # ()
-    num_classes: int,
-    loss_options: LossOptions,
+    tokens: Tokens,
+    sums: RowSums,
+    loss: RowLoss,
+    dtype: torch.dtype,  # of E
     *,
     logit_scale: Tensor | None,  # ()
     ignore_index: int,
-) -> None:
-    n = rows.row_sum.shape[0]
+) -> FinishedRows:
+    finished, n = empty_rows(tokens, dtype), tokens.losses.shape[0]
     finish_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-        rows,
-        finished,
-        n,
-        class_weight_sum,
-        num_classes,
-        loss_options,
-        logit_scale,
-        ignore_index,
-        BLOCK_N=BLOCK_N,
-        num_warps=2,
+        tokens, sums, finished, n, loss, logit_scale, ignore_index, BLOCK_N=BLOCK_N, num_warps=2
     )
+    return finished

@@ -3,12 +3,22 @@
 Logits, references and log-sums are in base 2 (times log2 e), but for the losses.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math_options import LossOptions
-from flce_ops.triton.finish_rows import BLOCK_N, FinishedRows, Rows, store_factors, store_losses, sums_of_rows
+from flce_ops.triton.exponentials import RowSums
+from flce_ops.triton.finish_rows import (
+    BLOCK_N,
+    FinishedRows,
+    Tokens,
+    empty_rows,
+    store_factors,
+    store_losses,
+    sums_of_rows,
+)
+from flce_ops.triton.row_loss import RowLoss
 
 # n rows of a chunk, V vocabulary of all ranks, R ranks that share it, k numbers a row of each
 
@@ -18,35 +28,37 @@ LARGEST_EXPONENT = tl.constexpr(90.0)
 
 @triton.jit
 def shard_numbers_kernel(
-    rows,  # Rows
+    tokens,  # Tokens
+    sums,  # RowSums
     numbers_ptr,  # (k, n) out: lse2 of this rank's classes, z2 of the target or 0
     n,
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < n
-    row_sum, _, reference_logit, target_logit, hit = sums_of_rows(rows, i, mask)
+    row_sum, _, reference_logit, target_logit, hit = sums_of_rows(tokens, sums, i, mask)
     tl.store(numbers_ptr + i, reference_logit + tl.log2(row_sum), mask=mask)
     tl.store(numbers_ptr + n + i, tl.where(hit, target_logit, 0.0), mask=mask)
 
 
-def launch_shard_numbers(rows: Rows, numbers: Tensor) -> None:
-    """The first two of `numbers`, (k, n)."""
-    n = rows.row_sum.shape[0]
-    shard_numbers_kernel[(triton.cdiv(n, BLOCK_N),)](rows, numbers, n, BLOCK_N=BLOCK_N, num_warps=2)
+def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
+    """(k, n), to be exchanged; with argmax two more numbers a row are left to the caller, the maximum and its column."""
+    n = tokens.losses.shape[0]
+    numbers = tokens.losses.new_empty(2 if sums.argmax is None else 4, n)
+    shard_numbers_kernel[(triton.cdiv(n, BLOCK_N),)](tokens, sums, numbers, n, BLOCK_N=BLOCK_N, num_warps=2)
+    return numbers
 
 
 @triton.jit
 def finish_shard_rows_kernel(
     gathered_ptr,  # (R, k, n) every rank's numbers
-    rows,  # Rows
+    tokens,  # Tokens
+    sums,  # RowSums
     finished,  # FinishedRows, out
     n,
     ranks,
     stride_rank,
-    class_weight_sum_ptr,  # ()
-    V,
-    loss_options,  # LossOptions
+    loss,  # RowLoss
     logit_scale_ptr,  # ()
     ignore_index,
     BLOCK_N: tl.constexpr,
@@ -72,17 +84,15 @@ def finish_shard_rows_kernel(
         total += tl.exp2(tl.load(gathered_ptr + rank * stride_rank + i, mask=mask, other=0.0) - finite)
     lse2 = finite + tl.log2(total)
 
-    row_sum, at_target, reference_logit, _, hit = sums_of_rows(rows, i, mask)
+    row_sum, at_target, reference_logit, _, hit = sums_of_rows(tokens, sums, i, mask)
     scaled_d_lse, d_lse, d_target, valid = store_losses(
-        rows,
-        finished,
+        tokens,
+        sums,
         i,
         mask,
         lse2 - target_logit,
         lse2,
-        class_weight_sum_ptr,
-        V,
-        loss_options,
+        loss,
         logit_scale_ptr,
         ignore_index,
     )
@@ -91,33 +101,32 @@ def finish_shard_rows_kernel(
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
     entry = at_target + d_target / d_lse * tl.exp2(exponent)
     row_factor = tl.where(valid, scaled_d_lse * tl.exp2(-exponent), 0.0)
-    store_factors(rows, finished, i, mask, hit, entry, row_factor)
+    store_factors(tokens, finished, i, mask, hit, entry, row_factor)
 
 
 def launch_finish_shard_rows(
     gathered: Tensor,  # (R, k, n)
-    rows: Rows,
-    finished: FinishedRows,
-    class_weight_sum: Tensor | None,  # ()
-    num_classes: int,  # of all ranks
-    loss_options: LossOptions,
+    tokens: Tokens,
+    sums: RowSums,
+    loss: RowLoss,
+    dtype: torch.dtype,  # of E
     *,
     logit_scale: Tensor | None,  # ()
     ignore_index: int,
-) -> None:
-    n = rows.row_sum.shape[0]
+) -> FinishedRows:
+    finished, n = empty_rows(tokens, dtype), tokens.losses.shape[0]
     finish_shard_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
         gathered,
-        rows,
+        tokens,
+        sums,
         finished,
         n,
         gathered.shape[0],
         gathered.stride(0),
-        class_weight_sum,
-        num_classes,
-        loss_options,
+        loss,
         logit_scale,
         ignore_index,
         BLOCK_N=BLOCK_N,
         num_warps=2,
     )
+    return finished

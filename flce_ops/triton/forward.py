@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.math_options import LogitOptions
 from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import MULTIPLE, contiguous, record_triton_path, slices
 from flce_ops.triton.exponentials import launch_exponentials
@@ -39,43 +40,42 @@ def launch_forward(
     operands = (input, linear_weight, target, linear_bias, weight)
     wanted = {"logit_sum": logit_sum, "argmax": argmax}
     outputs = meta.forward_outputs(*operands, expected_logit=expected_logit, **wanted)
-    target_logit, lse, sums, expected, max_logit, largest, lse_rest = outputs
+    target_logit, lse, sums, expected, max_logit, columns, lse_rest = outputs
     num_classes = linear_weight.shape[0]
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
-    logits = {"softcap": softcap, "logit_scale": logit_scale}
+    logits = LogitOptions(softcap, logit_scale)
     sums_a_tile = 2 + logit_sum + expected_logit + 2 * argmax
     rows_of_sums = get_workspace() // (tiles * 4 * sums_a_tile) // MULTIPLE * MULTIPLE
     chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
     record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
     with torch.cuda.device_of(input):
         target_logit2, _, column = launch_reference_logit(
-            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
+            input, linear_weight, target, linear_bias, logits, ignore_index=ignore_index, vocab_start=vocab_start
         )
         class_weight = weight.float() if weight is not None and logit_sum else None
-        reference2 = target_logit2.clone()
         for rows in chunks:
             row_sums = launch_exponentials(
                 input[rows],
                 linear_weight,
                 linear_bias,
                 class_weight,
-                reference=reference2[rows],
+                reference_logit=target_logit2[rows].clone(),
                 expected=expected_logit,
+                logits=logits,
                 **wanted,
-                **logits,
             )
             # the sum holds the target's exponential, which was summed from another order of the same products
-            row_sum = row_sums.exponentials.maximum(torch.exp2(target_logit2[rows] - reference2[rows]))
-            lse64 = (reference2[rows].double() + row_sum.log2()) / LOG2E
+            row_sum = row_sums.exponentials.maximum(torch.exp2(target_logit2[rows] - row_sums.reference_logit))
+            lse64 = (row_sums.reference_logit.double() + row_sum.log2()) / LOG2E
             lse[rows] = lse64
             lse_rest[rows] = torch.where(lse64.isfinite(), lse64 - lse[rows], 0.0)
             if logit_sum:
                 sums[rows] = row_sums.logits / LOG2E
             if expected_logit:
-                expected[rows] = (reference2[rows] + row_sums.expected / row_sum) / LOG2E
+                expected[rows] = (row_sums.reference_logit + row_sums.expected / row_sum) / LOG2E
             if argmax:
-                max_logit[rows], largest[rows] = row_sums.max_logit / LOG2E, row_sums.argmax
+                max_logit[rows], columns[rows] = row_sums.max_logit / LOG2E, row_sums.argmax
         target_logit.copy_(torch.where(column >= 0, target_logit2 / LOG2E, 0.0))
     return outputs

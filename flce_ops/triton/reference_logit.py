@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.math_options import LogitOptions
 from flce_ops.triton.logits_gemm import base2_logits, number_at
 
 # N tokens, D hidden, V vocabulary
@@ -70,16 +71,15 @@ def launch_reference_logit(
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
+    logits: LogitOptions,
     *,
     ignore_index: int,
     vocab_start: int,
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The logit in base 2, with a softcap dz/du / logit_scale, and the target's column (int64, -1 if not here)."""
     rows = input.shape[0]
     logit = input.new_empty(rows, dtype=torch.float32)
-    dz_du = None if softcap is None else torch.empty_like(logit)
+    dz_du = None if logits.softcap is None else torch.empty_like(logit)
     column = input.new_empty(rows, dtype=torch.int64)
     reference_logit_kernel[(rows,)](
         input,
@@ -95,10 +95,10 @@ def launch_reference_logit(
         *linear_weight.stride(),
         vocab_start,
         ignore_index,
-        logit_scale,
-        softcap,
+        logits.logit_scale,
+        logits.softcap,
         HAS_BIAS=linear_bias is not None,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_SOFTCAP=logits.softcap is not None,
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
         num_warps=4,
     )
