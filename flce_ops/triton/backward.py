@@ -28,6 +28,7 @@ from flce_ops.math_options import LogitOptions, Operands
 from flce_ops.readable import copied_row_bytes, copy_bytes, readable_rows
 from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.finish_product import launch_finish_product
 from flce_ops.triton.gemm import Gradients, accumulate, wanted_gradients
 from flce_ops.triton.logits_gemm import launch_logits_gemm
@@ -178,14 +179,15 @@ def add_gradients(
                     input[rows],
                     linear_weight[cols],
                     None if linear_bias is None else linear_bias[cols],
-                    None if class_weight is None else class_weight[cols],
-                    epilogue="gradient",
-                    reference=lse2[rows],
-                    row_factor=row_factor[rows],
-                    sum_factor=None if sum_factor is None else sum_factor[rows],
-                    shift_factor=None if shift_factor is None else shift_factor[rows],
+                    Gradient(
+                        lse2[rows],
+                        row_factor[rows],
+                        None if class_weight is None else class_weight[cols],
+                        None if sum_factor is None else sum_factor[rows],
+                        None if shift_factor is None else shift_factor[rows],
+                    ),
+                    logits,
                     out=chunk,
-                    **logits._asdict(),
                 )
                 launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start)
                 if want_bias:

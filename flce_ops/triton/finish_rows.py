@@ -91,7 +91,7 @@ def store_losses(
     no_gradient = (d_lse == 0.0) & (d_target == 0.0)
     d_lse = tl.where(tl.abs(d_lse) > 1e-20, d_lse, 1e-20)
     scaled = tl.where((scaled == scaled) & (no_gradient == 0), row_scale * d_lse, scaled)
-    return scaled * number_at(logit_scale_ptr, 1.0), d_lse, d_target, valid
+    return scaled * number_at(logit_scale_ptr), d_lse, d_target, valid
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def shard_numbers_kernel(
 
 
 def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
-    """(k, n), to be exchanged; with argmax two more numbers a row are left to the caller, the maximum and its column."""
+    """(k, n), to be exchanged. With argmax k = 4, and the caller fills in the maximum and its column."""
     n = tokens.losses.shape[0]
     numbers = tokens.losses.new_empty(2 if sums.argmax is None else 4, n)
     shard_numbers_kernel[(triton.cdiv(n, BLOCK_N),)](tokens, sums, numbers, n, BLOCK_N=BLOCK_N, num_warps=2)

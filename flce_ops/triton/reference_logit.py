@@ -31,10 +31,7 @@ def reference_logit_kernel(
     stride_weight_d,
     vocab_start,
     ignore_index,
-    logit_scale_ptr,  # ()
-    softcap_ptr,  # ()
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    logits,  # LogitOptions
     BLOCK_D: tl.constexpr,
 ):
     """z2 of the target's column, or of column 0 where the row has no target here. One program a row.
@@ -56,13 +53,13 @@ def reference_logit_kernel(
         x = tl.load(input_ptr + row * stride_input_n + d * stride_input_d, mask=d < D, other=0.0).to(tl.float32)
         w = tl.load(weight_ptr + column * stride_weight_v + d * stride_weight_d, mask=d < D, other=0.0).to(tl.float32)
         acc += x * w
-    bias = 0.0
-    if HAS_BIAS:
+    bias = None
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + column).to(tl.float32)
-    logit_scale, softcap = number_at(logit_scale_ptr, 1.0), number_at(softcap_ptr, 1.0)
-    z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    logit_scale, softcap = number_at(logits.logit_scale), number_at(logits.softcap)
+    z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logits, logit_scale, softcap)
     tl.store(logit_ptr + row, z2)
-    if HAS_SOFTCAP:
+    if logits.softcap is not None:
         tl.store(dz_du_ptr + row, dz_du)
 
 
@@ -95,10 +92,7 @@ def launch_reference_logit(
         *linear_weight.stride(),
         vocab_start,
         ignore_index,
-        logits.logit_scale,
-        logits.softcap,
-        HAS_BIAS=linear_bias is not None,
-        HAS_SOFTCAP=logits.softcap is not None,
+        logits,
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
         num_warps=4,
     )

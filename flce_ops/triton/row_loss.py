@@ -50,7 +50,7 @@ def row_loss(
         value += smoothing * (W * lse - logit_sum2 * LN2)
         d_lse += smoothing * W
     if options.z_loss is not None:
-        z_loss = number_at(options.z_loss, 0.0)
+        z_loss = number_at(options.z_loss)
         value += z_loss * lse * lse
         d_lse += 2.0 * z_loss * lse
     return value, d_lse, -target_factor
