@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flce_ops.path import Path, record_path
 from flce_ops.triton.logits_gemm import fits_tma
-from flce_ops.triton.tiles import tiles_for
+from flce_ops.triton.target import tiles_for
 from flce_ops.workspace import float32_sum_fits, get_workspace, matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary

@@ -20,7 +20,7 @@ from torch import Tensor
 from flce_ops.math_options import LogitOptions
 from flce_ops.triton.epilogues import ExpSum, MaxSum
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
-from flce_ops.triton.tiles import tiles_for
+from flce_ops.triton.target import tiles_for
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 

@@ -12,7 +12,7 @@ from flce_ops.target_range import check_target_range
 from flce_ops.triton.chunks import MULTIPLE, contiguous, record_triton_path, slices
 from flce_ops.triton.exponentials import launch_exponentials
 from flce_ops.triton.reference_logit import launch_reference_logit
-from flce_ops.triton.tiles import tiles_for
+from flce_ops.triton.target import tiles_for
 from flce_ops.workspace import get_workspace
 
 # N tokens, D hidden, V vocabulary, T tiles along the vocabulary

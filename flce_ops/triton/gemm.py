@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.triton.target import interpreted
+
 # N tokens, D hidden, V vocabulary
 
 
@@ -31,11 +33,10 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
             torch.mm(a, b, out=out)
         else:
             out.addmm_(a, b)
-    elif a.device.type == "cuda":
-        if first:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:  # the interpreter's CPU has no mixed GEMM
+    elif interpreted(a):  # a CPU has no mixed GEMM
         product = a.to(out.dtype) @ b.to(out.dtype)
         out.copy_(product if first else out + product)
+    elif first:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from flce_ops.math_options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.tiles import Tiles, tiles_for
+from flce_ops.triton.target import multiprocessors, tiles_for
+from flce_ops.triton.tiles import Tiles
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
 
@@ -235,9 +236,3 @@ def fits_tma(tensor: Tensor) -> bool:
     stride, unit = tensor.stride()
     aligned = stride * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
     return unit == 1 and stride >= tensor.shape[1] and aligned
-
-
-def multiprocessors(tensor: Tensor) -> int:
-    if tensor.device.type != "cuda":
-        return 4  # the interpreter: enough programs that tiles are shared out unevenly
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
