@@ -46,7 +46,7 @@ class ExpSum(NamedTuple):
 @triton.jit
 def exp_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
-    reference = tl.load(operands.reference_logit + rows, mask=row_mask, other=0.0)
+    reference_logit = tl.load(operands.reference_logit + rows, mask=row_mask, other=0.0)
     if operands.logit_sum is not None:
         weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
         tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)
@@ -56,11 +56,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN
         column = tl.min(tl.where(candidates == row_max[:, None], cols[None, :], V), 1)
         tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
         tl.store(operands.argmax + partial_offset, column, mask=row_mask)
-    result = in_vocabulary(tl.exp2(z - reference[:, None]), col_mask, 0.0, EVEN_V)
+    result = in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V)
     tl.store(operands.partial + partial_offset, tl.sum(result, 1), mask=row_mask)
     if operands.expected is not None:
         # a bias of -inf has exponential 0, whose product is 0
-        shifted = tl.where(result > 0.0, result * (z - reference[:, None]), 0.0)
+        shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
         tl.store(operands.expected + partial_offset, tl.sum(shifted, 1), mask=row_mask)
     return result
 
@@ -91,12 +91,12 @@ class Gradient(NamedTuple):
 @triton.jit
 def gradient(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
-    reference = tl.load(operands.reference_logit + rows, mask=row_mask, other=0.0)
-    result = tl.exp2(z - reference[:, None])
+    reference_logit = tl.load(operands.reference_logit + rows, mask=row_mask, other=0.0)
+    result = tl.exp2(z - reference_logit[:, None])
     row_factor = tl.load(operands.row_factor + rows, mask=row_mask, other=0.0)[:, None]
     if operands.shift_factor is not None:
         shift_factor = tl.load(operands.shift_factor + rows, mask=row_mask, other=0.0)[:, None]
-        row_factor += tl.where(result > 0.0, shift_factor * (z - reference[:, None]), 0.0)
+        row_factor += tl.where(result > 0.0, shift_factor * (z - reference_logit[:, None]), 0.0)
     result = result * row_factor
     if operands.sum_factor is not None:
         result += tl.load(operands.sum_factor + rows, mask=row_mask, other=0.0)[:, None] * class_weight

@@ -104,12 +104,14 @@ def store_factors(
     entry,  # (n,) E'_iy, before softcap's dz/du
     row_factor,  # (n,) c_i
 ):
-    """The target's entry dominates its row, and its rounding the error of the gradients. grad_linear_weight's factor
-    takes it up: E_iy comes out exact, the other entries of the row, each for another class, move by less than 2^-8
-    together. In grad_input they add up, along whatever linear_weight's rows share, so there the residual is
-    added by itself.
+    """The target's entry E'_iy, the row factors, and what the rounding of the entry took.
 
-    A row factor of inf (a normalizer of 0) times the target's entry is inf - inf, and so is what sums over it.
+    The entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight the row's
+    factor makes up for it: E'_iy becomes exact. The other entries belong to other classes; together they move by less
+    than 2^-8. In grad_input those moves would add up, along what linear_weight's rows share. So grad_input keeps the
+    plain factor, and the residual is added by itself.
+
+    Where the row factor is inf (a normalizer of 0), the entry is inf - inf: nan, and so is every sum over it.
     """
     entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
     if tokens.target_dz_du is not None:

@@ -81,7 +81,7 @@ class OnePassStep:
         count = chunks[0].stop - chunks[0].start
         num_classes, size = self.linear_weight.shape[0], self.input.dtype.itemsize
         exponentials = self.input.new_empty(count, padded(num_classes, size))
-        # c * input waits in the rows of grad_input, which are written after its last use
+        # c input is held in the rows of grad_input, which are written after its last use
         apart = self.input.new_empty(count, self.input.shape[1]) if self.grad_input is None else None
         for rows in chunks:
             pieces = [(slice(0, num_classes), exponentials[: rows.stop - rows.start, :num_classes])]
@@ -95,7 +95,7 @@ class OnePassStep:
         pieces = list(zip(lead.columns, places(lead, self.grad_weight, self.input.new_empty(lead.workspace_numbers))))
         scratch = scratch_of(lead, self.grad_weight)
         finished = self.exponentiate(rows, pieces, scratch)
-        self.write_input(rows, pieces, finished, scratch)  # first: grad_linear_weight is about to take E's memory
+        self.write_input(rows, pieces, finished, scratch)  # first, because add_to_weight overwrites E
         later = slice(lead.rows, 2 * lead.rows)
         apart = self.input.new_empty(lead.rows, self.input.shape[1]) if lead.scaled_apart else None
         self.add_to_weight(rows, pieces[::-1], finished, self.grad_input[later] if apart is None else apart)
