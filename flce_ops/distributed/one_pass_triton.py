@@ -55,7 +55,10 @@ def launch_vocab_parallel_with_grad(
     loss, losses, *grads, columns = results
     check_target_range(target, vocab_size, ignore_index)
     target, linear_bias, row_scale = contiguous(target, linear_bias, row_scale)
-    operands, logits = Operands(input, linear_weight, target, linear_bias, weight), LogitOptions(softcap, logit_scale)
+    operands, logit_options = (
+        Operands(input, linear_weight, target, linear_bias, weight),
+        LogitOptions(softcap, logit_scale),
+    )
     cut = cut_shard(input, shard_rows(vocab_size, ranks), want_weight=output_mask[1], argmax=argmax)
     record_path(Path(NAME, "triton", f"{input.dtype} on {input.device.type}", cut.chunks[0].stop, len(cut.chunks)))
     with torch.cuda.device_of(input):
@@ -72,9 +75,9 @@ def launch_vocab_parallel_with_grad(
             return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
 
         where = {"ignore_index": ignore_index, "vocab_start": vocab_start}
-        tokens = tokens_of(operands, logits, exchange.target_weight, row_scale, losses, **where)
+        tokens = tokens_of(operands, logit_options, exchange.target_weight, row_scale, losses, **where)
         gradients = wanted_gradients(grads, output_mask)
-        step = OnePassStep(operands, logits, tokens, gradients, columns if argmax else None, cut, finish_rows)
+        step = OnePassStep(operands, logit_options, tokens, gradients, columns if argmax else None, cut, finish_rows)
         step.run_chunks(cut.chunks)
         step.finish()
         if gradients.bias_sum is not None:
@@ -85,8 +88,8 @@ def launch_vocab_parallel_with_grad(
 
 def cut_shard(input: Tensor, shard: int, *, want_weight: bool, argmax: bool) -> Cut:
     """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
-    (tokens, hidden), size = input.shape, input.dtype.itemsize
-    fitting, accum_float32 = rows_and_sum(tokens, shard, hidden, size, want_weight=want_weight, argmax=argmax)
-    chunks = slices(tokens, fitting)
+    (count, hidden), size = input.shape, input.dtype.itemsize
+    fitting, accum_float32 = rows_and_sum(count, shard, hidden, size, want_weight=want_weight, argmax=argmax)
+    chunks = slices(count, fitting)
     room = product_bytes(fitting, chunks[0].stop, shard, size)
     return Cut(None, chunks, False, accum_float32, room, small_bytes())

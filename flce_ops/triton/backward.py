@@ -102,7 +102,7 @@ class Cotangents(NamedTuple):
 def add_gradients(
     cotangents: Cotangents,
     operands: Operands,
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     lse: Tensor,  # (N,)
     gradients: Gradients,
     *,
@@ -126,7 +126,7 @@ def add_gradients(
     record_triton_path("linear_cross_entropy_backward", input, linear_weight, row_slices)
     with torch.cuda.device_of(input):
         target_logit2, target_dz_du, column = launch_reference_logit(
-            input, linear_weight, target, linear_bias, logits, ignore_index=ignore_index, vocab_start=vocab_start
+            input, linear_weight, target, linear_bias, logit_options, ignore_index=ignore_index, vocab_start=vocab_start
         )
         valid = target != ignore_index
         class_weight = weight.float() if weight is not None and grad_logit_sum is not None else None
@@ -154,10 +154,10 @@ def add_gradients(
             at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.clamp(min=0)]
         if target_dz_du is not None:
             at_target *= target_dz_du
-        if logits.logit_scale is not None:
-            at_target = at_target * logits.logit_scale
+        if logit_options.logit_scale is not None:
+            at_target = at_target * logit_options.logit_scale
             row_factor, sum_factor, shift_factor = (
-                None if factor is None else factor * logits.logit_scale
+                None if factor is None else factor * logit_options.logit_scale
                 for factor in (row_factor, sum_factor, shift_factor)
             )
         residual = at_target - at_target.to(input.dtype).float()
@@ -186,7 +186,7 @@ def add_gradients(
                         None if sum_factor is None else sum_factor[rows],
                         None if shift_factor is None else shift_factor[rows],
                     ),
-                    logits,
+                    logit_options,
                     out=chunk,
                 )
                 launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start)

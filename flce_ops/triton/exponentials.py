@@ -94,7 +94,7 @@ class RowSums(NamedTuple):
 
     exponentials: Tensor  # of exp2(z2 - reference_logit)
     reference_logit: Tensor
-    logits: Tensor | None  # of w z2
+    logit_sum: Tensor | None  # of w z2
     expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None  # z2
     argmax: Tensor | None  # int64, the first of equals
@@ -111,7 +111,7 @@ def launch_exponentials(
     logit_sum: bool,
     expected: bool = False,
     argmax: bool = False,
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]
@@ -148,7 +148,7 @@ def launch_exponentials(
                     None if class_weight is None else class_weight[cols],
                     *(None if numbers is None else numbers[of_tiles] for numbers in of_every_tile),
                 ),
-                logits,
+                logit_options,
                 out=out,
                 guard=guard,
             )
@@ -164,7 +164,7 @@ def launch_exponentials(
     exponentiate(sums)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
 
-    launch_logits_gemm(input, linear_weight, linear_bias, MaxSum(partial, partial_max), logits, guard=guard)
+    launch_logits_gemm(input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, guard=guard)
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, rows, tiles, **blocks)
     exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected), guard)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)

@@ -79,8 +79,8 @@ def store_losses(
     """
     valid = mask & (tl.load(tokens.target + i, mask=mask, other=0).to(tl.int64) != ignore_index)
     logit_sum2 = None
-    if sums.logits is not None:
-        logit_sum2 = tl.load(sums.logits + i, mask=mask, other=0.0)
+    if sums.logit_sum is not None:
+        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
     target_weight = None
     if tokens.target_weight is not None:
         target_weight = tl.load(tokens.target_weight + i, mask=mask, other=0.0)

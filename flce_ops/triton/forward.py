@@ -45,14 +45,14 @@ def launch_forward(
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     check_target_range(target, num_classes if vocab_size is None else vocab_size, ignore_index)
     tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
-    logits = LogitOptions(softcap, logit_scale)
+    logit_options = LogitOptions(softcap, logit_scale)
     sums_a_tile = 2 + logit_sum + expected_logit + 2 * argmax
     rows_of_sums = get_workspace() // (tiles * 4 * sums_a_tile) // MULTIPLE * MULTIPLE
     chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
     record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
     with torch.cuda.device_of(input):
         target_logit2, _, column = launch_reference_logit(
-            input, linear_weight, target, linear_bias, logits, ignore_index=ignore_index, vocab_start=vocab_start
+            input, linear_weight, target, linear_bias, logit_options, ignore_index=ignore_index, vocab_start=vocab_start
         )
         class_weight = weight.float() if weight is not None and logit_sum else None
         for rows in chunks:
@@ -63,7 +63,7 @@ def launch_forward(
                 class_weight,
                 reference_logit=target_logit2[rows].clone(),
                 expected=expected_logit,
-                logits=logits,
+                logit_options=logit_options,
                 **wanted,
             )
             # the sum holds the target's exponential, which was summed from another order of the same products
@@ -72,7 +72,7 @@ def launch_forward(
             lse[rows] = lse64
             lse_rest[rows] = torch.where(lse64.isfinite(), lse64 - lse[rows], 0.0)
             if logit_sum:
-                sums[rows] = row_sums.logits / LOG2E
+                sums[rows] = row_sums.logit_sum / LOG2E
             if expected_logit:
                 expected[rows] = (row_sums.reference_logit + row_sums.expected / row_sum) / LOG2E
             if argmax:

@@ -47,14 +47,14 @@ def number_at(pointer, default: tl.constexpr = 1.0):
 
 
 @triton.jit
-def base2_logits(acc, bias, logits, logit_scale, softcap):
+def base2_logits(acc, bias, logit_options, logit_scale, softcap):
     """(z log2 e, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
 
-    `logits` says which options there are, the two numbers after it were loaded from its pointers.
+    `logit_options` says which options there are, the two numbers after it were loaded from its pointers.
     """
     if bias is not None:
         acc = acc + bias
-    if logits.softcap is not None:
+    if logit_options.softcap is not None:
         # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
         # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
         y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
@@ -81,7 +81,7 @@ def logits_gemm_kernel(
     weight_ptr,  # (V, D): likewise
     out_ptr,  # (n, V): likewise, out; None where nothing is stored
     bias_ptr,  # (V,) or None
-    logits,  # LogitOptions
+    logit_options,  # LogitOptions
     operands,  # of the epilogue: ExpSum, MaxSum, Gradient
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
     n,
@@ -105,8 +105,8 @@ def logits_gemm_kernel(
     STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    logit_scale = number_at(logits.logit_scale)
-    softcap = number_at(logits.softcap)
+    logit_scale = number_at(logit_options.logit_scale)
+    softcap = number_at(logit_options.softcap)
     row_blocks = tl.cdiv(n, BLOCK_N)
     vocab_blocks = tl.cdiv(V, BLOCK_V)
     depth = tl.cdiv(D, BLOCK_D)
@@ -150,11 +150,11 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, logits, logit_scale, softcap)
+        z, dz_du = base2_logits(acc, bias, logit_options, logit_scale, softcap)
         partial_offset = vocab_block.to(tl.int64) * n + rows
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V)
         if out_ptr is not None:
-            if logits.softcap is not None:
+            if logit_options.softcap is not None:
                 result = result * dz_du
             if USE_TMA:
                 rounded = result.to(out_ptr.dtype)
@@ -179,7 +179,7 @@ def launch_logits_gemm(
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
     epilogue: ExpSum | MaxSum | Gradient,
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
@@ -205,7 +205,7 @@ def launch_logits_gemm(
     logits_gemm_kernel[(programs,)](
         *matrices,
         linear_bias,
-        logits,
+        logit_options,
         epilogue,
         guard,
         n,

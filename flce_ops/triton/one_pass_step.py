@@ -37,7 +37,7 @@ FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
 
 def tokens_of(
     operands: Operands,
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     target_weight: Tensor | None,  # (N,) float32
     row_scale: Tensor,  # (N,)
     losses: Tensor,  # (N,) out
@@ -45,7 +45,7 @@ def tokens_of(
     ignore_index: int,
     vocab_start: int = 0,
 ) -> Tokens:
-    at_target = launch_reference_logit(*operands[:4], logits, ignore_index=ignore_index, vocab_start=vocab_start)
+    at_target = launch_reference_logit(*operands[:4], logit_options, ignore_index=ignore_index, vocab_start=vocab_start)
     return Tokens(*at_target, operands.target, target_weight, row_scale, losses)
 
 
@@ -55,7 +55,7 @@ class OnePassStep:
     def __init__(
         self,
         operands: Operands,
-        logits: LogitOptions,
+        logit_options: LogitOptions,
         tokens: Tokens,
         gradients: Gradients,
         argmax: Tensor | None,  # (N,) out
@@ -64,7 +64,7 @@ class OnePassStep:
         smoothing: SmoothingTerms | None = None,
     ) -> None:
         self.input, self.linear_weight, _, self.linear_bias, _ = operands
-        self.logits, self.tokens, self.argmax = logits, tokens, argmax
+        self.logit_options, self.tokens, self.argmax = logit_options, tokens, argmax
         self.grad_input, self.grad_weight, self.bias_sum = gradients
         self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
         self.grad_weight_acc = self.grad_weight
@@ -112,7 +112,7 @@ class OnePassStep:
             pieces=pieces,
             logit_sum=self.smoothing is not None,
             argmax=self.argmax is not None,
-            logits=self.logits,
+            logit_options=self.logit_options,
             scratch=scratch,
         )
         finished, argmax = self.finish_rows(tokens, sums)

@@ -18,7 +18,7 @@ from flce_ops.triton.gemm import Gradients
 
 def recompute_step(
     operands: Operands,  # of n tokens
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     loss_options: LossOptions,
     row_scale: Tensor,  # (n,)
     losses: Tensor,  # (n,) out
@@ -31,7 +31,7 @@ def recompute_step(
     target, weight, num_classes = operands.target, operands.weight, operands.linear_weight.shape[0]
     wanted = {"logit_sum": bool(loss_options.label_smoothing), "argmax": argmax is not None}
     target_logit, lse, logit_sum, _, _, columns, lse_rest = launch_forward(
-        *operands, ignore_index=ignore_index, **wanted, **logits._asdict()
+        *operands, ignore_index=ignore_index, **wanted, **logit_options._asdict()
     )
     if argmax is not None:
         argmax.copy_(columns)
@@ -41,5 +41,5 @@ def recompute_step(
     losses.copy_(torch.where(valid, found, 0.0))
     cotangents = Cotangents(*terms.cotangents(lse, torch.where(valid, row_scale, 0.0)))
     add_gradients(
-        cotangents, operands, logits, lse, gradients, first=first, ignore_index=ignore_index, lse_rest=lse_rest
+        cotangents, operands, logit_options, lse, gradients, first=first, ignore_index=ignore_index, lse_rest=lse_rest
     )

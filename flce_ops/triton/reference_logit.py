@@ -31,7 +31,7 @@ def reference_logit_kernel(
     stride_weight_d,
     vocab_start,
     ignore_index,
-    logits,  # LogitOptions
+    logit_options,  # LogitOptions
     BLOCK_D: tl.constexpr,
 ):
     """z2 of the target's column, or of column 0 where the row has no target here. One program a row.
@@ -56,10 +56,10 @@ def reference_logit_kernel(
     bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column).to(tl.float32)
-    logit_scale, softcap = number_at(logits.logit_scale), number_at(logits.softcap)
-    z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logits, logit_scale, softcap)
+    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_options, logit_scale, softcap)
     tl.store(logit_ptr + row, z2)
-    if logits.softcap is not None:
+    if logit_options.softcap is not None:
         tl.store(dz_du_ptr + row, dz_du)
 
 
@@ -68,7 +68,7 @@ def launch_reference_logit(
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     *,
     ignore_index: int,
     vocab_start: int,
@@ -76,7 +76,7 @@ def launch_reference_logit(
     """The logit in base 2, with a softcap dz/du / logit_scale, and the target's column (int64, -1 if not here)."""
     rows = input.shape[0]
     logit = input.new_empty(rows, dtype=torch.float32)
-    dz_du = None if logits.softcap is None else torch.empty_like(logit)
+    dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
     column = input.new_empty(rows, dtype=torch.int64)
     reference_logit_kernel[(rows,)](
         input,
@@ -92,7 +92,7 @@ def launch_reference_logit(
         *linear_weight.stride(),
         vocab_start,
         ignore_index,
-        logits,
+        logit_options,
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
         num_warps=4,
     )

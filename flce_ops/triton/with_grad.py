@@ -49,17 +49,17 @@ def launch_with_grad(
     check_target_range(target, linear_weight.shape[0], ignore_index)
     target, linear_bias, weight, row_scale = contiguous(target, linear_bias, weight, row_scale)
     operands = Operands(input, linear_weight, target, linear_bias, weight)
-    logits, loss_options = LogitOptions(softcap, logit_scale), LossOptions(label_smoothing, z_loss)
+    logit_options, loss_options = LogitOptions(softcap, logit_scale), LossOptions(label_smoothing, z_loss)
     cut = cut_tokens(input, linear_weight, output_mask, smoothed=bool(label_smoothing), argmax=argmax)
     with torch.cuda.device_of(input):
         gradients = wanted_gradients(grads, output_mask)
         if cut.lead is not None or not cut.recompute:
-            one_pass(operands, logits, loss_options, row_scale, losses, gradients, columns, cut, ignore_index)
+            one_pass(operands, logit_options, loss_options, row_scale, losses, gradients, columns, cut, ignore_index)
         if cut.recompute:
             (rows,) = cut.chunks
             recompute_step(
                 operands._replace(input=input[rows], target=target[rows]),
-                logits,
+                logit_options,
                 loss_options,
                 row_scale[rows],
                 losses[rows],
@@ -77,7 +77,7 @@ def launch_with_grad(
 
 def one_pass(
     operands: Operands,
-    logits: LogitOptions,
+    logit_options: LogitOptions,
     loss_options: LossOptions,
     row_scale: Tensor,  # (N,)
     losses: Tensor,  # (N,) out
@@ -95,18 +95,18 @@ def one_pass(
         class_weight_sum = class_weight.sum()
     if loss_options.label_smoothing:
         kappa = loss_options.label_smoothing / num_classes
-        if logits.logit_scale is not None:
-            kappa = kappa * logits.logit_scale
+        if logit_options.logit_scale is not None:
+            kappa = kappa * logit_options.logit_scale
         valid_scale = torch.where(target != ignore_index, row_scale, 0.0)
         smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
-        options = {"logit_scale": logits.logit_scale, "ignore_index": ignore_index}
+        options = {"logit_scale": logit_options.logit_scale, "ignore_index": ignore_index}
         return launch_finish_rows(tokens, sums, row_loss, input.dtype, **options), sums.argmax
 
-    tokens = tokens_of(operands, logits, target_weight, row_scale, losses, ignore_index=ignore_index)
-    step = OnePassStep(operands, logits, tokens, gradients, argmax, cut, finish_rows, smoothing)
+    tokens = tokens_of(operands, logit_options, target_weight, row_scale, losses, ignore_index=ignore_index)
+    step = OnePassStep(operands, logit_options, tokens, gradients, argmax, cut, finish_rows, smoothing)
     if cut.lead is not None:
         step.run_lead(cut.lead)
     if not cut.recompute:
