@@ -57,7 +57,7 @@ def source(tiles: Tiles, operands: ExpSum | MaxSum | Gradient) -> ASTSource:
     absent = {"bias_ptr": None, "guard_ptr": None}
     if isinstance(operands, MaxSum):
         absent["out_ptr"] = None
-    tuples = {"logits": LogitOptions("constexpr", "constexpr"), "operands": operands}
+    tuples = {"logit_options": LogitOptions("constexpr", "constexpr"), "operands": operands}
     signature = {}
     for name in logits_gemm_kernel.arg_names:
         if name in constants or name in absent:
