@@ -81,9 +81,7 @@ def test_the_product_waits_in_the_memory_it_is_given(memory_numbers, monkeypatch
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: made.append(args) or allocate(*args, **options))
     pieces = [(slice(0, 40), e[:, :40]), (slice(40, v), e[:, 40:])]
-    write_grad_input(
-        out, pieces, w, target, factor, residual, ignore_index=-100, nbytes=0, memory=memory, copies=0, outer=(u, b)
-    )
+    write_grad_input(out, pieces, w, target, factor, residual, nbytes=0, memory=memory, copies=0, outer=(u, b))
     expected = factor[:, None].double() * (e.double() @ w.double()) + residual[:, None] * w[target].double()
     assert error(out, expected + u[:, None].double() * b) <= 5e-7
     fits = memory_numbers >= 128 * 24
@@ -97,7 +95,5 @@ def test_workspace_or_memory_whichever_is_larger_bounds_a_block(monkeypatch):
     monkeypatch.setattr(grad_input, "product_blocks", lambda rows, hidden, numbers: asked.append(numbers) or [])
     out = torch.empty(4, 8)
     for numbers in (10, 30):
-        write_grad_input(
-            out, [], out, out, out, out, ignore_index=-100, nbytes=80, memory=torch.empty(numbers), copies=0
-        )
+        write_grad_input(out, [], out, out, out, out, nbytes=80, memory=torch.empty(numbers), copies=0)
     assert asked == [20, 30]

@@ -72,7 +72,7 @@ def test_two_half_numbers_hold_a_scaled_row_to_twice_the_digits(poisoned_memory)
     dtype = torch.float16
     split_product = pytest.importorskip("flce_ops.triton.split_product")
     matrix, factor = torch.randn(3000, 7).to(dtype).T, torch.rand(7) + 0.5
-    high, low = split_product.launch_split_rows(matrix, factor).chunk(2)
+    high, low = split_product.split_rows(matrix, factor).chunk(2)
     exact = matrix.double() * factor[:, None].double()
     assert torch.equal(high, (matrix.float() * factor[:, None]).to(dtype))
     assert error(high.double() + low.double(), exact) <= 2 * torch.finfo(torch.float32).eps + 2.0**-23

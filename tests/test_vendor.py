@@ -50,10 +50,10 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
 
 def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
     """(9, 4) is an MI300, (9, 0) an MI200: NVIDIA's numbers for other chips."""
-    tiles = pytest.importorskip("flce_ops.triton.tiles")
+    device = pytest.importorskip("flce_ops.triton.target")
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(64, 4096))
     with pytest.raises(NotImplementedError, match="made for NVIDIA's GPUs"):
-        tiles.tiles_for(tensor, tensor)
+        device.tiles_for(tensor, tensor)
 
 
 def test_the_path_says_whose_gpu_it_is(torch_for_amd):

@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from benchmarks.kernels.tiles import candidate_step, measure
-from flce_ops.triton.tiles import tiles_for
+from flce_ops.triton.target import tiles_for
 
 # D hidden, V vocabulary
 SHAPES = ((4096, 128256), (2304, 256000), (2048, 128256), (896, 151936), (5120, 151936), (8192, 128256))

@@ -12,10 +12,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flce_ops.math.options import LogitOptions
+from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.tiles import Tiles, tiles_of_architecture
 
-EPILOGUES = ("exp_sum", "max_sum", "gradient")
+# the pointers of each epilogue, what may be absent being absent
+OPERANDS = {
+    "exp_sum": ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 4),
+    "max_sum": MaxSum("*fp32", "*fp32"),
+    "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
+}
 # compute capability: (epilogue by default, shared memory a block may use, in bytes)
 TARGETS = {
     80: ("gradient", 163 << 10),  # A100
@@ -26,7 +33,7 @@ TARGETS = {
 }
 
 
-def source(tiles: Tiles, epilogue: str) -> ASTSource:
+def source(tiles: Tiles, operands: ExpSum | MaxSum | Gradient) -> ASTSource:
     out_columns = tiles.block_v // 2 if tiles.store_halves else tiles.block_v
     blocks = {
         "input_ptr": (tiles.block_n, tiles.block_d),
@@ -34,17 +41,7 @@ def source(tiles: Tiles, epilogue: str) -> ASTSource:
         "out_ptr": (tiles.block_n, out_columns),
     }
     constants = {
-        "EPILOGUE": epilogue,
-        "STORE": epilogue != "max_sum",
-        "HAS_BIAS": False,
-        "HAS_SOFTCAP": False,
-        "HAS_CLASS_WEIGHT": False,
-        "LOGIT_SUM": False,
-        "HAS_SUM_FACTOR": False,
-        "HAS_SHIFT_FACTOR": False,
-        "EXPECTED": False,
-        "ARGMAX": False,
-        "GUARD": 0.0,
+        "EPILOGUE": EPILOGUES[type(operands)],
         "USE_TMA": tiles.tma,
         "EVEN_V": False,
         "BLOCK_N": tiles.block_n,
@@ -57,18 +54,23 @@ def source(tiles: Tiles, epilogue: str) -> ASTSource:
         "STORE_HALVES": tiles.store_halves,
         "PRECISION": "tf32",
     }
+    absent = {"bias_ptr": None, "guard_ptr": None}
+    if isinstance(operands, MaxSum):
+        absent["out_ptr"] = None
+    tuples = {"logit_options": LogitOptions("constexpr", "constexpr"), "operands": operands}
     signature = {}
     for name in logits_gemm_kernel.arg_names:
-        if name in constants:
+        if name in constants or name in absent:
             signature[name] = "constexpr"
         elif name in blocks:
             rows, columns = blocks[name]
             signature[name] = f"tensordesc<bf16[{rows}, {columns}]>" if tiles.tma else "*bf16"
-        elif name.endswith("_ptr"):
-            signature[name] = "*i32" if name in ("guard_ptr", "partial_argmax_ptr") else "*fp32"
         else:
-            signature[name] = "i32"
-    return ASTSource(fn=logits_gemm_kernel, signature=signature, constexprs=constants)
+            signature[name] = tuples.get(name, "i32")
+    for name, types in tuples.items():
+        place = logits_gemm_kernel.arg_names.index(name)
+        absent |= {(place, i): None for i, kind in enumerate(types) if kind == "constexpr"}
+    return ASTSource(fn=logits_gemm_kernel, signature=signature, constexprs=constants | absent)
 
 
 def main() -> int:
@@ -77,10 +79,12 @@ def main() -> int:
     every = parser.parse_args().every
     failed = 0
     for capability, (default, limit) in TARGETS.items():
-        for epilogue in EPILOGUES if every else (default,):
+        for epilogue in OPERANDS if every else (default,):
             tiles = tiles_of_architecture(capability, hidden=4096)
             options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-            kernel = triton.compile(source(tiles, epilogue), target=GPUTarget("cuda", capability, 32), options=options)
+            kernel = triton.compile(
+                source(tiles, OPERANDS[epilogue]), target=GPUTarget("cuda", capability, 32), options=options
+            )
             fits = kernel.metadata.shared <= limit
             failed += not fits
             tma = "TMA" if tiles.tma else "pointers"

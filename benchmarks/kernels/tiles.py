@@ -14,6 +14,8 @@ from dataclasses import replace
 import torch
 import triton
 
+from flce_ops.math.options import LogitOptions
+from flce_ops.triton.epilogues import ExpSum, Gradient
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.tiles import HOPPER, Tiles
 
@@ -55,21 +57,16 @@ def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
     partial = torch.empty(triton.cdiv(num_classes, tiles.block_v), n, device="cuda")
     reference = torch.randn(n, device="cuda") + 10
     factor = torch.rand(n, device="cuda")
+    operands = {"exp_sum": ExpSum(reference, None, partial), "gradient": Gradient(reference, factor)}
 
     def step():
         launch_logits_gemm(
             x,
             w,
             None,
-            None,
-            epilogue=epilogue,
-            reference=reference,
-            row_factor=factor,
-            partial=partial,
-            partial_max=partial if epilogue == "max_sum" else None,
+            operands[epilogue],
+            LogitOptions(),
             out=out if store else None,
-            logit_scale=None,
-            softcap=None,
             tiles=tiles,
         )
 

@@ -7,6 +7,7 @@ shapes, dtypes and refusals cannot drift apart between eager, compiled and meta 
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.checks import check_operands
 from flce_ops.meta.outputs import (
+    Gradients,
     backward_outputs,
     double_backward_outputs,
     forward_outputs,
@@ -15,6 +16,7 @@ from flce_ops.meta.outputs import (
 )
 
 __all__ = [
+    "Gradients",
     "accumulation_dtype",
     "backward_outputs",
     "check_operands",

@@ -187,6 +187,13 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     output_mask: OutputMask
     argmax: bool = False
 
+    def rows(self, rows: slice) -> "WithGrad":
+        """The call of some tokens."""
+        call = WithGrad.of(self.values())
+        call.operands = call.operands._replace(input=call.operands.input[rows], target=call.operands.target[rows])
+        call.row_scale = call.row_scale[rows]
+        return call
+
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):
     """`weight` has the V classes of all ranks, the other operands this rank's."""

@@ -110,9 +110,8 @@ def cuda_kernel(name: str) -> Callable:
     of, rows = OPERATORS[name].arguments, paths.KERNELS[name]
 
     def run(*args, **kwargs):
-        values = of.values_of(args, kwargs)
-        path = paths.choose(rows, paths.situation_of(of.of(values)))
-        return of.run(paths.function(path.kernel), values)
+        call = of.bind(*args, **kwargs)
+        return paths.function(paths.choose(rows, paths.situation_of(call)).kernel)(call)
 
     return run
 

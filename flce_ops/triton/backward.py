@@ -20,16 +20,16 @@ and only the small grad_input is summed over slices.
 import math
 
 import torch
-from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.shards import target_columns
+from flce_ops.meta.arguments import Backward, takes
 from flce_ops.support.readable import copied_row_bytes, copy_bytes, readable_rows
 from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
 from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.finish_product import launch_finish_product
-from flce_ops.triton.gemm import accumulate
+from flce_ops.triton.gemm import Gradients, accumulate, wanted_gradients
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.set_entries import launch_set_entries
@@ -40,92 +40,40 @@ LOG2E = math.log2(math.e)
 BLOCK_V = 256  # columns of a tile of the logits GEMM
 
 
-def launch_backward(
-    grad_target_logit: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_logit_sum: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    lse: Tensor,
-    *,
-    ignore_index: int = -100,
-    softcap: Tensor | None = None,  # ()
-    logit_scale: Tensor | None = None,  # ()
-    vocab_start: int = 0,
-    output_mask: list[bool],
-    grad_expected_logit: Tensor | None = None,
-    expected_logit: Tensor | None = None,
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    operands = (input, linear_weight, target, linear_bias, weight, lse)
-    cotangents = (grad_target_logit, grad_lse, grad_logit_sum)
-    expectations = {
-        "grad_expected_logit": grad_expected_logit,
-        "expected_logit": expected_logit,
-        "lse_rest": lse_rest,
-    }
-    grads = meta.backward_outputs(*cotangents, *operands, output_mask=output_mask, **expectations)
-    grad_input, grad_weight, grad_bias = grads
-    bias_sum = torch.zeros_like(grad_bias, dtype=torch.float32) if output_mask[2] else None
-    add_gradients(
-        *cotangents,
-        *operands,
-        grad_input if output_mask[0] else None,
-        grad_weight if output_mask[1] else None,
-        bias_sum,
-        first=True,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_start=vocab_start,
-        **expectations,
-    )
-    if output_mask[2]:
-        grad_bias.copy_(bias_sum)
-    return grads
+@takes(Backward)
+def launch_backward(call: Backward) -> meta.Gradients:
+    outputs = meta.backward_outputs(call)
+    gradients = wanted_gradients(outputs, call.output_mask)
+    add_gradients(call, gradients, first=True)
+    if gradients.bias_sum is not None:
+        outputs[2].copy_(gradients.bias_sum)
+    return outputs
 
 
-def add_gradients(
-    grad_target_logit: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_logit_sum: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    lse: Tensor,
-    grad_input: Tensor | None,  # (N, D), written
-    grad_weight: Tensor | None,  # (V, D), written if `first`, else added to
-    bias_sum: Tensor | None,  # (V,) float32, added to
-    *,
-    first: bool,
-    ignore_index: int,
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
-    vocab_start: int = 0,
-    grad_expected_logit: Tensor | None = None,
-    expected_logit: Tensor | None = None,
-    lse_rest: Tensor | None = None,
-) -> None:
-    want_input, want_weight, want_bias = (grad is not None for grad in (grad_input, grad_weight, bias_sum))
+def add_gradients(call: Backward, gradients: Gradients, *, first: bool) -> None:
+    """Of the operands that `gradients` names; grad_linear_weight is written if `first`, else added to."""
+    input, linear_weight, target, linear_bias, weight = call.operands
+    grad_target_logit, grad_lse, grad_logit_sum = call.cotangents
+    grad_expected_logit, expected_logit = call.grad_expected_logit, call.expected_logit
+    lse, lse_rest, logit_options = call.lse, call.lse_rest, call.logits
+    grad_input, grad_weight, bias_sum = gradients
+    want_input, want_weight, want_bias = (grad is not None for grad in gradients)
     num_classes, hidden = linear_weight.shape
     target, linear_bias, weight = contiguous(target, linear_bias, weight)
     size = input.dtype.itemsize
-    logits = {"softcap": softcap, "logit_scale": logit_scale}
     copies = copy_bytes(linear_weight) if want_input else 0
     row_bytes = copied_row_bytes(input) if want_weight else 0
     row_slices, column_slices = pieces(input.shape[0], hidden, num_classes, size, want_input, copies, row_bytes)
     chunk_rows, chunk_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     record_triton_path("linear_cross_entropy_backward", input, linear_weight, row_slices)
     with torch.cuda.device_of(input):
-        target_logit2, target_slope, _ = launch_reference_logit(
-            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
+        target_logit2, target_dz_du, column = launch_reference_logit(
+            call.operands._replace(target=target, linear_bias=linear_bias),
+            logit_options,
+            ignore_index=call.ignore_index,
+            vocab_start=call.vocab_start,
         )
-        valid, hit, column = target_columns(target, ignore_index, vocab_start, num_classes)
+        valid = target != call.ignore_index
         class_weight = weight.float() if weight is not None and grad_logit_sum is not None else None
         lse64 = lse.double() if lse_rest is None else lse.double() + lse_rest
         lse2 = (lse64 * LOG2E).float()
@@ -146,24 +94,26 @@ def add_gradients(
             at_target = at_target + shift_factor * (target_logit2 - lse2).clamp(min=-1e4)
         at_target = at_target * torch.exp2(target_logit2 - lse2)
         if grad_target_logit is not None:
-            at_target += torch.where(hit, grad_target_logit, 0.0)
+            at_target += torch.where(column >= 0, grad_target_logit, 0.0)
         if sum_factor is not None:
-            at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.squeeze(1)]
-        if target_slope is not None:
-            at_target *= target_slope
-        if logit_scale is not None:
-            at_target = at_target * logit_scale
+            at_target += sum_factor if class_weight is None else sum_factor * class_weight[column.clamp(min=0)]
+        if target_dz_du is not None:
+            at_target *= target_dz_du
+        if logit_options.logit_scale is not None:
+            at_target = at_target * logit_options.logit_scale
             row_factor, sum_factor, shift_factor = (
-                None if factor is None else factor * logit_scale for factor in (row_factor, sum_factor, shift_factor)
+                None if factor is None else factor * logit_options.logit_scale
+                for factor in (row_factor, sum_factor, shift_factor)
             )
-        column = torch.where(hit, target - vocab_start, -1)
         residual = at_target - at_target.to(input.dtype).float()
         one = torch.ones_like(residual)
 
         row_factor, sum_factor, shift_factor = contiguous(row_factor, sum_factor, shift_factor)
         gradient = torch.empty(chunk_rows * chunk_columns, dtype=input.dtype, device=input.device)
-        exact = first and want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
-        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
+        accum_float32 = (
+            first and want_weight and len(row_slices) > 1 and size < 4 and float32_sum_fits(linear_weight.numel())
+        )
+        grad_weight_acc = torch.empty_like(grad_weight, dtype=torch.float32) if accum_float32 else grad_weight
         for rows in row_slices:
             count = rows.stop - rows.start
             input_sum = torch.empty(count, hidden, dtype=torch.float32, device=input.device) if want_input else None
@@ -174,20 +124,21 @@ def add_gradients(
                     input[rows],
                     linear_weight[cols],
                     None if linear_bias is None else linear_bias[cols],
-                    None if class_weight is None else class_weight[cols],
-                    epilogue="gradient",
-                    reference=lse2[rows],
-                    row_factor=row_factor[rows],
-                    sum_factor=None if sum_factor is None else sum_factor[rows],
-                    shift_factor=None if shift_factor is None else shift_factor[rows],
+                    Gradient(
+                        lse2[rows],
+                        row_factor[rows],
+                        None if class_weight is None else class_weight[cols],
+                        None if sum_factor is None else sum_factor[rows],
+                        None if shift_factor is None else shift_factor[rows],
+                    ),
+                    logit_options,
                     out=chunk,
-                    **logits,
                 )
-                launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start, ignore_index=-1)
+                launch_set_entries(chunk, column[rows], at_target[rows], start=cols.start)
                 if want_bias:
                     bias_sum[cols] += weighted_column_sum(chunk, None)
                 if want_weight:
-                    accumulate(weight_sum[cols], chunk.T, input[rows], first=first and rows.start == 0)
+                    accumulate(grad_weight_acc[cols], chunk.T, input[rows], first=first and rows.start == 0)
                 if want_input:
                     for part, classes in readable_rows(linear_weight[cols], copies):
                         first_part = cols.start == part.start == 0
@@ -202,11 +153,10 @@ def add_gradients(
                     one[rows],
                     residual[rows],
                     None,
-                    ignore_index=-1,
                 )
                 del input_sum  # before the next one is allocated
-        if weight_sum is not grad_weight:
-            grad_weight.copy_(weight_sum)
+        if grad_weight_acc is not grad_weight:
+            grad_weight.copy_(grad_weight_acc)
 
 
 def pieces(

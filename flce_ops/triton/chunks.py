@@ -6,13 +6,13 @@ from torch import Tensor
 from flce_ops.support.path import Path, record_path
 from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
 from flce_ops.triton.logits_gemm import fits_tma
-from flce_ops.triton.tiles import tiles_for
+from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
-# What is small beside the (n, V) matrix and never alive together: sums per tile of 256 columns (two float32 against
-# 256 half numbers), then a block of the float32 product with linear_weight (grad_input.py).
+# Part of the workspace for what is small beside the (n, V) matrix. It is used twice in turn: for sums per tile of 256
+# columns (two float32 against 256 half numbers), then for a block of the float32 product with linear_weight.
 SMALL_BYTES = 8 << 20
 
 
@@ -32,12 +32,12 @@ def rows_and_sum(
 ) -> tuple[int, bool]:
     """Rows that fit beside `copies` bytes, and whether grad_linear_weight is summed in float32: over one chunk it is
     rounded once anyway."""
-    reserved = small_bytes() * argmax + copies  # two more numbers a tile
+    reserved = small_bytes() * argmax + copies  # argmax takes two more numbers a tile
     fitting = rows_that_fit(tokens, columns, itemsize, reserved)
-    exact = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
-    if exact:
+    accum_float32 = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
+    if accum_float32:
         fitting = rows_that_fit(tokens, columns, itemsize, reserved + 4 * columns * hidden)
-    return fitting, exact
+    return fitting, accum_float32
 
 
 def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:

@@ -24,8 +24,9 @@ class Cut:
     lead: Lead | None
     chunks: list[slice]  # of the other tokens
     recompute: bool
-    exact: bool  # grad_linear_weight is summed in float32
+    accum_float32: bool  # grad_linear_weight is summed in float32
     product_bytes: int  # workspace for a block of the float32 product with linear_weight
+    copies: int = 0  # bytes for slices of a linear_weight that BLAS cannot read where it lies
 
     def record(self, input: Tensor, linear_weight: Tensor) -> None:
         """For flce_ops.last_path(); after the step."""
@@ -48,14 +49,14 @@ def cut_tokens(
     want_input, want_weight, _ = output_mask
     tokens, (num_classes, hidden), size = input.shape[0], linear_weight.shape, input.dtype.itemsize
     copies = copy_bytes(linear_weight) if want_input else 0
-    fitting, exact = rows_and_sum(
+    fitting, accum_float32 = rows_and_sum(
         tokens, num_classes, hidden, size, want_weight=want_weight, argmax=argmax, copies=copies
     )
     chunks = slices(tokens, fitting)
     few = len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW
     lead = None
     # label smoothing writes its rank-1 term into grad_linear_weight before the first chunk
-    if len(chunks) > 1 and want_weight and not exact and not smoothed and not copies:
+    if len(chunks) > 1 and want_weight and not accum_float32 and not smoothed and not copies:
         lead = lead_chunk(
             tokens, hidden, num_classes, size, ordinary_rows=fitting, argmax=argmax, want_input=want_input
         )
@@ -65,5 +66,6 @@ def cut_tokens(
     room = product_bytes(fitting, chunks[0].stop, num_classes, size) if chunks else 0
     start = lead.rows if lead else 0
     if few:
-        return Cut(lead, [slice(start, tokens)], True, exact, 0)
-    return Cut(lead, [slice(start + rows.start, start + rows.stop) for rows in chunks], False, exact, room)
+        return Cut(lead, [slice(start, tokens)], True, accum_float32, 0, copies)
+    chunks = [slice(start + rows.start, start + rows.stop) for rows in chunks]
+    return Cut(lead, chunks, False, accum_float32, room, copies)

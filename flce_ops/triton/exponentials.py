@@ -1,8 +1,8 @@
 """Exponentials of a chunk of logits against a reference per row, and the rescue of rows whose reference was too low.
 
     1. E = exp(z - reference), row sums s                       the reference is one of the row's own logits, so s >= 1
-    2. largest = max_i s_i                                      one number on the device; the host never reads it
-    3. only if largest > LIMIT (or nan), decided on the device:
+    2. largest_sum = max_i s_i                                  one number on the device; the host never reads it
+    3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
            lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
 
 exp(z - reference) overflows where some logit is far above the reference: for tokens whose loss exceeds 40 nats, or that
@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.logits_gemm import exceeds, launch_logits_gemm
-from flce_ops.triton.tiles import tiles_for
+from flce_ops.math.options import LogitOptions
+from flce_ops.triton.epilogues import ExpSum, MaxSum
+from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
+from flce_ops.triton.target import tiles_for
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
-
-# exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
-LARGEST_SUM = 2.0**60
 
 
 @triton.jit
@@ -34,14 +33,13 @@ def sum_tiles_kernel(
     n,
     T,
     GUARDED: tl.constexpr,
-    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     end = T
     if GUARDED:
-        end = tl.where(exceeds(guard_ptr, LIMIT), T, 0)
+        end = tl.where(exceeds(guard_ptr), T, 0)
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in range(0, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
@@ -64,13 +62,12 @@ def combine_kernel(
     reference_ptr,  # (n,) out: lse2, only of rows that need it
     n,
     T,
-    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """reference = log2 sum_t partial_t exp2(partial_max_t); the other rows of the chunk keep theirs, bit for bit."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = tl.where(exceeds(guard_ptr, LIMIT), T, 0)
+    end = tl.where(exceeds(guard_ptr), T, 0)
     running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, end, BLOCK_T):
@@ -86,7 +83,7 @@ def combine_kernel(
         )
         running_max = new_max
     row_sum = tl.load(row_sum_ptr + rows, mask=rows < n, other=0.0)
-    rescued = (row_sum > LIMIT) | (row_sum != row_sum)
+    rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
     # a row whose classes are all at -inf: any finite reference makes its exponentials 0
     lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
     tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, n, 0)) & rescued)
@@ -95,9 +92,10 @@ def combine_kernel(
 class RowSums(NamedTuple):
     """(n,) each, base 2; None where not asked for."""
 
-    exponentials: Tensor  # of exp2(z2 - reference)
-    logits: Tensor | None  # of w z2
-    expected: Tensor | None  # of exp2(z2 - reference) (z2 - reference)
+    exponentials: Tensor  # of exp2(z2 - reference_logit)
+    reference_logit: Tensor
+    logit_sum: Tensor | None  # of w z2
+    expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None  # z2
     argmax: Tensor | None  # int64, the first of equals
 
@@ -108,85 +106,73 @@ def launch_exponentials(
     linear_bias: Tensor | None,  # (V,)
     class_weight: Tensor | None,  # (V,) float32, for the logit sum
     *,
-    reference: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
+    reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     logit_sum: bool,
     expected: bool = False,
     argmax: bool = False,
-    logit_scale: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
+    logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]
-    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input, linear_weight).block_v)
+    block_v = tiles_for(input, linear_weight).block_v
+    tiles = triton.cdiv(linear_weight.shape[0], block_v)
     per_tile = {"dtype": torch.float32, "device": input.device}
     if scratch is None or scratch.shape[0] < 2 * tiles * rows:
         scratch = torch.empty(2 * tiles * rows, **per_tile)
     partial, partial_max = scratch[: 2 * tiles * rows].view(2, tiles, rows).unbind()
-    sums = torch.empty(tiles, rows, **per_tile) if logit_sum else None
-    expectations = torch.empty(tiles, rows, **per_tile) if expected else None
-    largest = torch.empty(tiles, rows, **per_tile) if argmax else None
-    columns = torch.empty(tiles, rows, dtype=torch.int32, device=input.device) if argmax else None
-    logits = {"logit_scale": logit_scale, "softcap": softcap}
-    pieces = pieces or [(slice(0, linear_weight.shape[0]), None)]
-    block_v = tiles_for(input, linear_weight).block_v
 
-    def exponentiate(sums: Tensor | None, largest: Tensor | None, columns: Tensor | None, **guarded) -> None:
-        for cols, out in pieces:
+    def per_tile_if(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(tiles, rows, dtype=dtype, device=input.device) if wanted else None
+
+    sums = ExpSum(
+        reference_logit,
+        class_weight if logit_sum else None,
+        partial,
+        logit_sum=per_tile_if(logit_sum),
+        expected=per_tile_if(expected),
+        row_max=per_tile_if(argmax),
+        argmax=per_tile_if(argmax, torch.int32),
+    )
+
+    def exponentiate(sums: ExpSum, guard: Tensor | None = None) -> None:
+        for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
+            _, class_weight, *of_every_tile = sums
             launch_logits_gemm(
                 input,
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
-                None if class_weight is None else class_weight[cols],
-                epilogue="exp_sum",
-                reference=reference,
+                ExpSum(
+                    reference_logit,
+                    None if class_weight is None else class_weight[cols],
+                    *(None if numbers is None else numbers[of_tiles] for numbers in of_every_tile),
+                ),
+                logit_options,
                 out=out,
-                partial=partial[of_tiles],
-                expected=None if expectations is None else expectations[of_tiles],
-                logit_sum=None if sums is None else sums[of_tiles],
-                partial_max=None if largest is None else largest[of_tiles],
-                partial_argmax=None if columns is None else columns[of_tiles],
-                **logits,
-                **guarded,
+                guard=guard,
             )
-            if columns is not None and cols.start:
-                columns[of_tiles] += cols.start
+            if sums.argmax is not None and cols.start:
+                sums.argmax[of_tiles] += cols.start
 
     row_sum = torch.empty(rows, **per_tile)
     guard = torch.zeros((), dtype=torch.int32, device=input.device)
-    guarded = {"guard": guard, "guard_limit": LARGEST_SUM}
     # all tiles of 16 rows in one or two reads, as most have left the L2: 7 us at 1024 x 256000, 32 x 32 takes 21
-    blocks = {"LIMIT": LARGEST_SUM, "BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
+    blocks = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
 
-    exponentiate(sums, largest, columns)
+    exponentiate(sums)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
 
-    launch_logits_gemm(
-        input,
-        linear_weight,
-        linear_bias,
-        None,
-        epilogue="max_sum",
-        partial=partial,
-        partial_max=partial_max,
-        **logits,
-        **guarded,
-    )
-    combine_kernel[grid](guard, partial_max, partial, row_sum, reference, rows, tiles, **blocks)
-    exponentiate(None, None, None, **guarded)
+    launch_logits_gemm(input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, guard=guard)
+    combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, rows, tiles, **blocks)
+    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected), guard)
     sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
-    max_logit = None
+    max_logit = columns = None
     if argmax:
-        max_logit = largest.amax(0)
-        # no column where the largest is nan
-        columns = columns.where(largest == max_logit, linear_weight.shape[0] - 1).amin(0).long()
-        columns.clamp_(max=linear_weight.shape[0] - 1)
-    return RowSums(
-        row_sum,
-        None if sums is None else sums.sum(0),
-        None if expectations is None else expectations.sum(0),
-        max_logit,
-        columns,
-    )
+        max_logit = sums.row_max.amax(0)
+        # no column where the maximum is nan
+        last = linear_weight.shape[0] - 1
+        columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
+    logit_sum, expected = (None if numbers is None else numbers.sum(0) for numbers in (sums.logit_sum, sums.expected))
+    return RowSums(row_sum, reference_logit, logit_sum, expected, max_logit, columns)

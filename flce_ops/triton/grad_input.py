@@ -5,8 +5,8 @@
 
 A block reads r rows of E and c columns of linear_weight over the whole vocabulary, all blocks of n tokens together
 n D V (1 / c + 1 / r) numbers: so they are near squares, as large as there is memory for. In the workspace that is the
-small part, 1024 x 2048 numbers, and what the chunks leave (chunks.py). Rows of grad_input that come later are memory
-too, as nothing has written them yet: with them all of a chunk is mostly one block. H200, of the time of three GEMMs:
+small part, 1024 x 2048 numbers, and what the chunks leave (chunks.py). The rows of grad_input of later chunks hold
+nothing yet, so they are memory too: with them all of a chunk is mostly one block. H200, of the time of three GEMMs:
 1.023 -> 1.008 at 16384x4096x128256.
 """
 
@@ -37,7 +37,10 @@ def product_blocks(rows: int, hidden: int, numbers: int) -> list[tuple[slice, sl
 
 
 def float32_memory(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as flat float32: its whole 16 bytes."""
+    """The memory of a contiguous tensor as flat float32, from the first multiple of 16 bytes to the last.
+
+    Empty where there is none.
+    """
     numbers = tensor.view(-1)
     first = -numbers.storage_offset() % 8
     count = (numbers.shape[0] - first) // 8 * 8
@@ -50,13 +53,12 @@ def write_grad_input(
     out: Tensor,  # (n, D) rows of grad_input
     pieces: list[tuple[slice, Tensor]],  # columns v of the vocabulary, (n, v) of E
     linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (n,)
+    column: Tensor,  # (n,) the target's, -1 where there is none
     row_factor: Tensor,  # (n,)
     residual: Tensor,  # (n,)
     *,
-    ignore_index: int,
     nbytes: int,  # of workspace for a block of the product
-    memory: Tensor,  # flat float32, used instead where it is larger
+    memory: Tensor,  # flat float32; a block that fits there takes nothing of the workspace
     copies: int,  # bytes for slices of a linear_weight that BLAS cannot read where it lies
     outer: tuple[Tensor, Tensor] | None = None,  # (n,), (D,): their outer product is added
 ) -> None:
@@ -76,10 +78,9 @@ def write_grad_input(
             product,
             out[block, features],
             linear_weight[:, features],
-            target[block],
+            column[block],
             row_factor[block],
             residual[block],
             None if outer is None else (outer[0][block], outer[1][features]),
-            ignore_index=ignore_index,
         )
         del product  # before the next one is allocated

@@ -24,7 +24,7 @@ from flce_ops.triton.grad_input import float32_memory
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 
 BLOCK_V = 256  # slices are whole tiles of the logits GEMM
-# Thinner slices starve the GEMMs, and would leave the scratch less than 8 bytes a row and tile.
+# Thinner slices starve their GEMMs. And the scratch, which is one slice, would have less than 8 bytes a row and tile.
 SLICES_AT_MOST = 32
 SUM_BYTES = 8  # per row and tile: a maximum and its column
 
@@ -34,7 +34,7 @@ class Lead:
     rows: int
     columns: list[slice]
     workspace_numbers: int  # of the first slice
-    scaled_apart: bool  # c input needs memory of its own: too few later rows of grad_input to wait in
+    scaled_apart: bool  # c input is allocated: grad_input has fewer than `rows` rows after the lead chunk's
 
 
 def lead_chunk(

@@ -8,47 +8,39 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.loss import loss_terms_of
+from flce_ops.meta.arguments import Backward, WithGrad
 from flce_ops.triton.backward import add_gradients
 from flce_ops.triton.forward import launch_forward
+from flce_ops.triton.gemm import Gradients
 
-# N tokens, D hidden, V vocabulary
+# n tokens, D hidden, V vocabulary
 
 
 def recompute_step(
-    input: Tensor,  # (n, D)
-    linear_weight: Tensor,
-    target: Tensor,  # (n,)
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    row_scale: Tensor,  # (n,)
+    call: WithGrad,  # of n tokens
     losses: Tensor,  # (n,) out
-    largest: Tensor | None,  # (n,) out, argmax
-    *gradients: Tensor | None,  # grad_input (n, D), grad_weight (V, D), bias_sum (V,): see backward.add_gradients
+    gradients: Gradients,  # input (n, D)
+    argmax: Tensor | None,  # (n,) out
+    *,
     first: bool,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: Tensor | None,  # ()
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
 ) -> None:
-    operands = (input, linear_weight, target, linear_bias, weight)
-    logits = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    wanted = {"logit_sum": bool(label_smoothing), "argmax": largest is not None}
-    target_logit, lse, logit_sum, _, _, columns, lse_rest = launch_forward(*operands, **wanted, **logits)
-    if largest is not None:
-        largest.copy_(columns)
-
-    terms = loss_terms_of(target, weight, linear_weight.shape[0], label_smoothing, z_loss, lse.dtype)
-    valid = target != ignore_index
-    found = terms.loss(target_logit, lse, logit_sum if label_smoothing else None, lse_rest)
-    losses.copy_(torch.where(valid, found, 0.0))
-    scale = torch.where(valid, row_scale, 0.0)
-    add_gradients(
-        *terms.cotangents(lse, scale),
+    operands, smoothed = call.operands, bool(call.loss.label_smoothing)
+    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
+    target_logit, lse, logit_sum, _, _, columns, lse_rest = launch_forward(
+        *operands, logit_sum=smoothed, argmax=argmax is not None, **logits
+    )
+    if argmax is not None:
+        argmax.copy_(columns)
+    terms = loss_terms_of(operands.target, operands.weight, operands.linear_weight.shape[0], call.loss, lse.dtype)
+    valid = operands.target != call.ignore_index
+    losses.copy_(torch.where(valid, terms.loss(target_logit, lse, logit_sum if smoothed else None, lse_rest), 0.0))
+    cotangents = terms.cotangents(target_logit, lse, torch.where(valid, call.row_scale, 0.0))
+    backward = Backward.bind(
+        *cotangents,
         *operands,
         lse,
-        *gradients,
-        first=first,
-        lse_rest=lse_rest,
         **logits,
+        output_mask=[wanted is not None for wanted in gradients],
+        lse_rest=lse_rest,
     )
+    add_gradients(backward, gradients, first=first)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.triton.logits_gemm import base2_logits, number_at
 
 # N tokens, D hidden, V vocabulary
@@ -19,9 +20,9 @@ def reference_logit_kernel(
     weight_ptr,  # (V, D)
     bias_ptr,  # (V,)
     target_ptr,  # (N,)
-    reference_ptr,  # (N,) out, base 2
-    slope_ptr,  # (N,) out, dz/du / logit_scale; written with a softcap
-    hit_ptr,  # (N,) out, int8: the target is among these columns
+    logit_ptr,  # (N,) out, base 2
+    dz_du_ptr,  # (N,) out, dz/du / logit_scale; written with a softcap
+    column_ptr,  # (N,) out, int64: the target's among these columns, -1 elsewhere
     V,
     D,
     stride_input_n,
@@ -30,10 +31,7 @@ def reference_logit_kernel(
     stride_weight_d,
     vocab_start,
     ignore_index,
-    logit_scale_ptr,  # ()
-    softcap_ptr,  # ()
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    logit_options,  # LogitOptions
     BLOCK_D: tl.constexpr,
 ):
     """z2 of the target's column, or of column 0 where the row has no target here. One program a row.
@@ -47,6 +45,7 @@ def reference_logit_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     column = target - vocab_start
     hit = (target != ignore_index) & (column >= 0) & (column < V)
+    tl.store(column_ptr + row, tl.where(hit, column, -1))
     column = tl.where(hit, column, 0)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, D, BLOCK_D):
@@ -54,52 +53,45 @@ def reference_logit_kernel(
         x = tl.load(input_ptr + row * stride_input_n + d * stride_input_d, mask=d < D, other=0.0).to(tl.float32)
         w = tl.load(weight_ptr + column * stride_weight_v + d * stride_weight_d, mask=d < D, other=0.0).to(tl.float32)
         acc += x * w
-    bias = 0.0
-    if HAS_BIAS:
+    bias = None
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + column).to(tl.float32)
-    logit_scale, softcap = number_at(logit_scale_ptr, 1.0), number_at(softcap_ptr, 1.0)
-    z2, slope = base2_logits(tl.sum(acc, 0), bias, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    tl.store(reference_ptr + row, z2)
-    if HAS_SOFTCAP:
-        tl.store(slope_ptr + row, slope)
-    tl.store(hit_ptr + row, hit.to(tl.int8))
+    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_options, logit_scale, softcap)
+    tl.store(logit_ptr + row, z2)
+    if logit_options.softcap is not None:
+        tl.store(dz_du_ptr + row, dz_du)
 
 
 def launch_reference_logit(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
+    operands: Operands,
+    logit_options: LogitOptions,
     *,
     ignore_index: int,
     vocab_start: int,
-    softcap: Tensor | None,  # ()
-    logit_scale: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The logit in base 2, with a softcap dz/du / logit_scale, and whether the target is among these columns."""
+    """The logit in base 2, with a softcap dz/du / logit_scale, and the target's column (int64, -1 if not here)."""
+    input, linear_weight, target, linear_bias, _ = operands
     rows = input.shape[0]
-    reference = input.new_empty(rows, dtype=torch.float32)
-    slope = None if softcap is None else torch.empty_like(reference)
-    hit = input.new_empty(rows, dtype=torch.int8)
+    logit = input.new_empty(rows, dtype=torch.float32)
+    dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
+    column = input.new_empty(rows, dtype=torch.int64)
     reference_logit_kernel[(rows,)](
         input,
         linear_weight,
         linear_bias,
         target,
-        reference,
-        slope,
-        hit,
+        logit,
+        dz_du,
+        column,
         linear_weight.shape[0],
         input.shape[1],
         *input.stride(),
         *linear_weight.stride(),
         vocab_start,
         ignore_index,
-        logit_scale,
-        softcap,
-        HAS_BIAS=linear_bias is not None,
-        HAS_SOFTCAP=softcap is not None,
+        logit_options,
         BLOCK_D=min(1024, triton.next_power_of_2(input.shape[1])),
         num_warps=4,
     )
-    return reference, slope, hit
+    return logit, dz_du, column

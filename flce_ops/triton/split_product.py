@@ -10,13 +10,12 @@ and 64000 classes (plain torch 1.3e-4), 2.3e-3 becomes 1.7e-3 at 60 tokens, "mea
 The sum has twice the terms. Up to SPLIT_AT_MOST tokens the GEMM waits for grad_linear_weight's own bytes all the same.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import padded, slices
 from flce_ops.triton.gemm import accumulate
+from flce_ops.triton.scale_rows import launch_scale_rows
 
 # n rows, D hidden, V vocabulary, v columns of a slice
 
@@ -25,37 +24,11 @@ STACK_SHARE = 4  # of the workspace: by default one slice at 128x128256, where e
 COLUMNS_AT_LEAST = 4096  # of a slice, however small the workspace is
 
 
-@triton.jit
-def split_rows_kernel(
-    matrix_ptr,  # (n, C)
-    factor_ptr,  # (n,) float32
-    out_ptr,  # (2 n, C) contiguous: the n rows' high numbers, then their low ones
-    n,
-    C,
-    stride_matrix_n,
-    stride_matrix_c,
-    BLOCK_C: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = cols < C
-    places = row * stride_matrix_n + cols.to(tl.int64) * stride_matrix_c
-    value = tl.load(matrix_ptr + places, mask=mask, other=0.0).to(tl.float32) * tl.load(factor_ptr + row)
-    high = value.to(out_ptr.dtype.element_ty)
-    rest = tl.where(tl.abs(high.to(tl.float32)) == float("inf"), 0.0, value - high.to(tl.float32))  # not inf - inf
-    low = rest.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * C + cols, high, mask=mask)
-    tl.store(out_ptr + (row + n) * C + cols, low, mask=mask)
-
-
-def launch_split_rows(matrix: Tensor, factor: Tensor) -> Tensor:  # (2 n, C)
-    rows, columns = matrix.shape
-    out = matrix.new_empty(2 * rows, columns)
-    block = min(2048, triton.next_power_of_2(columns))
-    split_rows_kernel[(rows, triton.cdiv(columns, block))](
-        matrix, factor, out, rows, columns, *matrix.stride(), BLOCK_C=block, num_warps=4
-    )
-    return out
+def split_rows(matrix: Tensor, factor: Tensor) -> Tensor:  # (2 n, C)
+    """The n rows' high numbers, then their low ones."""
+    halves = matrix.new_empty(2, *matrix.shape)
+    launch_scale_rows(matrix, factor, *halves)
+    return halves.flatten(0, 1)
 
 
 def column_slices(rows: int, num_classes: int, itemsize: int) -> list[slice]:
@@ -76,7 +49,7 @@ def add_split_product(
     first: bool,
 ) -> None:
     (rows, num_classes), size = exponentials.shape, exponentials.element_size()
-    halves = launch_split_rows(input, factor)
+    halves = split_rows(input, factor)
     columns = column_slices(rows, num_classes, size)
     memory = exponentials.new_empty(2, rows, padded(columns[0].stop, size))
     for cols in columns:

@@ -2,11 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from flce_ops.support.vendor import made_by_nvidia
-
 # n rows, D hidden, V vocabulary
 
 
@@ -35,18 +30,6 @@ HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=T
 HOPPER_SHALLOW = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
 AMPERE = Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False)
 INTERPRETER = Tiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
-
-
-def tiles_for(input: Tensor, linear_weight: Tensor) -> Tiles:
-    if input.device.type != "cuda":
-        return INTERPRETER
-    if not made_by_nvidia():
-        raise NotImplementedError(
-            "flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators (torch.ops.flce, "
-            "flce_ops.linear_cross_entropy), which run in ATen there"
-        )
-    major, minor = torch.cuda.get_device_capability(input.device)
-    return tiles_of_architecture(10 * major + minor, hidden=input.shape[1])
 
 
 def tiles_of_architecture(capability: int, hidden: int) -> Tiles:

@@ -12,151 +12,68 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows, target_columns
+from flce_ops.math.options import Operands
+from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows
+from flce_ops.meta.arguments import VocabParallelWithGrad, takes
 from flce_ops.support.path import Path, record_path
 from flce_ops.support.target_range import check_target_range
-from flce_ops.triton.chunks import padded, product_bytes, rows_and_sum, slices, small_bytes
-from flce_ops.triton.columns import weighted_column_sum
-from flce_ops.triton.exponentials import launch_exponentials
+from flce_ops.triton.chunks import contiguous, product_bytes, rows_and_sum, slices, small_bytes
+from flce_ops.triton.cut import Cut
+from flce_ops.triton.exponentials import RowSums
+from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
-from flce_ops.triton.gemm import accumulate
-from flce_ops.triton.grad_input import float32_memory, write_grad_input
-from flce_ops.triton.reference_logit import launch_reference_logit
-from flce_ops.triton.scale_rows import launch_scale_rows
-from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.triton.split_product import SPLIT_AT_MOST, add_split_product
+from flce_ops.triton.gemm import wanted_gradients
+from flce_ops.triton.one_pass_step import OnePassStep, tokens_of
+from flce_ops.triton.row_loss import RowLoss
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 
+@takes(VocabParallelWithGrad)
 def launch_vocab_parallel_with_grad(
-    input: Tensor,  # (N, D)
-    linear_weight: Tensor,  # (v, D)
-    target: Tensor,  # (N,)
-    linear_bias: Tensor | None,  # (v,)
-    weight: Tensor | None,  # (V,)
-    row_scale: Tensor,  # (N,)
-    *,
-    group: str,
-    ranks: int,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: Tensor | None = None,  # ()
-    softcap: Tensor | None = None,  # ()
-    logit_scale: Tensor | None = None,  # ()
-    output_mask: list[bool],
-    argmax: bool = False,
+    call: VocabParallelWithGrad,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    assert not label_smoothing, "its gradient is not of the form c E': the ATen kernel takes it"
-    operands = (input, linear_weight, target, linear_bias, weight, row_scale)
-    results = meta.vocab_parallel_with_grad_outputs(*operands, output_mask=output_mask, argmax=argmax)
-    loss, losses, grad_input, grad_weight, grad_bias, largest = results
-    check_target_range(target, vocab_size, ignore_index)
-    target, row_scale = target.contiguous(), row_scale.contiguous()
-    linear_bias = None if linear_bias is None else linear_bias.contiguous()
-    want_input, want_weight, want_bias = output_mask
-    tokens, hidden = input.shape
-    classes = linear_weight.shape[0]
-    logits = {"softcap": softcap, "logit_scale": logit_scale}
-    shard = shard_rows(vocab_size, ranks)
-    fitting, exact = rows_and_sum(tokens, shard, hidden, input.dtype.itemsize, want_weight=want_weight, argmax=argmax)
-    chunks = slices(tokens, fitting)
-    step = chunks[0].stop
-    record_path(
-        Path(
-            "linear_cross_entropy_vocab_parallel_with_grad",
-            "triton",
-            f"{input.dtype} on {input.device.type}",
-            step,
-            len(chunks),
-        )
-    )
+    assert not call.loss.label_smoothing, "its gradient is not of the form c E': the ATen kernel takes it"
+    outputs = meta.vocab_parallel_with_grad_outputs(call)
+    loss, losses, *grads, columns = outputs
+    input, linear_weight, target, linear_bias, weight = call.operands
+    argmax, logit_options, ignore_index, vocab_start = call.argmax, call.logits, call.ignore_index, call.vocab_start
+    check_target_range(target, call.vocab_size, ignore_index)
+    target, linear_bias, row_scale = contiguous(target, linear_bias, call.row_scale)
+    operands = Operands(input, linear_weight, target, linear_bias, weight)
+    cut = cut_shard(input, shard_rows(call.vocab_size, call.ranks), want_weight=call.output_mask[1], argmax=argmax)
+    reason = f"{input.dtype} on {input.device.type}"
+    op = "linear_cross_entropy_vocab_parallel_with_grad"
+    record_path(Path(op, "triton", reason, cut.chunks[0].stop, len(cut.chunks)))
     with torch.cuda.device_of(input):
-        own_logit, own_slope, _ = launch_reference_logit(
-            input, linear_weight, target, linear_bias, ignore_index=ignore_index, vocab_start=vocab_start, **logits
-        )
-        _, hit, column = target_columns(target, ignore_index, vocab_start, classes)
-        own_column = torch.where(hit, column.squeeze(1), -1)
-        exchange = Exchange(target, weight, group, ranks, vocab_size, label_smoothing, z_loss, torch.float32)
-        exponentials = torch.empty(step, padded(classes, input.dtype.itemsize), dtype=input.dtype, device=input.device)
-        # c * input waits in the rows of grad_input, which are written after its last use
-        scaled_input = grad_input if want_input else input.new_empty(step, hidden)
-        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if exact else grad_weight
-        bias_sum = torch.zeros(classes, dtype=torch.float32, device=input.device) if want_bias else None
-        for rows in chunks:
-            count = rows.stop - rows.start
-            chunk = exponentials[:count, :classes]
-            reference = own_logit[rows].clone()
-            row_sums = launch_exponentials(
-                input[rows],
-                linear_weight,
-                linear_bias,
-                None,
-                reference=reference,
-                pieces=[(slice(0, classes), chunk)],
-                logit_sum=False,
-                argmax=argmax,
-                **logits,
-            )
-            numbers = torch.empty(2 + 2 * argmax, count, dtype=torch.float32, device=input.device)
-            own = {"row_sum": row_sums.exponentials, "reference": reference, "own_logit": own_logit[rows]}
-            own["column"] = own_column[rows]
-            launch_shard_numbers(**own, numbers=numbers)
-            if argmax:
-                numbers[2], numbers[3] = row_sums.max_logit, row_sums.argmax + vocab_start
-            gathered = exchange.gather(numbers)
-            if argmax:
-                largest[rows] = argmax_of_shards(gathered[:, 2], gathered[:, 3])
-            row_factor, weight_factor, residual = torch.empty(
-                3, count, dtype=torch.float32, device=input.device
-            ).unbind()
-            entry = torch.empty(count, dtype=input.dtype, device=input.device)
-            launch_finish_shard_rows(
-                gathered,
-                **own,
-                target_slope=None if own_slope is None else own_slope[rows],
-                target=target[rows],
-                row_scale=row_scale[rows],
-                target_weight=None if exchange.target_weight is None else exchange.target_weight[rows],
-                entry=entry,
-                losses=losses[rows],
-                row_factor=row_factor,
-                weight_factor=weight_factor,
-                residual=residual,
-                ignore_index=ignore_index,
-                z_loss=z_loss,
-                logit_scale=logit_scale,
-            )
-            launch_set_entries(chunk, own_column[rows], entry, start=0, ignore_index=-1)
+        exchange = Exchange(target, weight, call.group, call.ranks, call.vocab_size, call.loss, torch.float32)
+        row_loss = RowLoss(None, call.vocab_size, call.loss)
 
-            if want_bias:
-                bias_sum += weighted_column_sum(chunk, weight_factor)
-            if want_weight:
-                first = rows.start == 0
-                if tokens <= SPLIT_AT_MOST:
-                    add_split_product(weight_sum, chunk, input[rows], weight_factor, first=first)
-                else:
-                    scaled = scaled_input[rows if want_input else slice(count)]
-                    launch_scale_rows(input[rows], weight_factor, scaled)
-                    accumulate(weight_sum, chunk.T, scaled, first=first)
-            if want_input:
-                write_grad_input(
-                    grad_input[rows],
-                    [(slice(0, classes), chunk)],
-                    linear_weight,
-                    own_column[rows],
-                    row_factor,
-                    residual,
-                    ignore_index=-1,
-                    nbytes=product_bytes(fitting, step, shard, input.dtype.itemsize),
-                    memory=float32_memory(grad_input[rows.stop :]),
-                    copies=small_bytes(),
-                )
-        if exact:
-            grad_weight.copy_(weight_sum)
-        if want_bias:
-            grad_bias.copy_(bias_sum)
+        def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
+            numbers = launch_shard_numbers(tokens, sums)
+            if argmax:
+                numbers[2], numbers[3] = sums.max_logit, sums.argmax + vocab_start
+            gathered = exchange.gather(numbers)
+            options = {"logit_scale": logit_options.logit_scale, "ignore_index": ignore_index}
+            finished = launch_finish_shard_rows(gathered, tokens, sums, row_loss, input.dtype, **options)
+            return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
+
+        where = {"ignore_index": ignore_index, "vocab_start": vocab_start}
+        tokens = tokens_of(operands, logit_options, exchange.target_weight, row_scale, losses, **where)
+        gradients = wanted_gradients(grads, call.output_mask)
+        step = OnePassStep(operands, logit_options, tokens, gradients, columns if argmax else None, cut, finish_rows)
+        step.run_chunks(cut.chunks)
+        step.finish()
+        if gradients.bias_sum is not None:
+            grads[2].copy_(gradients.bias_sum)
         torch.sum(row_scale * losses, dim=0, out=loss)
-    return results
+    return outputs
+
+
+def cut_shard(input: Tensor, shard: int, *, want_weight: bool, argmax: bool) -> Cut:
+    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
+    (count, hidden), size = input.shape, input.dtype.itemsize
+    fitting, accum_float32 = rows_and_sum(count, shard, hidden, size, want_weight=want_weight, argmax=argmax)
+    chunks = slices(count, fitting)
+    room = product_bytes(fitting, chunks[0].stop, shard, size)
+    return Cut(None, chunks, False, accum_float32, room, small_bytes())
