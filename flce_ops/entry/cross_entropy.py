@@ -33,7 +33,7 @@ def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
-    if any_dtensor(*(value for value in call.values() if isinstance(value, Tensor))):
+    if any_dtensor(*call.values()):
         from flce_ops.entry.sharded import dtensor_composite  # torch.distributed.tensor: only for its users
 
         return dtensor_composite(call, argmax)

@@ -11,6 +11,7 @@ from flce_ops.math.options import Operands
 
 # N tokens, D hidden, V vocabulary
 
+DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual ones, without asking further
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,9 +36,9 @@ def check_operands(op: str, operands: Operands) -> None:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether a kernel can read it, and whether its shape and dtype say what it holds."""
-    return (
-        not tensor.is_nested and tensor.layout == torch.strided and not is_quantized(tensor) and not is_pruned(tensor)
-    )
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return type(tensor) in DENSE_TYPES or not (is_quantized(tensor) or is_pruned(tensor))
 
 
 def is_quantized(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ AOTAutograd) and from the key on which torch.func intercepts calls; `torch.libra
 first.
 """
 
-import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import ClassVar
@@ -55,8 +55,17 @@ class Formula(Function):
         """Refusals of its own."""
 
     def __init_subclass__(cls) -> None:
-        if "op" in vars(cls):
-            cls.forward = staticmethod(functools.partial(run_below, cls.op, cls.arguments))
+        if "op" not in vars(cls):
+            return
+
+        def forward(*values):
+            # the operator itself; a transform of torch.func that is still to come has to see it once more
+            with nullcontext() if functorch_is_active() else below_autograd():
+                return cls.arguments.run(getattr(torch.ops.flce, cls.op), values)
+
+        # Function.apply binds its arguments to this: made anew in every call it takes 40 of 500 us of a small step
+        forward.__signature__ = inspect.signature(forward)
+        cls.forward = staticmethod(forward)
 
     @classmethod
     def jvp(cls, ctx, *_):
@@ -67,16 +76,16 @@ class Formula(Function):
         return vmap_by_loop(cls, info, in_dims, args)
 
 
-def run_below(op: str, arguments: type[Arguments], *values):
-    """The operator itself; a transform of torch.func that is still to come has to see it once more."""
-    with nullcontext() if functorch_is_active() else below_autograd():
-        return arguments.run(getattr(torch.ops.flce, op), values)
-
-
 def save(ctx, call: Arguments, *results: Tensor) -> None:
-    values = call.values()
-    ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
-    ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values), *results)
+    ctx.constants = call.values()
+    tensors: list[Tensor | None] = []
+    for index, value in enumerate(ctx.constants):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            ctx.constants[index] = None
+        else:
+            tensors.append(None)
+    ctx.save_for_backward(*tensors, *results)
 
 
 def saved(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
@@ -322,14 +331,17 @@ def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
 
     def run(*args, **kwargs):
         values = arguments.values_of(args, kwargs)
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-            raise NotImplementedError(formula.forward_mode_refusal)
+        grad_enabled, wants_gradient = torch.is_grad_enabled(), False
+        for value in values:
+            if isinstance(value, Tensor):
+                if forward_ad.unpack_dual(value).tangent is not None:
+                    raise NotImplementedError(formula.forward_mode_refusal)
+                wants_gradient |= grad_enabled and value.requires_grad
         for index, name in numbers:
-            if values[index] is not None and values[index].requires_grad and torch.is_grad_enabled():
+            if values[index] is not None and values[index].requires_grad and grad_enabled:
                 raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
         formula.check(op, values)
-        if functorch_is_active() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        if wants_gradient or functorch_is_active():
             return formula.apply(*values)
         with below_autograd():
             return op(*args, **kwargs)

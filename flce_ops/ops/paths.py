@@ -121,7 +121,13 @@ KERNELS = {
 
 
 def choose(paths: tuple[Path, ...], situation: Situation) -> Path:
-    return next(path for path in paths if all(condition.holds(situation) for condition in path.conditions))
+    for path in paths:
+        for condition in path.conditions:
+            if not condition.holds(situation):
+                break
+        else:
+            return path
+    raise AssertionError("the last path of a table has no condition")
 
 
 @functools.cache
@@ -147,7 +153,7 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
     return Situation(
         device=input.device.type,
         dtype=input.dtype,
-        wants_gradient=any(needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)),
+        wants_gradient=needs_gradient(input) or needs_gradient(linear_weight) or needs_gradient(linear_bias),
         functorch=functorch_is_active(),
         saved_tensor_hooks=saved_tensor_hooks_are_active(),
         checkpoint=tracing_a_checkpointed_region(),
