@@ -37,6 +37,8 @@ class LinearCrossEntropyLoss(nn.Module):
     (loss, LinearCrossEntropyMetrics).
     """
 
+    weight: Tensor | None
+
     def __init__(
         self,
         in_features: int,
@@ -132,7 +134,7 @@ class LinearCrossEntropyHead(nn.Linear):
         self.logit_scale = logit_scale
         self.z_loss = z_loss
 
-    def forward(
+    def forward(  # type: ignore[override]  # with targets it is another function than nn.Linear's
         self,
         input: Tensor,
         target: Tensor | None = None,

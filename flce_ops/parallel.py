@@ -1,7 +1,7 @@
 """The tensor-parallel plan for the two modules: each rank holds V / ranks rows of the head."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,15 +97,16 @@ class VocabParallel(ParallelStyle):
         output: DTensor | tuple[DTensor, LinearCrossEntropyMetrics],
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
         if kwargs.get("target") is None:
-            output = output.redistribute(placements=[self.logits_layouts])
-            return output.to_local() if self.use_local_output else output
+            logits = cast(DTensor, output).redistribute(placements=[self.logits_layouts])
+            return logits.to_local() if self.use_local_output else logits
         if not self.use_local_output:
             return output
         # tensors of their own: to_local returns a view, and FSDP2 warns of views that leave its modules
         if isinstance(output, DTensor):
             return output.to_local().clone()
         loss, metrics = output
-        return loss.to_local().clone(), LinearCrossEntropyMetrics(*(part.to_local().clone() for part in metrics))
+        local = (cast(DTensor, part).to_local().clone() for part in metrics)
+        return loss.to_local().clone(), LinearCrossEntropyMetrics(*local)
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ Gradients return to the placement that the argument came in: Partial -> Replicat
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class Layout:
 
 def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
     check_both_distributed(input, linear_weight, op)
+    input, linear_weight = cast(DTensor, input), cast(DTensor, linear_weight)
     check_placements(linear_weight, op)
     check_dense_shards(op, input=input, linear_weight=linear_weight)
     if input.device_mesh != linear_weight.device_mesh:
@@ -100,7 +102,7 @@ def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
     tokens, vocabulary = [], []
     for token, rows in zip(input.placements, linear_weight.placements):
         vocabulary.append(rows.is_shard())
-        stays = splits(token) and not rows.is_shard() and token.dim % input.dim() != input.dim() - 1
+        stays = splits(token) and not rows.is_shard() and cast(Shard, token).dim % input.dim() != input.dim() - 1
         tokens.append(token if stays else Replicate())
     return Layout(input.device_mesh, tuple(tokens), tuple(vocabulary))
 
@@ -137,7 +139,7 @@ def check_placements(linear_weight: DTensor, op: str = OP) -> None:
                 f"{op}: linear_weight is {describe(linear_weight)}, the layout of a parameter that FSDP and tensor "
                 f"parallelism shard together, as it is stored between uses. {FSDP_HINT}"
             )
-        if placement.is_shard() and placement.dim % linear_weight.dim() != 0:
+        if isinstance(placement, Shard) and placement.dim % linear_weight.dim() != 0:
             raise ValueError(
                 f"{op}: linear_weight is sharded along its features (D), {describe(linear_weight)}, so that every "
                 "logit would need a sum over ranks. Shard the vocabulary instead (flce_ops.VocabParallel, "

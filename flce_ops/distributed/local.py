@@ -23,10 +23,11 @@ def localize(
     """
     if tensor is None:
         return None
-    distributed = isinstance(tensor, DTensor)
-    if not distributed:
+    if isinstance(tensor, DTensor):
+        keep_partial = keep_partial and tensor.placements == placements
+    else:
         tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
-    keep_partial = keep_partial and distributed and tensor.placements == placements
+        keep_partial = False
     return ToLocal.apply(tensor, placements, gradient or placements, keep_partial)
 
 

@@ -89,11 +89,11 @@ def vocab_parallel_rows(
             expected_logit=expected_logit,
             argmax=argmax,
         )
-        per_shard = [lse, target_logit]
-        per_shard += [sums] if logit_sum else []
-        per_shard += [finite_in_empty_rows(expected, lse)] if expected_logit else []
-        per_shard += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
-        per_shard = torch.stack(per_shard)
+        numbers = [lse, target_logit]
+        numbers += [sums] if logit_sum else []
+        numbers += [finite_in_empty_rows(expected, lse)] if expected_logit else []
+        numbers += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
+        per_shard = torch.stack(numbers)
     gathered = gather_shards(layout, per_shard)
     lse = lse_of_shards(gathered[:, 0])
     target_logit = gathered[:, 1].sum(0)

@@ -42,7 +42,7 @@ def plain_composite(
 def autocast_pairs(operands: Operands) -> Operands:
     """Under autocast, both pairs as it hands them to F.linear. Given probabilities stay as they are."""
     pairs = autocast_operands(operands.input.device.type, *operands[:6])
-    return Operands(*pairs, *operands[6:])
+    return operands._replace(**dict(zip(Operands._fields, pairs)))
 
 
 def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int) -> Operands:

@@ -10,7 +10,7 @@ neither logits nor weights move. Layouts are read off input and linear_weight, a
 teacher's weight must be laid out like the student's.
 """
 
-from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,9 +52,10 @@ def dtensor_composite(
 ) -> Tensor:
     layout = layout_of(operands.input, operands.linear_weight, OP)
     check_teacher_layout(layout, operands)
+    hidden = cast(DTensor, operands.input)  # layout_of refuses others
     check_same_mesh(
         layout,
-        operands.input,
+        hidden,
         OP,
         linear_bias=operands.linear_bias,
         teacher_bias=operands.teacher_bias,
@@ -63,7 +64,7 @@ def dtensor_composite(
         normalizer=normalizer,
     )
     if target is not None:
-        check_plain_target(target, operands.input, OP)
+        check_plain_target(target, hidden, OP)
     operands = autocast_pairs(operands)
     check_arguments(operands, target, token_weight, reduction, normalizer)
     shape = operands.input.shape[:-1]
@@ -97,9 +98,10 @@ def check_teacher_layout(layout: Layout, operands: Operands) -> None:
             f"{OP}: teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "
             "(teacher_input, teacher_weight) as DTensors, or plain tensors throughout"
         )
+    hidden, linear_weight = cast(DTensor, operands.input), cast(DTensor, operands.linear_weight)
     if sum(layout.vocabulary) > 1:
         raise NotImplementedError(
-            f"{OP}: linear_weight is {describe(operands.linear_weight)}: a vocabulary sharded over more than one mesh "
+            f"{OP}: linear_weight is {describe(linear_weight)}: a vocabulary sharded over more than one mesh "
             "dimension is not implemented; shard it over one and replicate it over the others"
         )
     expected = layout.placements(vocabulary=Shard(0))
@@ -111,14 +113,13 @@ def check_teacher_layout(layout: Layout, operands: Operands) -> None:
                 "same mesh: distribute_tensor(teacher_weight, mesh, linear_weight.placements), and "
                 "DTensor.from_local(teacher_input, mesh, input.placements)"
             )
-    check_same_mesh(
-        layout, operands.input, OP, teacher_input=operands.teacher_input, teacher_weight=operands.teacher_weight
-    )
-    check_dense_shards(OP, teacher_input=operands.teacher_input, teacher_weight=operands.teacher_weight)
-    weight = operands.teacher_weight
-    if weight is not None and tuple(weight.placements) != expected:
+    teacher_input = cast(DTensor | None, operands.teacher_input)
+    teacher_weight = cast(DTensor | None, operands.teacher_weight)
+    check_same_mesh(layout, hidden, OP, teacher_input=teacher_input, teacher_weight=teacher_weight)
+    check_dense_shards(OP, teacher_input=teacher_input, teacher_weight=teacher_weight)
+    if teacher_weight is not None and tuple(teacher_weight.placements) != expected:
         raise ValueError(
-            f"{OP}: linear_weight is {describe(operands.linear_weight)}, but teacher_weight is {describe(weight)}; "
+            f"{OP}: linear_weight is {describe(linear_weight)}, but teacher_weight is {describe(teacher_weight)}; "
             f"they must be laid out alike: teacher_weight.redistribute(mesh, {list(expected)})"
         )
 
@@ -128,11 +129,11 @@ def share_columns(layout: Layout, options: Options, num_classes: int) -> Options
         return options
     dim = layout.vocabulary.index(True)
     group = layout.mesh.get_group(dim).group_name
-    return replace(options, group=group, ranks=layout.mesh.size(dim), vocab_size=num_classes)
+    return options._replace(group=group, ranks=layout.mesh.size(dim), vocab_size=num_classes)
 
 
 def local_operands(layout: Layout, operands: Operands) -> Operands:
-    return Operands(
+    return operands._replace(
         input=localize(layout, operands.input, layout.tokens, gradient=layout.input_gradient),
         linear_weight=localize_per_class(layout, operands.linear_weight),
         linear_bias=localize_per_class(layout, operands.linear_bias),

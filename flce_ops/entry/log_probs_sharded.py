@@ -1,7 +1,10 @@
 """linear_log_probs on DTensors: per-token results sharded as the tokens are."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flce_ops.distributed.layout import check_plain_target, check_same_mesh, layout_of
 from flce_ops.distributed.local import localize_head
@@ -21,8 +24,9 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_log_probs when an argument is a DTensor, or a plain target beside some."""
     op = "linear_log_probs"
     layout = layout_of(call.input, call.linear_weight, op)
-    check_same_mesh(layout, call.input, op, target=call.target, linear_bias=call.linear_bias)
-    check_plain_target(call.target, call.input, op)
+    hidden = cast(DTensor, call.input)  # layout_of refuses others
+    check_same_mesh(layout, hidden, op, target=call.target, linear_bias=call.linear_bias)
+    check_plain_target(call.target, hidden, op)
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
@@ -47,7 +51,8 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call.input, call.linear_weight, call.target, call.linear_bias = input, linear_weight, target, linear_bias
         results = LogProbs.run(torch.ops.flce.linear_log_probs, call.values())
     asked_for = (True, True, call.entropy, call.argmax)
-    return tuple(
+    log_probs, lse, entropy, argmax = (
         per_token(layout, result.reshape(tokens_shape), target_shape) if asked else result
         for result, asked in zip(results, asked_for)
     )
+    return log_probs, lse, entropy, argmax

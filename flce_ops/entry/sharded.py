@@ -8,6 +8,8 @@
 The result is Replicate on every mesh dimension for a scalar; for reduction="none" it is sharded as the tokens are.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -35,15 +37,16 @@ from flce_ops.ops.autocast import autocast_operands
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
 
-def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
+def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTensor | None]:
     """flce_ops.entry.plain.loss_and_argmax when an argument is a DTensor.
 
     All of them are, or plain tensors that are the same on every rank.
     """
     layout = layout_of(call.input, call.linear_weight)
     others = ("target", "linear_bias", "weight", "token_weight", "normalizer")
-    check_same_mesh(layout, call.input, **{name: getattr(call, name) for name in others})
-    check_plain_target(call.target, call.input)
+    hidden = cast(DTensor, call.input)  # layout_of refuses others
+    check_same_mesh(layout, hidden, **{name: getattr(call, name) for name in others})
+    check_plain_target(call.target, hidden)
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )

@@ -82,7 +82,8 @@ class ValueOf(Function):
     def forward(loss: Tensor, value: Tensor) -> Tensor:
         return value.clone()
 
-    forward.__func__.__signature__ = inspect.signature(forward.__func__)  # as in flce_ops/ops/autograd.py
+    # as in flce_ops/ops/autograd.py
+    forward.__func__.__signature__ = inspect.signature(forward.__func__)  # type: ignore[attr-defined]
 
     @staticmethod
     def setup_context(ctx, inputs, output):

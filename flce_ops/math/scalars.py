@@ -7,21 +7,23 @@ SymFloat into an input of the graph, so that from the third value on a graph is 
     logit_scale = 30, softcap = None   ->   tensor(30.), None          None: the option is off and costs nothing
 """
 
+from typing import Any
+
 import torch
 from torch import SymFloat, Tensor
 
 from flce_ops.math.options import NUMBERS, LogitOptions, LossOptions
 from flce_ops.math.precision import accumulation_dtype
 
-Number = float | SymFloat  # an int will do
+Number = float  # an int will do, and the SymFloat above, whose products with tensors torch's stubs do not have
 
 
 def scalar(value: Number, like: Tensor) -> Tensor:  # ()
     """`value` on the device and in the accumulation dtype of `like`."""
-    options = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
+    dtype = accumulation_dtype(like.dtype)
     if isinstance(value, SymFloat):
-        return torch.ones((), **options) * value
-    return torch.full((), value, **options)
+        return torch.ones((), dtype=dtype, device=like.device) * value
+    return torch.full((), value, dtype=dtype, device=like.device)
 
 
 def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor | None:  # ()
@@ -42,9 +44,10 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
 
 def loss_options(like: Tensor, **numbers: Number) -> LossOptions:
     """The user's numbers as the inner operators take them; at 0 a term of the loss is off."""
-    return LossOptions(
-        *(scalar_unless(0.0, numbers[name], like) if name in NUMBERS else numbers[name] for name in LossOptions._fields)
-    )
+    options: dict[str, Any] = {
+        name: scalar_unless(0.0, number, like) if name in NUMBERS else number for name, number in numbers.items()
+    }
+    return LossOptions(**options)
 
 
 def logit_options(logit_scale: Number, softcap: Number | None, temperature: Number, like: Tensor) -> LogitOptions:

@@ -53,11 +53,11 @@ class Exchange:
         Behind lse comes this rank's share of the softmax's denominator. The shares of a row add up to 1 whatever lse is
         rounded to.
         """
-        if self.ranks == 1:
-            lse, *others = per_shard
-            missing = (None,) * (2 - len(others))
-            return lse, torch.ones_like(lse), *others, *missing, None if largest is None else largest[1]
         smoothed = len(per_shard) == 3
+        if self.ranks == 1:
+            lse, target_logit = per_shard[:2]
+            logit_sum = per_shard[2] if smoothed else None
+            return lse, torch.ones_like(lse), target_logit, logit_sum, None if largest is None else largest[1]
         numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
         gathered = self.gather(torch.stack(numbers))
         lse, sums = lse_of_shards(gathered[:, 0]), gathered[:, 1:3].sum(0)

@@ -55,6 +55,7 @@ class Arguments:
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # how many of them
     index: ClassVar[dict[str, int]]
+    defaults: ClassVar[list[Any]]
     fields: ClassVar[list[tuple[str, Any, int, int]]]  # name, group or None, first value, one past the last
 
     def __init_subclass__(cls, keyword_from: str = "") -> None:
@@ -148,7 +149,6 @@ def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
                 return function(args[0], **kwargs)
             return function(arguments.of(arguments.values_of(args, kwargs)))
 
-        run.arguments = arguments
         return run
 
     return decorate

@@ -19,16 +19,16 @@ def forward_outputs(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest: (N,), or (0,) if not asked for."""
     check_operands("linear_cross_entropy_forward", call.operands)
     input = call.operands.input
-    per_token = {"dtype": accumulation_dtype(input.dtype)}
+    dtype = accumulation_dtype(input.dtype)
     rows = input.shape[0]
     return (
-        input.new_empty(rows, **per_token),
-        input.new_empty(rows, **per_token),
-        input.new_empty(rows if call.logit_sum else 0, **per_token),
-        input.new_empty(rows if call.expected_logit else 0, **per_token),
-        input.new_empty(rows if call.argmax else 0, **per_token),
+        input.new_empty(rows, dtype=dtype),
+        input.new_empty(rows, dtype=dtype),
+        input.new_empty(rows if call.logit_sum else 0, dtype=dtype),
+        input.new_empty(rows if call.expected_logit else 0, dtype=dtype),
+        input.new_empty(rows if call.argmax else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
-        input.new_empty(rows, **per_token),
+        input.new_empty(rows, dtype=dtype),
     )
 
 
@@ -71,10 +71,10 @@ def one_pass_outputs(
     check_operands(op, operands)
     input = operands.input
     check_per_row(op, input, row_scale=call.row_scale)
-    per_token = {"dtype": accumulation_dtype(input.dtype)}
+    dtype = accumulation_dtype(input.dtype)
     return (
-        input.new_empty((), **per_token),
-        input.new_empty(input.shape[0], **per_token),
+        input.new_empty((), dtype=dtype),
+        input.new_empty(input.shape[0], dtype=dtype),
         *gradient_outputs(operands, call.output_mask),
         input.new_empty(input.shape[0] if call.argmax else 0, dtype=torch.int64),
     )
@@ -91,8 +91,13 @@ def double_backward_outputs(call: DoubleBackward) -> tuple[Tensor, Tensor, Tenso
         tensor = getattr(call.grad_grads, name)
         if tensor is not None and tensor.shape != like.shape:
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
-    per_row = [input.new_empty(input.shape[0], dtype=accumulation_dtype(input.dtype)) for _ in range(3)]
-    return (*per_row, *gradient_outputs(call.operands, [True, True, linear_bias is not None]))
+    dtype = accumulation_dtype(input.dtype)
+    return (
+        input.new_empty(input.shape[0], dtype=dtype),
+        input.new_empty(input.shape[0], dtype=dtype),
+        input.new_empty(input.shape[0], dtype=dtype),
+        *gradient_outputs(call.operands, [True, True, linear_bias is not None]),
+    )
 
 
 def gradient_outputs(operands: Operands | kl_div.Operands, output_mask: list[bool]) -> Gradients:

@@ -64,8 +64,8 @@ class Formula(Function):
                 return cls.arguments.run(getattr(torch.ops.flce, cls.op), values)
 
         # Function.apply binds its arguments to this: made anew in every call it takes 40 of 500 us of a small step
-        forward.__signature__ = inspect.signature(forward)
-        cls.forward = staticmethod(forward)
+        forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        cls.forward = staticmethod(forward)  # type: ignore[method-assign]
 
     @classmethod
     def jvp(cls, ctx, *_):

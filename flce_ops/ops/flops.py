@@ -82,9 +82,9 @@ def kl_div_forward_flops(*shapes, out_shape=None, **options) -> int:
 
 @register_flop_formula(torch.ops.flce.linear_kl_div_with_grad)
 def kl_div_with_grad_flops(*shapes, output_mask, out_shape=None, **options) -> int:
-    return both_logits(*shapes) + gradient_passes(*shapes[:2], output_mask)
+    return both_logits(*shapes) + gradient_passes(shapes[0], shapes[1], output_mask)
 
 
 @register_flop_formula(torch.ops.flce.linear_kl_div_backward)
 def kl_div_backward_flops(grad, *shapes, output_mask, out_shape=None, **options) -> int:
-    return both_logits(*shapes) + gradient_passes(*shapes[:2], output_mask)
+    return both_logits(*shapes) + gradient_passes(shapes[0], shapes[1], output_mask)

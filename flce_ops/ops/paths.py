@@ -11,13 +11,12 @@ docs/paths.md is made from them (python -m flce_ops.ops.paths), and the planner 
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.shards import shard_rows
-from flce_ops.meta.arguments import Arguments
 from flce_ops.support.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
@@ -136,8 +135,8 @@ def function(kernel: str) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-def situation_of(call: Arguments) -> Situation:
-    """Of an inner operator's call."""
+def situation_of(call: Any) -> Situation:
+    """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
     input, loss, logits = call.operands.input, getattr(call, "loss", None), getattr(call, "logits", None)
     return Situation(
         device=input.device.type,

@@ -43,8 +43,8 @@ class Head:
         return Head(self.tokens, self.hidden, shard_rows(self.vocab, ranks), self.dtype)
 
     def meta_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        shapes = ((self.tokens, self.hidden), (self.vocab, self.hidden))
-        return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
+        input = torch.empty(self.tokens, self.hidden, dtype=self.dtype, device="meta")
+        return input, torch.empty(self.vocab, self.hidden, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)

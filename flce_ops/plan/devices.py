@@ -44,7 +44,9 @@ def device_of(
             f"no measured rates for {gpu} in {str(dtype)[6:]}, expected one of: {names}; "
             "give --tflops (of dense GEMMs in this dtype) and --bandwidth (TB/s of its memory)"
         )
-    bus = bus_bandwidth * 1e9 if bus_bandwidth is not None else known and known.bus_bandwidth
+    bus = None if known is None else known.bus_bandwidth
+    if bus_bandwidth is not None:
+        bus = bus_bandwidth * 1e9
     if gpus > 1 and (bus is None or (bus_bandwidth is None and gpus > LARGEST_HOST)):
         raise ValueError(
             f"no measured bus bandwidth for {gpus} GPUs ({gpu}, hosts of {LARGEST_HOST} at most): "

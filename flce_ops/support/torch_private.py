@@ -6,6 +6,7 @@ torch release which drops a name fails there first, with the name in the message
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def key_compiled_graphs(function: str, key: str) -> None:
     Under a name of its own in a dictionary that is part of every key, so that other entries and the user's own
     `torch.compiler.config.cache_key_tag` stay. Dynamo loads the module before it traces anything.
     """
-    config = sys.modules.get("torch._inductor.config")
+    config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and config.unsafe_marked_cacheable_functions.get(function) != key:
         config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}
 

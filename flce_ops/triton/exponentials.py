@@ -117,9 +117,8 @@ def launch_exponentials(
     rows = input.shape[0]
     block_v = tiles_for(input, linear_weight).block_v
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
-    per_tile = {"dtype": torch.float32, "device": input.device}
     if scratch is None or scratch.shape[0] < 2 * tiles * rows:
-        scratch = torch.empty(2 * tiles * rows, **per_tile)
+        scratch = torch.empty(2 * tiles * rows, dtype=torch.float32, device=input.device)
     partial, partial_max = scratch[: 2 * tiles * rows].view(2, tiles, rows).unbind()
 
     def per_tile_if(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -155,7 +154,7 @@ def launch_exponentials(
             if sums.argmax is not None and cols.start:
                 sums.argmax[of_tiles] += cols.start
 
-    row_sum = torch.empty(rows, **per_tile)
+    row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     guard = torch.zeros((), dtype=torch.int32, device=input.device)
     # all tiles of 16 rows in one or two reads, as most have left the L2: 7 us at 1024 x 256000, 32 x 32 takes 21
     blocks = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
@@ -174,5 +173,5 @@ def launch_exponentials(
         # no column where the maximum is nan
         last = linear_weight.shape[0] - 1
         columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-    logit_sum, expected = (None if numbers is None else numbers.sum(0) for numbers in (sums.logit_sum, sums.expected))
-    return RowSums(row_sum, reference_logit, logit_sum, expected, max_logit, columns)
+    logit_sums, expectations = (None if part is None else part.sum(0) for part in (sums.logit_sum, sums.expected))
+    return RowSums(row_sum, reference_logit, logit_sums, expectations, max_logit, columns)

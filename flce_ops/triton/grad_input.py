@@ -63,7 +63,7 @@ def write_grad_input(
     outer: tuple[Tensor, Tensor] | None = None,  # (n,), (D,): their outer product is added
 ) -> None:
     numbers = max(nbytes // 4, memory.shape[0])
-    for block, features in product_blocks(*out.shape, numbers):
+    for block, features in product_blocks(out.shape[0], out.shape[1], numbers):
         shape = (block.stop - block.start, features.stop - features.start)
         if shape[0] * shape[1] <= memory.shape[0]:
             product = memory[: shape[0] * shape[1]].view(shape)

@@ -54,8 +54,15 @@ def launch_vocab_parallel_with_grad(
             if argmax:
                 numbers[2], numbers[3] = sums.max_logit, sums.argmax + vocab_start
             gathered = exchange.gather(numbers)
-            options = {"logit_scale": logit_options.logit_scale, "ignore_index": ignore_index}
-            finished = launch_finish_shard_rows(gathered, tokens, sums, row_loss, input.dtype, **options)
+            finished = launch_finish_shard_rows(
+                gathered,
+                tokens,
+                sums,
+                row_loss,
+                input.dtype,
+                logit_scale=logit_options.logit_scale,
+                ignore_index=ignore_index,
+            )
             return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
 
         where = {"ignore_index": ignore_index, "vocab_start": vocab_start}

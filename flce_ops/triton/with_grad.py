@@ -74,7 +74,7 @@ def one_pass(
         target_weight, class_weight = class_weight_of(target, weight, torch.float32), weight.float()
         class_weight_sum = class_weight.sum()
     if loss_options.label_smoothing:
-        kappa = loss_options.label_smoothing / num_classes
+        kappa: float | Tensor = loss_options.label_smoothing / num_classes
         if logit_options.logit_scale is not None:
             kappa = kappa * logit_options.logit_scale
         valid_scale = torch.where(target != ignore_index, row_scale, 0.0)
@@ -82,8 +82,10 @@ def one_pass(
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
-        options = {"logit_scale": logit_options.logit_scale, "ignore_index": ignore_index}
-        return launch_finish_rows(tokens, sums, row_loss, input.dtype, **options), sums.argmax
+        finished = launch_finish_rows(
+            tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale, ignore_index=ignore_index
+        )
+        return finished, sums.argmax
 
     tokens = tokens_of(operands, logit_options, target_weight, row_scale, losses, ignore_index=ignore_index)
     step = OnePassStep(operands, logit_options, tokens, gradients, argmax, cut, finish_rows, smoothing)
