@@ -13,6 +13,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
+from typing import cast
 
 from torch import nn
 
@@ -100,7 +101,7 @@ def with_loss_of_self(forward: Callable, function: ast.FunctionDef, loss_call: a
 
 def compiled(original: FunctionType, function: ast.FunctionDef, loss_call: ast.Call) -> FunctionType:
     view, target = loss_call.args
-    logits, vocab_size = view.func.value, view.args[1]
+    logits, vocab_size = flattened_logits(loss_call), cast(ast.Call, view).args[1]
     if is_own_size(vocab_size, logits.id):
         vocab_size = ast.Constant(None)
     loss_call.func = ast.Attribute(ast.Name("self", ast.Load()), "flce_cross_entropy", ast.Load())
@@ -118,12 +119,12 @@ def compiled(original: FunctionType, function: ast.FunctionDef, loss_call: ast.C
 def redecorated(decorator: Callable, inner: FunctionType) -> FunctionType | None:
     """The wrapper that a decorator made, around `inner`."""
     cells = getattr(decorator, "__closure__", None) or ()
-    holds = [holds_object(cell, decorator.__wrapped__) for cell in cells]
+    holds = [holds_object(cell, decorator.__wrapped__) for cell in cells]  # type: ignore[attr-defined]
     if not isinstance(decorator, FunctionType) or sum(holds) != 1:
         return None
     cells = tuple(CellType(inner) if hold else cell for hold, cell in zip(holds, cells, strict=True))
     wrapper = copied(decorator, decorator.__code__, cells)
-    wrapper.__wrapped__ = inner
+    wrapper.__wrapped__ = inner  # type: ignore[attr-defined]
     return wrapper
 
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from typing import TypeGuard
 
 
 class NotUnderstood(Exception):
@@ -66,5 +67,5 @@ def is_name(targets: list[ast.expr], name: str) -> bool:
     return len(targets) == 1 and is_named(targets[0], name)
 
 
-def is_named(node: ast.AST, name: str) -> bool:
+def is_named(node: ast.AST, name: str) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and node.id == name

@@ -14,6 +14,7 @@ returns them and they go the model's way into its output; the loss is the same.
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class WithoutLogits:
         self.flce_model = model
         self.flce_head = head
         self.flce_with_logits = with_logits
-        self.flce_hidden = None
+        self.flce_hidden: Tensor | None = None
         setattr(self, head.name, KeepHidden(self, getattr(model, head.name)))
         if head.bias is not None and not with_logits:
             setattr(self, head.bias, getattr(model, head.bias)[..., :0])
@@ -102,7 +103,7 @@ class WithoutLogits:
         target = target.reshape(hidden.shape[:-1]).to(hidden.device)
         head = getattr(model, self.flce_head.name)
         prepare_head(head, type(model).__name__)
-        options = {
+        options: dict[str, Any] = {
             "vocab_size": vocab_size,
             "ignore_index": ignore_index,
             "softcap": self.flce_head.softcap_of(model),
@@ -133,8 +134,8 @@ def check_loss(model: nn.Module, head: Head) -> None:
     if head.cross_entropy is None and model.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise NotImplementedError(
             f"{type(model).__name__}: expected model.loss_function to be Transformers' ForCausalLMLoss or "
-            f"ForMaskedLMLoss, got {name_of(model.loss_function)}; another loss needs the logits, so leave the model "
-            "unpatched"
+            f"ForMaskedLMLoss, got {name_of(cast(Callable, model.loss_function))}; another loss needs the logits, so "
+            "leave the model unpatched"
         )
 
 
@@ -174,7 +175,7 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
         output = without_logits(output)
         return output if return_dict else output.to_tuple()
 
-    forward.flce_original = original
+    forward.flce_original = original  # type: ignore[attr-defined]
     return forward
 
 

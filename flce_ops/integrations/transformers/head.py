@@ -7,6 +7,7 @@ module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
 
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -43,11 +44,11 @@ def linear_or_loss(
             f"expected the head to have the {vocab_size} classes of the model's vocab_size, got a weight of shape "
             f"{tuple(self.weight.shape)}; resize with model.resize_token_embeddings"
         )
-    bias = self.bias
+    bias: Tensor | None = self.bias
     if logits_bias is not None:
         logits_bias = logits_bias.flatten().to(input.dtype)
         bias = logits_bias if bias is None else bias + logits_bias
-    return linear_cross_entropy(
+    loss = linear_cross_entropy(
         input,
         self.weight,
         target,
@@ -58,9 +59,10 @@ def linear_or_loss(
         logit_scale=logit_scale,
         normalizer=normalizer,
     )
+    return cast(Tensor, loss)  # a pair only with return_metrics
 
 
-linear_or_loss.flce_original = nn.Linear.forward
+linear_or_loss.flce_original = nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def forward_of_head(module: nn.Module) -> BoundForward:
@@ -92,7 +94,7 @@ def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
         yield head
         return
     if is_wrapper_of_peft(head):
-        inner = [head.original_module, *head.modules_to_save.values()]
+        inner = [cast(nn.Module, head.original_module), *cast(nn.ModuleDict, head.modules_to_save).values()]
     else:
         inner = [inner_linear_of(head, model_name)]
     yield head

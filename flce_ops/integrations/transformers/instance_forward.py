@@ -38,7 +38,7 @@ class BoundForward:
 def replace_forward(module: nn.Module, forward: BoundForward) -> None:
     """The function that is bound has what it replaces as `flce_original`."""
     place = HOOKED if HOOKED in module.__dict__ else PLAIN
-    if has_another_forward(module, forward.__func__.flce_original):
+    if has_another_forward(module, forward.__func__.flce_original):  # type: ignore[attr-defined]
         raise NotImplementedError(
             f"this {type(module).__name__} has a forward of its own, {name_of(module.__dict__[place])}, which patch "
             "would put out of action; set it after patch if it calls the forward it replaces, or leave the model "
@@ -60,7 +60,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 def restore_forward(module: nn.Module) -> None:
     if hasattr(function_of(module.__dict__.get(HOOKED)), "flce_original"):
-        module._old_forward = MethodType(type(module).forward, module)
+        setattr(module, HOOKED, MethodType(type(module).forward, module))
     elif hasattr(function_of(module.__dict__.get(PLAIN)), "flce_original"):
         del module.forward
 

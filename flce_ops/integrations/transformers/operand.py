@@ -10,6 +10,7 @@ They are read from the source as paths and looked up on the model when a loss is
 
 import ast
 import math
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,7 @@ Path = tuple[str, ...]
 Operand = Path | float
 
 
-def lookup(model: nn.Module, operand: Operand) -> object:
+def lookup(model: nn.Module, operand: Operand) -> Any:
     if not isinstance(operand, tuple):
         return operand
     value = model
@@ -73,8 +74,9 @@ class Names:
             if isinstance(called, ast.Attribute) and called.attr.startswith("get_") and not arguments:
                 return self.longer(called.value, called.attr + "()")
             if isinstance(called, ast.Name) and called.id == "getattr" and len(arguments) == 3:
-                if isinstance(arguments[1], ast.Constant) and is_none(arguments[2]):
-                    return self.longer(arguments[0], f"{arguments[1].value}?")
+                name = arguments[1].value if isinstance(arguments[1], ast.Constant) else None
+                if isinstance(name, str) and is_none(arguments[2]):
+                    return self.longer(arguments[0], f"{name}?")
         return None
 
     def longer(self, owner: ast.expr, step: str) -> Path | None:
@@ -122,7 +124,7 @@ def is_none(expression: ast.expr) -> bool:
     return isinstance(expression, ast.Constant) and expression.value is None
 
 
-def path_of(expression: ast.expr) -> Path | None:
+def path_of(expression: ast.AST) -> Path | None:
     """("config", "logits_scaling") of self.config.logits_scaling."""
     names = []
     while isinstance(expression, ast.Attribute):

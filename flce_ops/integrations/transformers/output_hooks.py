@@ -12,6 +12,7 @@ in both.
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,12 +62,12 @@ def hooks_on_the_input(module: nn.Module) -> Iterator[Callable]:
         yield hook.pre_forward
 
 
-def hooks_of_accelerate(module: nn.Module) -> Iterator[object]:
+def hooks_of_accelerate(module: nn.Module) -> Iterator[Any]:
     if "_hf_hook" in module.__dict__:
         yield from in_sequence(module._hf_hook)
 
 
-def in_sequence(hook) -> Iterator[object]:
+def in_sequence(hook) -> Iterator[Any]:
     if hasattr(hook, "hooks"):
         for inner in hook.hooks:
             yield from in_sequence(inner)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -109,14 +110,14 @@ def patch_instance(model: PreTrainedModel) -> None:
     setattr(model, ACTIVE, True)
 
 
-def forward_of_model(model: PreTrainedModel) -> BoundForward:
+def forward_of_model(model: nn.Module) -> BoundForward:
     """Of an empty one too, while pickle reads it."""
     cls = type(model)
     function = forward_without_logits(original_of(cls), head_of(cls), of_instance=True)
     return BoundForward(function, model, forward_of_model)
 
 
-def head_of(cls: type) -> Head:
+def head_of(cls: type[nn.Module]) -> Head:
     try:
         return read_head(original_of(cls))
     except NotUnderstood as error:
@@ -125,13 +126,13 @@ def head_of(cls: type) -> Head:
         ) from error
 
 
-def original_of(cls: type) -> Callable:
+def original_of(cls: type[nn.Module]) -> Callable:
     return getattr(cls.forward, "flce_original", cls.forward)
 
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+        model = cast(Callable, model.get_base_model)()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"expected a Transformers model, or one wrapped by PEFT, got {type(model).__qualname__}")
     return model

@@ -23,6 +23,7 @@ import ast
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +48,9 @@ from flce_ops.integrations.transformers.definition import (
 )
 from flce_ops.integrations.transformers.operand import Names, Operand, Path, lookup, number, path_of, written
 
-TANH = "tanh"
-# TANH, ("*", operand), ("/", operand), ("+", path); "*?" and "/?" do nothing where the operand is None
-Step = str | tuple[str, Operand]
+# ("*", operand), ("/", operand), ("+", path); "*?" and "/?" do nothing where the operand is None
+Step = tuple[str, Operand]
+TANH: Step = ("tanh", ())
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,8 @@ class _Reader:
 
     def only_assigned(self, name: str) -> ast.expr | None:
         stored = [n for n in ast.walk(self.function) if is_named(n, name) and isinstance(n.ctx, ast.Store)]
-        if len(stored) == 1 and isinstance(self.parent[stored[0]], ast.Assign):
-            return self.parent[stored[0]].value
-        return None
+        statement = self.parent[stored[0]] if len(stored) == 1 else None
+        return statement.value if isinstance(statement, ast.Assign) else None
 
     def all_calls(self) -> list[ast.Call]:
         return [node for node in ast.walk(self.function) if isinstance(node, ast.Call)]
@@ -208,10 +208,11 @@ class _Reader:
     def check_only_called(self, name: str) -> None:
         if len(self.calls_of(name)) != 1:
             raise NotUnderstood(f"it calls self.{name} more than once")
+        harmless: list[Path] = [(name, "weight", "dtype"), (name, "weight", "device")]
         for node in ast.walk(self.function):
             if isinstance(node, ast.Attribute) and path_of(node) == (name,) and node is not self.head_call.func:
                 whole = self.parent[self.parent[node]]
-                if path_of(whole) not in ((name, "weight", "dtype"), (name, "weight", "device")):
+                if path_of(whole) not in harmless:
                     raise self.refusal(f"it uses self.{name} for something else", node)
 
     def uses_of_attribute(self, name: str) -> int:
@@ -341,7 +342,7 @@ def ordered(steps: list[Step]) -> tuple[str | None, tuple[Step, ...], Operand | 
     """The operator adds the bias first, then scales, and caps last."""
     bias = None
     if steps and steps[0][0] == "+":
-        (bias,) = steps[0][1]
+        (bias,) = cast(Path, steps[0][1])
         steps = steps[1:]
     softcap = softcap_in(steps[-3:])
     factors = steps if softcap is None else steps[:-3]

@@ -22,7 +22,7 @@ def announce_predictions() -> None:
     except ImportError:  # it needs accelerate, which an installation without Trainer has no use for
         return
     if not hasattr(Trainer.prediction_step, "flce_original"):
-        Trainer.prediction_step = announcing(Trainer.prediction_step)
+        Trainer.prediction_step = announcing(Trainer.prediction_step)  # type: ignore[method-assign]
 
 
 def announcing(original: Callable) -> Callable:
@@ -37,5 +37,5 @@ def announcing(original: Callable) -> Callable:
             for module in patched:
                 setattr(module, TAKEN_BY_TRAINER, False)
 
-    prediction_step.flce_original = original
+    prediction_step.flce_original = original  # type: ignore[attr-defined]
     return prediction_step

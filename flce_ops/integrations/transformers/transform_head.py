@@ -55,7 +55,7 @@ def transform_then_loss(
     return type(self).forward(WithTargets(self, inner_of(self), target, options), *args)
 
 
-transform_then_loss.flce_original = nn.Module.forward
+transform_then_loss.flce_original = nn.Module.forward  # type: ignore[attr-defined]
 
 
 class WithTargets:
@@ -95,8 +95,10 @@ def read_inner(forward: Callable) -> Inner:
         if path is None or len(path) != 1:
             raise NotUnderstood(f"it returns more than a linear layer: `{first_line(returns[0])}`")
         bias = path[0]
-    path = path_of(returned.func) if isinstance(returned, ast.Call) else None
-    if path is None or len(path) != 1 or len(returned.args) != 1 or returned.keywords:
+    path = None
+    if isinstance(returned, ast.Call) and len(returned.args) == 1 and not returned.keywords:
+        path = path_of(returned.func)
+    if path is None or len(path) != 1:
         raise NotUnderstood(f"it returns more than a linear layer: `{first_line(returns[0])}`")
     read = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
     for name in (path[0], bias):
