@@ -91,7 +91,7 @@ def patched(model_or_class: Model, *, eval_logits: bool = False) -> Iterator[Mod
         unpatch(model_or_class)
 
 
-def patch_class(cls: type) -> None:
+def patch_class(cls: type[nn.Module]) -> None:
     if not issubclass(cls, PreTrainedModel):
         raise TypeError(f"expected a class of Transformers models, got {cls!r}")
     if not hasattr(cls.forward, "flce_original"):
