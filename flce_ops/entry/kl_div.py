@@ -7,6 +7,7 @@ from flce_ops.entry.kl_div_checks import OP
 from flce_ops.entry.kl_div_plain import plain_composite
 from flce_ops.entry.schemas import KlDiv
 from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.options import LogitNumbers
 from flce_ops.math.scalars import Number, logit_options, scalar
 from flce_ops.meta.arguments import takes
 from flce_ops.meta.kl_div_checks import check_kind
@@ -31,10 +32,10 @@ def composite(call: KlDiv) -> Tensor:
         None,
     )
     kind = resolve_kind(call.kind, call.beta)
-    student = logit_options(call.logit_scale, call.softcap, temperature, input)
+    student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input)
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
-    teacher = logit_options(teacher_scale, call.teacher_softcap, temperature, teacher_like)
+    teacher = logit_options(LogitNumbers(call.teacher_softcap, teacher_scale, temperature), teacher_like)
     options = Options(
         kind=kind,
         beta=scalar(call.beta, input) if kind == "jsd" else None,

@@ -41,7 +41,7 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call.linear_bias,
         None,
         ignore_index=call.ignore_index,
-        **logit_options(call.logit_scale, call.softcap, call.temperature, call.input)._asdict(),
+        **logit_options(call.numbers, call.input)._asdict(),
         expected_logit=call.entropy,
         argmax=call.argmax,
     )

@@ -41,7 +41,7 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             Operands(input, linear_weight, target, linear_bias, None),
             num_classes=num_classes,
             ignore_index=call.ignore_index,
-            logits=logit_options(call.logit_scale, call.softcap, call.temperature, input),
+            logits=logit_options(call.numbers, input),
             expected_logit=call.entropy,
             argmax=call.argmax,
         )

@@ -55,8 +55,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
 
 def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:
     input = operands.input
-    loss = loss_options(input, label_smoothing=call.label_smoothing, z_loss=call.z_loss)
-    logits = logit_options(call.logit_scale, call.softcap, call.temperature, input)
+    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
     return TokenLosses(operands, call.ignore_index, loss, logits, argmax)
 
 

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from flce_ops.meta.arguments import Arguments, OptionalScalar, Scalar
+from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar
+from flce_ops.meta.arguments import Arguments
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -15,11 +16,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     weight: Tensor | None = None  # (V,)
     reduction: str = "mean"
     ignore_index: int = -100
-    label_smoothing: Scalar = 0.0
-    softcap: OptionalScalar = None
-    logit_scale: Scalar = 1.0
-    temperature: Scalar = 1.0
-    z_loss: Scalar = 0.0
+    numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
 
@@ -30,9 +27,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     target: Tensor  # (...)
     linear_bias: Tensor | None = None  # (V,)
     ignore_index: int = -100
-    softcap: OptionalScalar = None
-    logit_scale: Scalar = 1.0
-    temperature: Scalar = 1.0
+    numbers: LogitNumbers
     entropy: bool = False
     argmax: bool = False
 

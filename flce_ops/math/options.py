@@ -9,7 +9,7 @@ Inside, numbers are 0-d tensors in the accumulation dtype, and None where they d
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,25 @@ class TokenLosses(NamedTuple):
     def options(self) -> dict[str, int | float | Tensor | None]:
         """By name, as the operators take them."""
         return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
+
+
+# The user's numbers, in the order of the entries' schemas.
+Scalar = Annotated[float, "Scalar"]
+OptionalScalar = Annotated[float | None, "Scalar?"]
+
+
+class LogitNumbers(NamedTuple):
+    softcap: OptionalScalar = None
+    logit_scale: Scalar = 1.0
+    temperature: Scalar = 1.0
+
+
+class LossNumbers(NamedTuple):
+    label_smoothing: Scalar = 0.0
+    softcap: OptionalScalar = None
+    logit_scale: Scalar = 1.0
+    temperature: Scalar = 1.0
+    z_loss: Scalar = 0.0
 
 
 # Numbers among the options, which the inner operators take as 0-d tensors.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor
 
-from flce_ops.math.options import NUMBERS, LogitOptions, LossOptions
+from flce_ops.math.options import NUMBERS, LogitNumbers, LogitOptions, LossNumbers, LossOptions
 from flce_ops.math.precision import accumulation_dtype
 
 Number = float  # an int will do, and the SymFloat above, whose products with tensors torch's stubs do not have
@@ -42,22 +42,23 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
     return scalar(normalizer, like)
 
 
-def loss_options(like: Tensor, **numbers: Number) -> LossOptions:
+def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
     """The user's numbers as the inner operators take them; at 0 a term of the loss is off."""
+    values = {name: getattr(numbers, name) for name in LossOptions._fields}
     options: dict[str, Any] = {
-        name: scalar_unless(0.0, number, like) if name in NUMBERS else number for name, number in numbers.items()
+        name: scalar_unless(0.0, value, like) if name in NUMBERS else value for name, value in values.items()
     }
     return LossOptions(**options)
 
 
-def logit_options(logit_scale: Number, softcap: Number | None, temperature: Number, like: Tensor) -> LogitOptions:
+def logit_options(numbers: LogitNumbers | LossNumbers, like: Tensor) -> LogitOptions:
     """softcap and logit_scale as the inner operators take them. The temperature, behind the cap, goes into both:
 
     cap tanh(scale u / cap) / T = (cap / T) tanh((scale / T) u / (cap / T))
     """
-    divisor = scalar_unless(1.0, temperature, like)
-    cap = None if softcap is None else scalar(softcap, like)
+    divisor = scalar_unless(1.0, numbers.temperature, like)
+    cap = None if numbers.softcap is None else scalar(numbers.softcap, like)
     if divisor is None:
-        return LogitOptions(cap, scalar_unless(1.0, logit_scale, like))
+        return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like))
     # tensors are divided: a quotient of SymFloats is a constant of the graph on torch 2.11
-    return LogitOptions(None if cap is None else cap / divisor, scalar(logit_scale, like) / divisor)
+    return LogitOptions(None if cap is None else cap / divisor, scalar(numbers.logit_scale, like) / divisor)

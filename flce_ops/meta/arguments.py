@@ -21,9 +21,7 @@ from flce_ops.math.options import Cotangents, LogitOptions, LossOptions, Operand
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
-Scalar = Annotated[float, "Scalar"]
 OptionalSymInt = Annotated[int | None, "SymInt?"]
-OptionalScalar = Annotated[float | None, "Scalar?"]
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",

@@ -131,8 +131,11 @@ class ForwardFormula(Formula):
         cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum)
         if all(cotangent is None for cotangent in (*cotangents, grad_expected_logit)):
             return Forward.gradients()
+        expected_logit = None if grad_expected_logit is None else expected_logit
         if call.vocab_size is not None and call.operands.linear_bias is not None:
-            expected_logit, lse = finite_in_empty_rows(expected_logit, lse), finite_in_empty_rows(lse, lse)
+            if expected_logit is not None:
+                expected_logit = finite_in_empty_rows(expected_logit, lse)
+            lse = finite_in_empty_rows(lse, lse)
         mask = wanted(ctx, Forward, *OPERANDS)
         gradients = torch.ops.flce.linear_cross_entropy_backward(
             *cotangents,
@@ -143,7 +146,7 @@ class ForwardFormula(Formula):
             vocab_start=call.vocab_start,
             output_mask=mask,
             grad_expected_logit=grad_expected_logit,
-            expected_logit=None if grad_expected_logit is None else expected_logit,
+            expected_logit=expected_logit,
             lse_rest=lse_rest,
         )
         return Forward.gradients(**where_wanted(gradients, mask))

@@ -5,7 +5,7 @@
     situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
 
 A condition looks at a Situation, never at data on a device. flce_ops.explain prints the tables for given arguments,
-docs/paths.md is made from them (python -m flce_ops.ops.paths), and the planner asks them.
+docs/paths.md has them, and the planner asks them.
 """
 
 import functools
@@ -179,14 +179,11 @@ def needs_gradient(tensor: Tensor | None) -> bool:
 def as_markdown() -> str:
     """The tables as docs/paths.md has them."""
     lines = []
-    for title, paths in {**LOSS, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
-        lines += [f"## {title[0].upper()}{title[1:]}", "", "| path | runs where there is | |", "|---|---|---|"]
+    titles = {title[0].upper() + title[1:]: paths for title, paths in LOSS.items()}
+    for title, paths in {**titles, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
+        lines += [f"### {title}", ""]
         for path in paths:
-            conditions = ", ".join(condition.name for condition in path.conditions) or "nothing else"
-            lines.append(f"| {path.name} | {conditions} | {path.why or f'`{path.kernel}`'} |")
+            lines.append(f"- **{path.name}**: {path.why or f'`{path.kernel}`'}")
+            lines += [f"    - expects {condition.name}" for condition in path.conditions]
         lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(as_markdown())
+    return "\n".join(lines[:-1])

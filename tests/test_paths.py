@@ -1,0 +1,117 @@
+"""The table of paths: what it says runs is what runs, and the page shows it."""
+
+# N tokens, D hidden, V vocabulary
+
+from pathlib import Path
+
+import pytest
+import torch
+from inputs import make_inputs
+from torch.utils.checkpoint import checkpoint
+
+import flce_ops
+from flce_ops import explain
+from flce_ops.ops.paths import KERNELS, LOSS, Situation, as_markdown, choose
+
+DOCS = Path(__file__).parents[1] / "docs"
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+HALF = [torch.bfloat16, torch.float16]
+
+
+def running(text):
+    """{choice: path} of what explain says runs."""
+    found, title = {}, ""
+    for line in text.splitlines():
+        title = title if line.startswith(" ") else line
+        if line.endswith(" runs"):
+            found[title] = line.split("  ")[1]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_explain_names_the_operator_and_the_implementation_that_run(device, dtype, reduction, options):
+    inputs = make_inputs((24, 16, 50), device=device, dtype=dtype)
+    said = running(explain(flce_ops.linear_cross_entropy, *inputs.args, reduction=reduction, **options))
+    flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction, **options)
+    path = flce_ops.last_path()
+    assert said[f"flce::{path.op}"] == path.implementation
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_explain_knows_autocast_and_who_asks_for_gradients(dtype):
+    inputs = make_inputs((24, 16, 50))
+    with torch.autocast("cpu", dtype):
+        said = running(explain(flce_ops.linear_cross_entropy, *inputs.args))
+        flce_ops.linear_cross_entropy(*inputs.args)
+    assert f"flce::{flce_ops.last_path().op}" in said
+    with torch.no_grad():
+        said = running(explain(flce_ops.linear_cross_entropy, *inputs.args))
+    assert said == {"a scalar loss": "recompute", "flce::linear_cross_entropy_forward": "aten"}
+
+
+def test_explain_says_what_rules_a_path_out():
+    inputs = make_inputs((24, 16, 50), dtype=torch.float16)
+    text = explain(flce_ops.linear_cross_entropy, *inputs.args, label_smoothing=0.1)
+    assert "one pass    ruled out: expects another dtype than float16" in text
+    assert "triton      ruled out: expects an NVIDIA GPU" in text
+
+    def inside(input):
+        said.append(explain(flce_ops.linear_cross_entropy, input, *inputs.args[1:]))
+        return flce_ops.linear_cross_entropy(input, *inputs.args[1:])
+
+    said = []
+    inputs = make_inputs((24, 16, 50))
+    checkpoint(inside, inputs.input, use_reentrant=False)
+    assert "one pass    ruled out: expects no saved-tensor hooks" in said[0]
+
+
+def test_explain_of_the_other_functions_and_refusals():
+    inputs = make_inputs((24, 16, 50))
+    assert running(explain(flce_ops.linear_log_probs, *inputs.args)) == {
+        "flce::linear_cross_entropy_forward": "aten",
+        "flce::linear_cross_entropy_backward": "aten",
+    }
+    teacher = (torch.randn(24, 7), torch.randn(50, 7))
+    said = running(explain(flce_ops.linear_kl_div, *inputs.args[:2], *teacher))
+    assert said == {"a scalar loss": "one pass", "flce::linear_kl_div_with_grad": "aten"}
+    with pytest.raises(TypeError, match="expected linear_cross_entropy, linear_log_probs or linear_kl_div"):
+        explain(torch.nn.functional.cross_entropy, *inputs.args)
+    with pytest.raises(TypeError, match="missing a required argument: 'target'"):
+        explain(flce_ops.linear_cross_entropy, *inputs.args[:2])
+
+
+def test_tensors_on_meta_stand_for_those_of_another_device():
+    inputs = make_inputs((24, 16, 50))
+    meta = [None if argument is None else argument.to("meta") for argument in inputs.args]
+    assert "flce::linear_cross_entropy_with_grad" in running(explain(flce_ops.linear_cross_entropy, *meta))
+
+
+@pytest.mark.parametrize("paths", [*LOSS.values(), *KERNELS.values()])
+def test_every_table_ends_in_a_path_without_conditions(paths):
+    """So that some path runs whatever the situation is."""
+    assert not paths[-1].conditions and all(path.conditions for path in paths[:-1])
+
+
+@pytest.mark.parametrize(
+    ("op", "situation", "triton"),
+    [
+        ("with_grad", Situation("cuda", torch.bfloat16), True),
+        ("with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True), True),
+        ("with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True), False),
+        ("with_grad", Situation("cuda", torch.float16), False),
+        ("with_grad", Situation("cuda", torch.bfloat16, empty=True), False),
+        ("with_grad", Situation("cpu", torch.bfloat16), False),
+        ("forward", Situation("cuda", torch.float16, label_smoothing=True, softcap=True), True),
+        ("forward", Situation("cuda", torch.float32), False),
+        ("backward", Situation("cuda", torch.float16), True),
+        ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True), False),
+    ],
+)
+def test_kernels_that_triton_takes(op, situation, triton):
+    assert (choose(KERNELS[f"linear_cross_entropy_{op}"], situation).name == "triton") == triton
+
+
+def test_the_page_shows_the_table():
+    assert as_markdown() in (DOCS / "paths.md").read_text(), f"docs/paths.md is to end in:\n\n{as_markdown()}"
