@@ -75,6 +75,7 @@ def situation_of_call(call: dict) -> Situation:
     return situation._replace(
         dtype=dtype,
         empty=input.numel() == 0,
+        one_class=call["linear_weight"].shape[0] == 1,
         label_smoothing=bool(call.get("label_smoothing")),
         softcap=call["softcap"] is not None,
         wants_gradient=situation.wants_gradient or learnt(call),

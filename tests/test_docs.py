@@ -43,7 +43,7 @@ def test_the_reference_documents_every_public_name(site):
     api = page(site, "api")
     for name in flce_ops.__all__:
         if not name.startswith("_"):
-            assert re.search(rf'id="flce_ops\.(distributed\.)?{name}"', api), name
+            assert re.search(rf'id="flce_ops\.(parallel\.)?{name}"', api), name
     assert "label_smoothing" in api and "Composability" in api
 
 

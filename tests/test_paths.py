@@ -102,6 +102,7 @@ def test_every_table_ends_in_a_path_without_conditions(paths):
         ("with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True), False),
         ("with_grad", Situation("cuda", torch.float16), False),
         ("with_grad", Situation("cuda", torch.bfloat16, empty=True), False),
+        ("with_grad", Situation("cuda", torch.bfloat16, one_class=True), False),
         ("with_grad", Situation("cpu", torch.bfloat16), False),
         ("forward", Situation("cuda", torch.float16, label_smoothing=True, softcap=True), True),
         ("forward", Situation("cuda", torch.float32), False),

@@ -98,10 +98,10 @@ class LossNumbers(NamedTuple):
 # Numbers among the options, which the inner operators take as 0-d tensors.
 NUMBERS = ("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap")
 
-# What a user's number must be, as the message says it.
+# What a user's number must be: as the message says it, and whether it is.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "label_smoothing": ("in [0, 1]", lambda value: 0.0 <= value <= 1.0),
-    "softcap": ("to be positive or None", lambda value: value > 0.0),
-    "teacher_softcap": ("to be positive or None", lambda value: value > 0.0),
-    "temperature": ("to be positive", lambda value: value > 0.0),
+    "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+    "softcap": ("expected softcap to be positive or None", lambda value: value > 0.0),
+    "teacher_softcap": ("expected teacher_softcap to be positive or None", lambda value: value > 0.0),
+    "temperature": ("expected temperature to be positive", lambda value: value > 0.0),
 }

@@ -26,11 +26,12 @@ from flce_ops.support.vendor import made_by_nvidia
 
 
 class Situation(NamedTuple):
-    """What a choice may depend on. The first five are the operator's arguments, the others how it is called."""
+    """What a choice may depend on. The first six are the operator's arguments, the others how it is called."""
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     empty: bool = False  # no token, or no feature
+    one_class: bool = False
     label_smoothing: bool = False
     softcap: bool = False
     wants_gradient: bool = False  # of input, linear_weight or linear_bias
@@ -62,7 +63,9 @@ NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
 RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
-TRITON = (NVIDIA, HALF, NOT_EMPTY)
+CLASSES = Condition("more than one class", lambda s: not s.one_class)
+# One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
+TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
@@ -107,7 +110,7 @@ KERNELS = {
     "linear_cross_entropy_vocab_parallel_with_grad": (
         Path(
             "triton",
-            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED),
+            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, NOT_SMOOTHED),  # nothing that differs between ranks
             "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
@@ -142,6 +145,7 @@ def situation_of(call: Any) -> Situation:
         device=input.device.type,
         dtype=input.dtype,
         empty=input.numel() == 0,
+        one_class=call.operands.linear_weight.shape[0] == 1,
         label_smoothing=loss is not None and bool(loss.label_smoothing),
         softcap=logits is not None and logits.softcap is not None,
     )

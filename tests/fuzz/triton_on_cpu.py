@@ -1,41 +1,30 @@
-"""The Triton kernels in place of the ATen ones for CPU tensors, in Triton's interpreter.
+"""The Triton kernels in place of the ATen ones for CPU tensors, in Triton's interpreter, as the table of paths has it.
 
 float32 stands in for bfloat16, whose products the interpreter makes wrong; float16 goes where it goes on CUDA.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
-from flce_ops import aten
+import torch
+
+from flce_ops.ops.paths import KERNELS, choose, function, situation_of
+from flce_ops.ops.registration import OPERATORS
 
 _library = torch.library.Library("flce", "IMPL")  # its kernels live as long as this does
 
 
-def takes(input: Tensor) -> bool:
-    return input.dtype in (torch.float32, torch.float16) and input.numel() > 0
+def kernel(name: str) -> Callable:
+    def run(*args, **kwargs):
+        call = OPERATORS[name].arguments.bind(*args, **kwargs)
+        situation = situation_of(call)._replace(device="cuda")
+        if situation.dtype == torch.float32:
+            situation = situation._replace(dtype=torch.bfloat16)
+        return function(choose(KERNELS[name], situation).kernel)(call)
 
-
-def forward(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    from flce_ops.triton import launch_forward
-
-    return (launch_forward if takes(input) else aten.forward)(input, *args, **options)
-
-
-def backward(grad_target_logit, grad_lse, grad_logit_sum, input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    from flce_ops.triton import launch_backward
-
-    kernel = launch_backward if takes(input) else aten.backward
-    return kernel(grad_target_logit, grad_lse, grad_logit_sum, input, *args, **options)
-
-
-def with_grad(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    from flce_ops.triton import launch_with_grad
-
-    smoothed_and_capped = options.get("label_smoothing") and options.get("softcap") is not None
-    triton = takes(input) and input.dtype != torch.float16 and not smoothed_and_capped
-    return (launch_with_grad if triton else aten.with_grad)(input, *args, **options)
+    return run
 
 
 def install() -> None:
-    for kernel in (forward, backward, with_grad):
-        _library.impl(f"linear_cross_entropy_{kernel.__name__}", kernel, "CPU")
+    for name in ("forward", "backward", "with_grad"):
+        name = f"linear_cross_entropy_{name}"
+        _library.impl(name, kernel(name), "CPU")
