@@ -53,7 +53,7 @@ def localize_per_class(layout: Layout, tensor: Tensor | None) -> Tensor | None:
 
 
 class ToLocal(Function):
-    """`tensor.redistribute(placements).to_local(grad_placements=gradient)` that holds where those two do not.
+    """`tensor.redistribute(placements).to_local(grad_placements=gradient)`, right in three cases more.
 
     The DTensor gradient gets tensor's own shape and strides. to_local guesses them from the local gradient, wrongly for
     uneven shards; AccumulateGrad then copies it on some ranks only, which on torch 2.11 waits for the others forever.

@@ -57,14 +57,13 @@ class VocabParallelFormula(Function):
 
     @staticmethod
     def forward(ctx, layout, *values):
-        call = VocabParallelWithGrad.of(values)
         loss, losses, *gradients, argmax = VocabParallelWithGrad.run(
             torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad, values
         )
         ctx.mark_non_differentiable(losses, argmax)
         ctx.layout = layout
         ctx.set_materialize_grads(False)
-        save(ctx, call, losses, *gradients)
+        save(ctx, values, losses, *gradients)
         return loss, losses, argmax
 
     @staticmethod

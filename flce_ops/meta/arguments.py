@@ -53,6 +53,7 @@ class Arguments:
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # how many of them
     index: ClassVar[dict[str, int]]
+    keywords: ClassVar[tuple[str, ...]]
     defaults: ClassVar[list[Any]]
     fields: ClassVar[list[tuple[str, Any, int, int]]]  # name, group or None, first value, one past the last
 
@@ -78,6 +79,7 @@ class Arguments:
         cls.arguments = tuple(arguments)
         cls.positional = len(arguments) if cls.positional < 0 else cls.positional
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
+        cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
 
     @classmethod
@@ -102,8 +104,9 @@ class Arguments:
     @classmethod
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
+        fields = call.__dict__
         for name, group, start, stop in cls.fields:
-            setattr(call, name, values[start] if group is None else group(*values[start:stop]))
+            fields[name] = values[start] if group is None else group._make(values[start:stop])
         return call
 
     @classmethod
@@ -120,8 +123,7 @@ class Arguments:
     @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
         """`op` called with these values."""
-        keywords = (argument.name for argument in cls.arguments[cls.positional :])
-        return op(*values[: cls.positional], **dict(zip(keywords, values[cls.positional :])))
+        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,7 @@ first.
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,8 +76,9 @@ class Formula(Function):
         return vmap_by_loop(cls, info, in_dims, args)
 
 
-def save(ctx, call: Arguments, *results: Tensor) -> None:
-    ctx.constants = call.values()
+def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
+    """The values of a call, and of its results what backward reads."""
+    ctx.constants = list(values)
     tensors: list[Tensor | None] = []
     for index, value in enumerate(ctx.constants):
         if isinstance(value, Tensor):
@@ -121,7 +122,7 @@ class ForwardFormula(Formula):
         constants += [] if call.logit_sum else [logit_sum]
         constants += [] if call.expected_logit else [expected_logit]
         ctx.mark_non_differentiable(*constants)
-        save(ctx, call, lse, expected_logit, lse_rest)
+        save(ctx, inputs, lse, expected_logit, lse_rest)
 
     @staticmethod
     def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit, *_):
@@ -168,7 +169,7 @@ class BackwardFormula(Formula):
         ctx.mark_non_differentiable(*(result for result, want in zip(output, call.output_mask) if not want))
         ctx.has_expectation = call.grad_expected_logit is not None
         call.grad_expected_logit = call.expected_logit = None
-        save(ctx, call)
+        save(ctx, call.values())
 
     @staticmethod
     def backward(ctx, *grad_grads):
@@ -210,7 +211,7 @@ class WithGradFormula(Formula):
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        save(ctx, WithGrad.of(inputs), *output[1:5])
+        save(ctx, inputs, *output[1:5])
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -267,7 +268,7 @@ class DoubleBackwardFormula(Formula):
         ctx.tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.set_materialize_grads(False)
         call.grad_grads = GradGrads(None, None, None)  # it is linear in them
-        save(ctx, call)
+        save(ctx, call.values())
 
     @staticmethod
     def backward(ctx, *direction):
