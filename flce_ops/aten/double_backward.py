@@ -1,6 +1,6 @@
 """Derivatives of the backward operator, in chunked ATen on every device: what create_graph=True and hessians reach.
 
-With z, p, f' as in flce_ops/aten/reference.py, the backward operator computes from cotangents a, l, s
+With z, p, f' as in flce_ops/aten/logits.py, the backward operator computes from cotangents a, l, s
 
     d_ij = l_i p_ij + s_i w_j + a_i [j = y_i]      G = d f'      (G @ linear_weight, G.T @ input, G.T @ 1)
 

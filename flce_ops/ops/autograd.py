@@ -1,13 +1,14 @@
 """What each operator saves and what comes back; nothing here computes a logit.
 
-    user -> entry -> forward        saves operands, lse         <- backward op
-                  -> with_grad      saves the gradients made in the same pass <- times one scalar
-            backward op             saves its inputs            <- double_backward op
-            double_backward op      saves nothing               <- refused by name
+    forward            saves its arguments, lse                                  <- backward
+    with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar
+    backward           saves its arguments                                       <- double_backward
+    double_backward    saves its arguments but the first three, in which         <- their change along a direction;
+                       it is linear                                                 third derivatives are refused
 
-One `torch.autograd.Function` per operator, with `setup_context` and `vmap`, is called from the Autograd key (eager,
-AOTAutograd) and from the key on which torch.func intercepts calls; `torch.library.register_autograd` reaches only the
-first.
+One Formula per operator, a `torch.autograd.Function` with `setup_context` and `vmap`, is called from the Autograd key
+(eager, AOTAutograd) and from the key on which torch.func intercepts calls; `torch.library.register_autograd` reaches
+only the first.
 """
 
 import inspect
