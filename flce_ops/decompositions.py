@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flce_ops import meta, ops
 from flce_ops.entry import cross_entropy, log_probs
-from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
@@ -223,14 +223,15 @@ def backward(call: Backward) -> Gradients:
 
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    operands, smoothed = call.operands, call.loss.label_smoothing != 0.0
+    operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
     target_logit, lse, logit_sum, _, _, argmax, lse_rest = forward(
-        *operands, logit_sum=smoothed, argmax=call.argmax, **logits
+        *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
     )
-    valid = operands.target != call.ignore_index
-    terms = loss_terms_of(operands.target, operands.weight, operands.linear_weight.shape[0], call.loss, lse.dtype)
-    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if smoothed else None, lse_rest), 0.0)
+    rows = (target_logit, lse, logit_sum, lse_rest)
+    terms, losses, valid = losses_of_rows(
+        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+    )
     scale = torch.where(valid, call.row_scale, 0.0).to(lse.dtype)
     cotangents = terms.cotangents(target_logit, lse, scale)
     gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)

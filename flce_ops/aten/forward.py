@@ -4,12 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import (
-    chunk_products,
-    product_is_rounded,
-    row_blocks,
-    rows_per_chunk,
-)
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
 from flce_ops.aten.logits import activate, expectation, exponentiate_rows, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum

@@ -17,9 +17,7 @@ two GEMMs. The second derivatives stand in flce_ops/aten/double_backward.py.
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import (
-    chunk_product,
-)
+from flce_ops.aten.chunks import chunk_product
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.math.precision import accumulation_dtype
 

@@ -4,10 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import (
-    product_is_rounded,
-    row_chunks,
-)
+from flce_ops.aten.chunks import product_is_rounded, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.logits import (
     add_target_and_sum,

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import (
-    chunk_products,
-    product_is_rounded,
-    row_blocks,
-)
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.logits import (
     activate_with_slope,

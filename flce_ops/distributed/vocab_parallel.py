@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_ops import meta
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
-from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOptions, Operands, TokenLosses
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
 from flce_ops.ops.autograd import finite_in_empty_rows
@@ -53,8 +53,10 @@ def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int
         logit_sum=problem.loss.label_smoothing != 0.0,
         argmax=problem.argmax,
     )
-    terms = loss_terms_of(operands.target, operands.weight, num_classes, problem.loss, lse.dtype)
-    return torch.where(problem.valid, terms.loss(target_logit, lse, logit_sum), 0.0), largest
+    _, losses, _ = losses_of_rows(
+        operands, problem.ignore_index, problem.loss, num_classes, target_logit, lse, logit_sum
+    )
+    return losses, largest
 
 
 def vocab_parallel_rows(

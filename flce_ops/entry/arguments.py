@@ -31,7 +31,6 @@ def check_arguments(call: CrossEntropy) -> None:
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")
     check_reduction(OP, call.reduction)
-    check_ranges(OP, **call.numbers._asdict())
     check_real(OP, token_weight=token_weight)
     if token_weight is not None and token_weight.shape != call.target.shape:
         raise ValueError(
@@ -56,7 +55,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs) -> None:
     check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
     check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
-    check_ranges(op, softcap=call.numbers.softcap, temperature=call.numbers.temperature)
+    check_ranges(op, **call.numbers._asdict())
 
 
 def check_ranges(op: str, **numbers: Number | None) -> None:

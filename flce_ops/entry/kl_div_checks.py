@@ -4,12 +4,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_normalizer, check_reduction
 from flce_ops.math.kl_div_arguments import Operands
-from flce_ops.meta.checks import (
-    check_dense,
-    check_device,
-    check_real,
-    check_target_dtype,
-)
+from flce_ops.meta.checks import check_dense, check_device, check_real, check_target_dtype
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_pair, check_teacher

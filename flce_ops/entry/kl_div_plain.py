@@ -8,11 +8,7 @@ from torch import Tensor
 from flce_ops.entry.kl_div_checks import check_arguments
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import (
-    quotient,
-    row_factor,
-    weighted_sum,
-)
+from flce_ops.math.reduction import quotient, row_factor, weighted_sum
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
 

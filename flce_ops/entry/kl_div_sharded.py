@@ -12,7 +12,6 @@ teacher's weight must be laid out like the student's.
 
 from typing import cast
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -34,7 +33,7 @@ from flce_ops.entry.kl_div_plain import (
     row_divergences,
     weighted_loss,
 )
-from flce_ops.entry.sharded import quotient_over_tokens, sum_over_tokens
+from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.reduction import row_factor
 
@@ -81,15 +80,7 @@ def dtensor_composite(
             denominator = sum_over_tokens(layout, denominator).to_local()
         return quotient_over_tokens(layout, *weighted_loss(operands, options, token_weight, denominator), denominator)
     factor = row_factor(operands.valid, token_weight, None)
-    contiguous = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        row_divergences(operands, options, factor).reshape(local_shape),
-        layout.mesh,
-        layout.tokens,
-        run_check=False,
-        shape=shape,
-        stride=contiguous,
-    )
+    return per_token(layout, row_divergences(operands, options, factor).reshape(local_shape), shape)
 
 
 def check_teacher_layout(layout: Layout, operands: Operands) -> None:

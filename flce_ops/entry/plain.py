@@ -9,16 +9,10 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy
-from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import (
-    mean_denominator,
-    nan_for_nothing,
-    quotient,
-    row_factor,
-    weighted_sum,
-)
+from flce_ops.math.reduction import mean_denominator, nan_for_nothing, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
@@ -80,14 +74,14 @@ def weighted_loss(
 
 def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)
     """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
-    operands, smoothed = problem.operands, problem.loss.label_smoothing != 0.0
+    operands = problem.operands
     target_logit, lse, logit_sum, _, _, largest, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
         *operands,
         ignore_index=problem.ignore_index,
-        logit_sum=smoothed,
+        logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
         argmax=problem.argmax,
     )
-    terms = loss_terms_of(operands.target, operands.weight, operands.linear_weight.shape[0], problem.loss, lse.dtype)
-    losses = terms.loss(target_logit, lse, logit_sum if smoothed else None, lse_rest)
-    return torch.where(problem.valid, losses, 0.0), largest
+    rows = (target_logit, lse, logit_sum, lse_rest)
+    _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.linear_weight.shape[0], *rows)
+    return losses, largest

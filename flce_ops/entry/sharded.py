@@ -134,7 +134,7 @@ def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()
 def quotient_over_tokens(
     layout: Layout, local_loss: Tensor, local_total: Tensor, denominator: Tensor | None
 ) -> DTensor:  # () each
-    """flce_ops.entry.cross_entropy.quotient of all ranks' tokens: their sums are added before they are divided."""
+    """flce_ops.math.reduction.quotient of all ranks' tokens: their sums are added before they are divided."""
     return SumOverTokens.apply(layout, local_loss, local_total, denominator)
 
 

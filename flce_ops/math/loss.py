@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Cotangents, LossOptions
+from flce_ops.math.options import Cotangents, LossOptions, Operands
 
 
 def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
@@ -71,18 +71,25 @@ class LossTerms:
         return Cotangents(d_target * scale, d_lse * scale, None if d_sum is None else d_sum * scale)
 
 
-def loss_terms_of(
-    target: Tensor,  # (N,)
-    weight: Tensor | None,  # (V,)
-    num_classes: int,
+def losses_of_rows(
+    operands: Operands,
+    ignore_index: int,
     options: LossOptions,
-    dtype: torch.dtype,
-) -> LossTerms:
-    """The terms of N tokens from the class weights."""
-    target_weight = weight_sum = None
-    if weight is not None:
-        target_weight, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
-    return loss_terms(target_weight, weight_sum, num_classes, options)
+    num_classes: int,  # V, of all shards
+    target_logit: Tensor,  # (N,), as the next two
+    lse: Tensor,
+    logit_sum: Tensor | None,  # read only with label smoothing
+    lse_rest: Tensor | None = None,  # (N,)
+) -> tuple[LossTerms, Tensor, Tensor]:
+    """The terms of N tokens; losses (N,), 0 where ignored; which tokens are not."""
+    target_weight = class_weight_sum = None
+    if operands.weight is not None:
+        target_weight = class_weight_of(operands.target, operands.weight, lse.dtype)
+        class_weight_sum = operands.weight.to(lse.dtype).sum()
+    terms = loss_terms(target_weight, class_weight_sum, num_classes, options)
+    losses = terms.loss(target_logit, lse, logit_sum if options.label_smoothing else None, lse_rest)
+    valid = operands.target != ignore_index
+    return terms, torch.where(valid, losses, 0.0), valid
 
 
 def loss_terms(

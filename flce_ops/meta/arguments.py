@@ -147,7 +147,7 @@ def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if len(args) == 1 and type(args[0]) is arguments:
                 return function(args[0], **kwargs)
-            return function(arguments.of(arguments.values_of(args, kwargs)))
+            return function(arguments.bind(*args, **kwargs))
 
         return run
 

@@ -5,12 +5,7 @@ from torch import Tensor
 
 from flce_ops.math.divergences import KINDS
 from flce_ops.math.kl_div_arguments import TEACHER, Operands, Options
-from flce_ops.meta.checks import (
-    SUPPORTED_DTYPES,
-    check_dense,
-    check_device,
-    check_unpacked,
-)
+from flce_ops.meta.checks import SUPPORTED_DTYPES, check_dense, check_device, check_unpacked
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
-from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import NUMBERS, Cotangents
 from flce_ops.meta.arguments import Arguments, Backward, DoubleBackward, Forward, GradGrads, WithGrad
 from flce_ops.support.torch_private import (
@@ -239,14 +239,15 @@ def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[T
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
-    operands, smoothed = call.operands, call.loss.label_smoothing != 0.0
+    operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
     target_logit, lse, logit_sum, *_, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
-        *operands, logit_sum=smoothed, **logits
+        *operands, logit_sum=call.loss.label_smoothing != 0.0, **logits
     )
-    terms = loss_terms_of(operands.target, operands.weight, operands.linear_weight.shape[0], call.loss, lse.dtype)
-    valid = operands.target != call.ignore_index
-    losses = torch.where(valid, terms.loss(target_logit, lse, logit_sum if smoothed else None, lse_rest), 0.0)
+    rows = (target_logit, lse, logit_sum, lse_rest)
+    terms, losses, valid = losses_of_rows(
+        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+    )
     cotangents = terms.cotangents(target_logit, lse, torch.where(valid, call.row_scale, 0.0) * grad_loss)
     gradients = torch.ops.flce.linear_cross_entropy_backward(
         *cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest

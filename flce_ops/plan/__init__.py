@@ -8,15 +8,7 @@ devices.py). A step makes the loss and the gradients of the hidden states and of
 
 from dataclasses import dataclass
 
-from flce_ops.plan.cuts import (
-    Cut,
-    Head,
-    dense_compiled,
-    dense_eager,
-    one_pass,
-    two_passes,
-    vocabulary_parallel,
-)
+from flce_ops.plan.cuts import Cut, Head, dense_compiled, dense_eager, one_pass, two_passes, vocabulary_parallel
 from flce_ops.plan.devices import Device, device_of
 from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
 from flce_ops.support.workspace import get_workspace, workspace

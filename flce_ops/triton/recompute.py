@@ -7,7 +7,7 @@ H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 row
 import torch
 from torch import Tensor
 
-from flce_ops.math.loss import loss_terms_of
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.meta.arguments import Backward, WithGrad
 from flce_ops.triton.backward import add_gradients
 from flce_ops.triton.forward import launch_forward
@@ -24,16 +24,16 @@ def recompute_step(
     *,
     first: bool,
 ) -> None:
-    operands, smoothed = call.operands, bool(call.loss.label_smoothing)
+    operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
     target_logit, lse, logit_sum, _, _, columns, lse_rest = launch_forward(
-        *operands, logit_sum=smoothed, argmax=argmax is not None, **logits
+        *operands, logit_sum=bool(call.loss.label_smoothing), argmax=argmax is not None, **logits
     )
     if argmax is not None:
         argmax.copy_(columns)
-    terms = loss_terms_of(operands.target, operands.weight, operands.linear_weight.shape[0], call.loss, lse.dtype)
-    valid = operands.target != call.ignore_index
-    losses.copy_(torch.where(valid, terms.loss(target_logit, lse, logit_sum if smoothed else None, lse_rest), 0.0))
+    rows = (target_logit, lse, logit_sum, lse_rest)
+    terms, found, valid = losses_of_rows(operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows)
+    losses.copy_(found)
     cotangents = terms.cotangents(target_logit, lse, torch.where(valid, call.row_scale, 0.0))
     backward = Backward.bind(
         *cotangents,

@@ -8,12 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.forward import (
-    ACTIVE,
-    EVAL_LOGITS,
-    check_loss,
-    forward_without_logits,
-)
+from flce_ops.integrations.transformers.forward import ACTIVE, EVAL_LOGITS, check_loss, forward_without_logits
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
 from flce_ops.integrations.transformers.instance_forward import (
     BoundForward,
