@@ -3,16 +3,18 @@
 import triton
 from torch import Tensor
 
+from flce_ops.math.options import Operands
 from flce_ops.support.path import Path, record_path
-from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
-from flce_ops.triton.logits_gemm import fits_tma
+from flce_ops.support.workspace import get_workspace, matrix_bytes
+from flce_ops.triton.gemm_operands import fits_tma
 from flce_ops.triton.target import tiles_for
+from flce_ops.triton.weight_gradient import scale_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
 # Part of the workspace for what is small beside the (n, V) matrix. It is used twice in turn: for sums per tile of 256
-# columns (two float32 against 256 half numbers), then for a block of the float32 product with linear_weight.
+# columns (two float32 against 256 half numbers), then for float32 products with linear_weight.
 SMALL_BYTES = 8 << 20
 
 
@@ -20,28 +22,27 @@ def small_bytes() -> int:
     return min(SMALL_BYTES, get_workspace() // 16)
 
 
-def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int) -> int:
-    """Rows of `columns` numbers that fit the workspace, a multiple of 128, at least 128."""
+def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_bytes: int = 0) -> int:
+    """Rows of `columns` numbers and `row_bytes` that fit the workspace, a multiple of 128, at least 128."""
     left = matrix_bytes(tokens) - small_bytes() - reserved
-    rows = left // (padded(columns, itemsize) * itemsize)
+    rows = left // (padded(columns, itemsize) * itemsize + row_bytes)
     return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
 
 
-def rows_and_sum(
-    tokens: int, columns: int, hidden: int, itemsize: int, *, want_weight: bool, argmax: bool, copies: int = 0
-) -> tuple[int, bool]:
-    """Rows that fit beside `copies` bytes, and whether grad_linear_weight is summed in float32: over one chunk it is
-    rounded once anyway."""
-    reserved = small_bytes() * argmax + copies  # argmax takes two more numbers a tile
-    fitting = rows_that_fit(tokens, columns, itemsize, reserved)
-    accum_float32 = want_weight and itemsize < 4 and fitting < tokens and float32_sum_fits(columns * hidden)
-    if accum_float32:
-        fitting = rows_that_fit(tokens, columns, itemsize, reserved + 4 * columns * hidden)
-    return fitting, accum_float32
+def rows_of_chunks(
+    tokens: int, columns: int, hidden: int, itemsize: int, *, want_input: bool, want_weight: bool, argmax: bool
+) -> int:
+    """Rows of a one-pass chunk that fit."""
+    reserved = small_bytes() * argmax  # argmax takes two more numbers a tile
+    row_bytes = 0 if want_input else hidden * itemsize  # the kept tokens wait in grad_input
+    fitting = rows_that_fit(tokens, columns, itemsize, reserved, row_bytes)
+    if fitting < tokens and want_weight:
+        return rows_that_fit(tokens, columns, itemsize, reserved + scale_bytes(columns, hidden), row_bytes)
+    return fitting
 
 
 def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:
-    """Of a block of the float32 product: the small part, and what chunks of fewer rows than fit leave over."""
+    """For the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over."""
     return small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
 
 
@@ -54,14 +55,15 @@ def slices(total: int, at_most: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def record_triton_path(op: str, input: Tensor, linear_weight: Tensor, rows: list[slice]) -> None:
-    reason = triton_reason(input, linear_weight)
+def record_triton_path(op: str, linear_weight: Tensor, rows: list[slice]) -> None:
+    reason = triton_reason(linear_weight)
     record_path(Path(op, "triton", reason, max((s.stop - s.start for s in rows), default=0), len(rows)))
 
 
-def triton_reason(input: Tensor, linear_weight: Tensor) -> str:
-    tma = tiles_for(input, linear_weight).tma and fits_tma(input) and fits_tma(linear_weight)
-    return f"{input.dtype} on {input.device.type}, {'TMA' if tma else 'pointer'} tiles"
+def triton_reason(linear_weight: Tensor) -> str:
+    """The kept tokens' rows are laid out like linear_weight's, so its layout decides."""
+    tma = tiles_for(linear_weight).tma and fits_tma(linear_weight)
+    return f"{linear_weight.dtype} on {linear_weight.device.type}, {'TMA' if tma else 'pointer'} tiles"
 
 
 def padded(columns: int, itemsize: int) -> int:
@@ -73,3 +75,8 @@ def padded(columns: int, itemsize: int) -> int:
 def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Vectors over tokens or classes with unit stride, as the kernels read them; matrices keep their strides."""
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+
+
+def with_contiguous_vectors(operands: Operands) -> Operands:
+    target, linear_bias, weight = contiguous(*operands[2:])
+    return Operands(operands.input, operands.linear_weight, target, linear_bias, weight)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+
 # R rows, C columns
 
 
@@ -13,6 +15,7 @@ def weighted_column_sum_kernel(
     matrix_ptr,  # (R, C)
     factor_ptr,  # (R,) float32
     partial_ptr,  # (S, C) out
+    kept,  # Kept, of the rows; None for all
     R,
     C,
     stride_r,
@@ -26,7 +29,10 @@ def weighted_column_sum_kernel(
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     first = split * rows_per_split
-    last = tl.minimum(first + rows_per_split, R)
+    rows_to_sum = R
+    if kept is not None:
+        rows_to_sum = kept_rows(kept, R)
+    last = tl.minimum(first + rows_per_split, rows_to_sum)
     acc = tl.zeros((BLOCK_C,), tl.float32)
     for start in range(first, last, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
@@ -37,12 +43,13 @@ def weighted_column_sum_kernel(
             other=0.0,
         ).to(tl.float32)
         if HAS_FACTOR:
-            values *= tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]
+            factor = tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]
+            values = tl.where(factor == 0.0, 0.0, values * factor)  # whatever an ignored token's row holds
         acc += tl.sum(values, 0)
     tl.store(partial_ptr + split.to(tl.int64) * C + cols, acc, mask=cols < C)
 
 
-def weighted_column_sum(matrix: Tensor, factor: Tensor | None) -> Tensor:  # (C,) float32
+def weighted_column_sum(matrix: Tensor, factor: Tensor | None, kept: Kept | None = None) -> Tensor:  # (C,) float32
     rows, columns = matrix.shape
     block_r, block_c = 32, 128
     splits = max(1, min(16, rows // 1024))
@@ -51,6 +58,7 @@ def weighted_column_sum(matrix: Tensor, factor: Tensor | None) -> Tensor:  # (C,
         matrix,
         factor,
         partial,
+        kept,
         rows,
         columns,
         *matrix.stride(),

@@ -33,6 +33,12 @@ def in_vocabulary(values, col_mask, other, EVEN_V: tl.constexpr):
         return tl.where(col_mask[None, :], values, other)
 
 
+@triton.jit
+def reference_logits(pointer, rows, row_mask):
+    """inf where there is no token: its logits, of an input of zeros, have exponentials of 0."""
+    return tl.load(pointer + rows, mask=row_mask, other=float("inf"))
+
+
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
@@ -46,7 +52,7 @@ class ExpSum(NamedTuple):
 @triton.jit
 def exp_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
-    reference_logit = tl.load(operands.reference_logit + rows, mask=row_mask, other=0.0)
+    reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
     if operands.logit_sum is not None:
         weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
         tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)
@@ -91,7 +97,7 @@ class Gradient(NamedTuple):
 @triton.jit
 def gradient(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
-    reference_logit = tl.load(operands.reference_logit + rows, mask=row_mask, other=0.0)
+    reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
     result = tl.exp2(z - reference_logit[:, None])
     row_factor = tl.load(operands.row_factor + rows, mask=row_mask, other=0.0)[:, None]
     if operands.shift_factor is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import ExpSum, MaxSum
+from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
 from flce_ops.triton.target import tiles_for
 
@@ -30,6 +31,7 @@ def sum_tiles_kernel(
     partial_ptr,  # (T, n)
     row_sum_ptr,  # (n,) out
     guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED
+    kept,  # Kept
     n,
     T,
     GUARDED: tl.constexpr,
@@ -37,20 +39,21 @@ def sum_tiles_kernel(
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = T
+    count = kept_rows(kept, n)
+    end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
     if GUARDED:
-        end = tl.where(exceeds(guard_ptr), T, 0)
+        end = tl.where(exceeds(guard_ptr), end, 0)
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in range(0, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        mask = (t[:, None] < T) & (rows[None, :] < n)
+        mask = (t[:, None] < T) & (rows[None, :] < count)
         acc += tl.load(partial_ptr + t[:, None].to(tl.int64) * n + rows[None, :], mask=mask, other=0.0)
     total = tl.sum(acc, 0)
     # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
-    tl.store(row_sum_ptr + rows, total, mask=rows < tl.where(end > 0, n, 0))
+    tl.store(row_sum_ptr + rows, total, mask=rows < tl.where(end > 0, count, 0))
     if not GUARDED:
         bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(guard_ptr, tl.max(tl.where(rows < n, bits, 0), 0))
+        tl.atomic_max(guard_ptr, tl.max(tl.where(rows < count, bits, 0), 0))
 
 
 @triton.jit
@@ -60,6 +63,7 @@ def combine_kernel(
     partial_ptr,  # (T, n)
     row_sum_ptr,  # (n,)
     reference_ptr,  # (n,) out: lse2, only of rows that need it
+    kept,  # Kept
     n,
     T,
     BLOCK_N: tl.constexpr,
@@ -67,13 +71,14 @@ def combine_kernel(
 ):
     """reference = log2 sum_t partial_t exp2(partial_max_t); the other rows of the chunk keep theirs, bit for bit."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    count = kept_rows(kept, n)
     end = tl.where(exceeds(guard_ptr), T, 0)
     running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         offsets = t[:, None].to(tl.int64) * n + rows[None, :]
-        mask = (t[:, None] < T) & (rows[None, :] < n)
+        mask = (t[:, None] < T) & (rows[None, :] < count)
         tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
         tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
         new_max = tl.maximum(running_max, tl.max(tile_max, 0))
@@ -82,11 +87,11 @@ def combine_kernel(
             tile_sum * tl.exp2(tile_max - finite[None, :]), 0
         )
         running_max = new_max
-    row_sum = tl.load(row_sum_ptr + rows, mask=rows < n, other=0.0)
+    row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
     rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
     # a row whose classes are all at -inf: any finite reference makes its exponentials 0
     lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
-    tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, n, 0)) & rescued)
+    tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, count, 0)) & rescued)
 
 
 class RowSums(NamedTuple):
@@ -101,10 +106,11 @@ class RowSums(NamedTuple):
 
 
 def launch_exponentials(
-    input: Tensor,  # (n, D)
+    input: Tensor,  # (n, D) of the kept tokens
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
     class_weight: Tensor | None,  # (V,) float32, for the logit sum
+    kept: Kept,
     *,
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
@@ -115,7 +121,7 @@ def launch_exponentials(
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]
-    block_v = tiles_for(input, linear_weight).block_v
+    block_v = tiles_for(input).block_v
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
     if scratch is None or scratch.shape[0] < 2 * tiles * rows:
         scratch = torch.empty(2 * tiles * rows, dtype=torch.float32, device=input.device)
@@ -148,6 +154,7 @@ def launch_exponentials(
                     *(None if numbers is None else numbers[of_tiles] for numbers in of_every_tile),
                 ),
                 logit_options,
+                kept,
                 out=out,
                 guard=guard,
             )
@@ -161,12 +168,14 @@ def launch_exponentials(
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
 
     exponentiate(sums)
-    sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=False, **blocks)
+    sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=False, **blocks)
 
-    launch_logits_gemm(input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, guard=guard)
-    combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, rows, tiles, **blocks)
+    launch_logits_gemm(
+        input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard
+    )
+    combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **blocks)
     exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected), guard)
-    sum_tiles_kernel[grid](partial, row_sum, guard, rows, tiles, GUARDED=True, **blocks)
+    sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=True, **blocks)
     max_logit = columns = None
     if argmax:
         max_logit = sums.row_max.amax(0)

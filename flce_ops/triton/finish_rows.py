@@ -1,4 +1,4 @@
-"""Loss and row factors of a chunk once its row sums are known.
+"""Loss and row factors of a chunk's kept tokens once its row sums are known.
 
 Logits named reference_logit and target_logit are in base 2 (times log2 e), and so are sums of logits.
 """
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.exponentials import RowSums
+from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.row_loss import RowLoss, row_loss
 
@@ -20,18 +21,18 @@ BLOCK_N = 64
 
 
 class Tokens(NamedTuple):
-    """What is known of tokens before the logits GEMM, and where their losses go: (N,) each, or (n,) of a chunk."""
+    """What is known of a chunk's tokens before the logits GEMM, and where their losses go.
 
-    target_logit: Tensor  # z2 of the target, or of column 0 where the target is not here
-    target_dz_du: Tensor | None  # dz/du / logit_scale at target_logit, with a softcap
-    column: Tensor  # int64, the target's, -1 where it is not here
-    target: Tensor
-    target_weight: Tensor | None  # float32, w_y
-    row_scale: Tensor  # a_i
-    losses: Tensor  # out
+    (n,) are in the order of the kept tokens, (N,) as the tokens stand.
+    """
 
-    def of(self, rows: slice) -> "Tokens":
-        return Tokens(*(None if vector is None else vector[rows] for vector in self))
+    kept: Kept
+    target_logit: Tensor  # (n,) z2 of the target, or of column 0 where the target is not here
+    target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap
+    column: Tensor  # (n,) int64, the target's, -1 where it is not here
+    target_weight: Tensor | None  # (N,) float32, w_y
+    row_scale: Tensor  # (N,) a_i
+    losses: Tensor  # (N,) out
 
 
 class FinishedRows(NamedTuple):
@@ -44,7 +45,7 @@ class FinishedRows(NamedTuple):
 
 
 def empty_rows(tokens: Tokens, dtype: torch.dtype) -> FinishedRows:
-    n = tokens.losses.shape[0]
+    n = tokens.column.shape[0]
     return FinishedRows(tokens.losses.new_empty(n, dtype=dtype), *tokens.losses.new_empty(3, n).unbind())
 
 
@@ -65,33 +66,33 @@ def store_losses(
     tokens,
     sums,
     i,
+    n,
     mask,
     surprisal2,  # (n,) lse - z_y in base 2
     lse2,  # (n,)
     loss,  # RowLoss
     logit_scale_ptr,  # ()
-    ignore_index,
 ):
-    """(a L logit_scale, L, d loss / d z_y, whether the row counts) with L = d loss / d lse. L is made nonzero.
+    """(a L logit_scale, L, d loss / d z_y) with L = d loss / d lse. L is made nonzero.
 
     c E' must stay finite where L vanishes (class weight 0, or z_loss against a very negative lse). inf times an L of 0
     stays the nan it is in ATen, but a row that has neither derivative, of a class of weight 0, has gradient 0.
     """
-    valid = mask & (tl.load(tokens.target + i, mask=mask, other=0).to(tl.int64) != ignore_index)
+    token = tl.load(tokens.kept.order + i, mask=i < n, other=0)
     logit_sum2 = None
     if sums.logit_sum is not None:
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
     target_weight = None
     if tokens.target_weight is not None:
-        target_weight = tl.load(tokens.target_weight + i, mask=mask, other=0.0)
+        target_weight = tl.load(tokens.target_weight + token, mask=mask, other=0.0)
     value, d_lse, d_target = row_loss(surprisal2, lse2, logit_sum2, target_weight, loss)
-    tl.store(tokens.losses + i, tl.where(valid, value, 0.0), mask=mask)
-    row_scale = tl.load(tokens.row_scale + i, mask=mask, other=0.0)
+    tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)  # 0 where ignored
+    row_scale = tl.load(tokens.row_scale + token, mask=mask, other=0.0)
     scaled = row_scale * d_lse
     no_gradient = (d_lse == 0.0) & (d_target == 0.0)
     d_lse = tl.where(tl.abs(d_lse) > 1e-20, d_lse, 1e-20)
     scaled = tl.where((scaled == scaled) & (no_gradient == 0), row_scale * d_lse, scaled)
-    return scaled * number_at(logit_scale_ptr), d_lse, d_target, valid
+    return scaled * number_at(logit_scale_ptr), d_lse, d_target
 
 
 @triton.jit
@@ -133,7 +134,6 @@ def finish_rows_kernel(
     n,
     loss,  # RowLoss
     logit_scale_ptr,  # ()
-    ignore_index,
     BLOCK_N: tl.constexpr,
 ):
     """Losses, and the two numbers a row that turn E into the gradient of the logits.
@@ -146,22 +146,22 @@ def finish_rows_kernel(
     so the row factor goes to the (n, D) sides of the two GEMMs and E is not read again.
     """
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < n
+    mask = i < kept_rows(tokens.kept, n)
     row_sum, at_target, reference_logit, target_logit, hit = sums_of_rows(tokens, sums, i, mask)
     log2_sum = tl.log2(row_sum)
-    scaled_d_lse, d_lse, d_target, valid = store_losses(
+    scaled_d_lse, d_lse, d_target = store_losses(
         tokens,
         sums,
         i,
+        n,
         mask,
         (reference_logit - target_logit) + log2_sum,
         reference_logit + log2_sum,
         loss,
         logit_scale_ptr,
-        ignore_index,
     )
-    entry = at_target + tl.where(valid, row_sum * d_target / d_lse, 0.0)
-    store_factors(tokens, finished, i, mask, hit, entry, tl.where(valid, scaled_d_lse / row_sum, 0.0))
+    entry = at_target + row_sum * d_target / d_lse
+    store_factors(tokens, finished, i, mask, hit, entry, scaled_d_lse / row_sum)
 
 
 def launch_finish_rows(
@@ -171,10 +171,9 @@ def launch_finish_rows(
     dtype: torch.dtype,  # of E
     *,
     logit_scale: Tensor | None,  # ()
-    ignore_index: int,
 ) -> FinishedRows:
-    finished, n = empty_rows(tokens, dtype), tokens.losses.shape[0]
+    finished, n = empty_rows(tokens, dtype), tokens.column.shape[0]
     finish_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-        tokens, sums, finished, n, loss, logit_scale, ignore_index, BLOCK_N=BLOCK_N, num_warps=2
+        tokens, sums, finished, n, loss, logit_scale, BLOCK_N=BLOCK_N, num_warps=2
     )
     return finished

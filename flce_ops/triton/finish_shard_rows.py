@@ -18,6 +18,7 @@ from flce_ops.triton.finish_rows import (
     store_losses,
     sums_of_rows,
 )
+from flce_ops.triton.kept_tokens import kept_rows
 from flce_ops.triton.row_loss import RowLoss
 
 # n rows of a chunk, V vocabulary of all ranks, R ranks that share it, k numbers a row of each
@@ -35,7 +36,7 @@ def shard_numbers_kernel(
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < n
+    mask = i < kept_rows(tokens.kept, n)
     row_sum, _, reference_logit, target_logit, hit = sums_of_rows(tokens, sums, i, mask)
     tl.store(numbers_ptr + i, reference_logit + tl.log2(row_sum), mask=mask)
     tl.store(numbers_ptr + n + i, tl.where(hit, target_logit, 0.0), mask=mask)
@@ -43,7 +44,7 @@ def shard_numbers_kernel(
 
 def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
     """(k, n), to be exchanged. With argmax k = 4, and the caller fills in the maximum and its column."""
-    n = tokens.losses.shape[0]
+    n = tokens.column.shape[0]
     numbers = tokens.losses.new_empty(2 if sums.argmax is None else 4, n)
     shard_numbers_kernel[(triton.cdiv(n, BLOCK_N),)](tokens, sums, numbers, n, BLOCK_N=BLOCK_N, num_warps=2)
     return numbers
@@ -60,7 +61,6 @@ def finish_shard_rows_kernel(
     stride_rank,
     loss,  # RowLoss
     logit_scale_ptr,  # ()
-    ignore_index,
     BLOCK_N: tl.constexpr,
 ):
     """As finish_rows.py, with the lse of whole rows in place of this rank's row sum:
@@ -71,7 +71,7 @@ def finish_shard_rows_kernel(
     where this rank holds the target, E' = E elsewhere.
     """
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < n
+    mask = i < kept_rows(tokens.kept, n)
     largest_lse2 = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     target_logit = tl.zeros((BLOCK_N,), tl.float32)
     for rank in range(ranks):
@@ -85,23 +85,22 @@ def finish_shard_rows_kernel(
     lse2 = finite + tl.log2(total)
 
     row_sum, at_target, reference_logit, _, hit = sums_of_rows(tokens, sums, i, mask)
-    scaled_d_lse, d_lse, d_target, valid = store_losses(
+    scaled_d_lse, d_lse, d_target = store_losses(
         tokens,
         sums,
         i,
+        n,
         mask,
         lse2 - target_logit,
         lse2,
         loss,
         logit_scale_ptr,
-        ignore_index,
     )
     # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
     exponent = tl.where(row_sum > 0.0, lse2 - reference_logit, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
     entry = at_target + d_target / d_lse * tl.exp2(exponent)
-    row_factor = tl.where(valid, scaled_d_lse * tl.exp2(-exponent), 0.0)
-    store_factors(tokens, finished, i, mask, hit, entry, row_factor)
+    store_factors(tokens, finished, i, mask, hit, entry, scaled_d_lse * tl.exp2(-exponent))
 
 
 def launch_finish_shard_rows(
@@ -112,9 +111,8 @@ def launch_finish_shard_rows(
     dtype: torch.dtype,  # of E
     *,
     logit_scale: Tensor | None,  # ()
-    ignore_index: int,
 ) -> FinishedRows:
-    finished, n = empty_rows(tokens, dtype), tokens.losses.shape[0]
+    finished, n = empty_rows(tokens, dtype), tokens.column.shape[0]
     finish_shard_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
         gathered,
         tokens,
@@ -125,7 +123,6 @@ def launch_finish_shard_rows(
         gathered.stride(0),
         loss,
         logit_scale,
-        ignore_index,
         BLOCK_N=BLOCK_N,
         num_warps=2,
     )

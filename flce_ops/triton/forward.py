@@ -1,69 +1,109 @@
 """CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
 
-import math
-
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.meta.arguments import Forward, takes
-from flce_ops.support.target_range import check_target_range
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.chunks import MULTIPLE, contiguous, record_triton_path, slices
-from flce_ops.triton.exponentials import launch_exponentials
-from flce_ops.triton.reference_logit import launch_reference_logit
+from flce_ops.triton.chunks import MULTIPLE, record_triton_path, slices, with_contiguous_vectors
+from flce_ops.triton.exponentials import RowSums, launch_exponentials
+from flce_ops.triton.gather_tokens import launch_gather_tokens
+from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
+from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.target import tiles_for
 
-# N tokens, D hidden, V vocabulary, T tiles along the vocabulary
+# N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
-LOG2E = math.log2(math.e)
 FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
+ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # as meta.forward_outputs has them
+
+
+@triton.jit
+def finish_forward_kernel(
+    target_logit2_ptr,  # (n,)
+    column_ptr,  # (n,)
+    sums,  # RowSums
+    outputs,  # seven of (N,), out; None for those not asked for
+    kept,  # Kept
+    n,
+    BLOCK_N: tl.constexpr,
+):
+    """From base 2 to nats, to where the tokens stand. Ignored tokens get 0, their argmax -1."""
+    target_logit_out, lse_out, logit_sum_out, expected_out, max_logit_out, argmax_out, lse_rest_out = outputs
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < n
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=inside, other=0)
+    target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
+    hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
+    reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
+    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    # the sum holds the target's exponential, which was summed from another order of the same products
+    row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
+    ln2 = tl.full((BLOCK_N,), 0.6931471805599453, tl.float64)
+    lse64 = (reference2.to(tl.float64) + tl.log2(row_sum).to(tl.float64)) * ln2
+    lse = lse64.to(tl.float32)
+    rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
+    finite = tl.abs(lse) < float("inf")
+    tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
+    tl.store(lse_out + token, tl.where(mask, lse, 0.0), mask=inside)
+    tl.store(lse_rest_out + token, tl.where(mask & finite, rest, 0.0), mask=inside)
+    if logit_sum_out is not None:
+        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
+        tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)
+    if expected_out is not None:
+        expected = (reference2 + tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum) * LN2
+        tl.store(expected_out + token, tl.where(mask, expected, 0.0), mask=inside)
+    if argmax_out is not None:
+        tl.store(max_logit_out + token, tl.load(sums.max_logit + i, mask=mask, other=0.0) * LN2, mask=inside)
+        tl.store(argmax_out + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
 
 
 @takes(Forward)
-def launch_forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_forward(call: Forward) -> ForwardOutputs:
     outputs = meta.forward_outputs(call)
-    target_logit, lse, sums, expected, max_logit, columns, lse_rest = outputs
-    input, linear_weight, target, linear_bias, weight = call.operands
-    num_classes = linear_weight.shape[0]
-    target, linear_bias, weight = contiguous(target, linear_bias, weight)
-    check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
-    tiles = triton.cdiv(num_classes, tiles_for(input, linear_weight).block_v)
-    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
-    rows_of_sums = get_workspace() // (tiles * 4 * sums_a_tile) // MULTIPLE * MULTIPLE
-    chunks = slices(input.shape[0], min(max(rows_of_sums, MULTIPLE), FORWARD_ROWS))
-    record_triton_path("linear_cross_entropy_forward", input, linear_weight, chunks)
+    input, linear_weight = call.operands[:2]
+    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
+    call.operands = with_contiguous_vectors(call.operands)
     with torch.cuda.device_of(input):
-        target_logit2, _, column = launch_reference_logit(
-            call.operands._replace(target=target, linear_bias=linear_bias),
-            call.logits,
-            ignore_index=call.ignore_index,
-            vocab_start=call.vocab_start,
-        )
-        class_weight = weight.float() if weight is not None and call.logit_sum else None
-        for rows in chunks:
-            row_sums = launch_exponentials(
-                input[rows],
-                linear_weight,
-                linear_bias,
-                class_weight,
-                reference_logit=target_logit2[rows].clone(),
-                expected=call.expected_logit,
-                logit_options=call.logits,
-                logit_sum=call.logit_sum,
-                argmax=call.argmax,
-            )
-            # the sum holds the target's exponential, which was summed from another order of the same products
-            row_sum = row_sums.exponentials.maximum(torch.exp2(target_logit2[rows] - row_sums.reference_logit))
-            lse64 = (row_sums.reference_logit.double() + row_sum.log2()) / LOG2E
-            lse[rows] = lse64
-            lse_rest[rows] = torch.where(lse64.isfinite(), lse64 - lse[rows], 0.0)
-            if call.logit_sum:
-                sums[rows] = row_sums.logit_sum / LOG2E
-            if call.expected_logit:
-                expected[rows] = (row_sums.reference_logit + row_sums.expected / row_sum) / LOG2E
-            if call.argmax:
-                max_logit[rows], columns[rows] = row_sums.max_logit / LOG2E, row_sums.argmax
-        target_logit.copy_(torch.where(column >= 0, target_logit2 / LOG2E, 0.0))
+        kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes)
+        chunks = run_forward(call, kept, outputs)
+    record_triton_path("linear_cross_entropy_forward", linear_weight, chunks)
     return outputs
+
+
+def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slice]:
+    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
+    operands = call.operands
+    input, linear_weight, _, linear_bias, weight = operands
+    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_v)
+    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
+    row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
+    rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
+    chunks = slices(kept.order.shape[0], min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS))
+    class_weight = weight.float() if weight is not None and call.logit_sum else None
+    memory = input.new_empty(chunks[0].stop, input.shape[1])
+    wanted = tuple(out if out.numel() else None for out in outputs)
+    for chunk in chunks:
+        n, here = chunk.stop - chunk.start, kept.of(chunk)
+        rows = memory[:n]
+        target_logit2, _, column = launch_gather_tokens(here, operands, call.logits, rows, vocab_start=call.vocab_start)
+        sums: RowSums = launch_exponentials(
+            rows,
+            linear_weight,
+            linear_bias,
+            class_weight,
+            here,
+            reference_logit=target_logit2.clone(),
+            expected=call.expected_logit,
+            logit_options=call.logits,
+            logit_sum=call.logit_sum,
+            argmax=call.argmax,
+        )
+        finish_forward_kernel[(triton.cdiv(n, 64),)](
+            target_logit2, column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
+        )
+    return chunks

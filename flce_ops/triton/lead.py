@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import MULTIPLE, padded, small_bytes
-from flce_ops.triton.grad_input import float32_memory
+from flce_ops.triton.input_gradient import float32_memory
+from flce_ops.triton.weight_gradient import scale_bytes
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 
@@ -34,7 +35,7 @@ class Lead:
     rows: int
     columns: list[slice]
     workspace_numbers: int  # of the first slice
-    scaled_apart: bool  # c input is allocated: grad_input has fewer than `rows` rows after the lead chunk's
+    rows_apart: bool  # the kept tokens are allocated: grad_input has fewer than `rows` rows after the lead chunk's
 
 
 def lead_chunk(
@@ -51,10 +52,11 @@ def lead_chunk(
     rows = tokens if tokens <= hidden else hidden // MULTIPLE * MULTIPLE
     if rows <= ordinary_rows or vocab < 2 * BLOCK_V:
         return None
-    scaled_apart = not want_input or tokens < 2 * rows
+    rows_apart = not want_input or tokens < 2 * rows
     tiles = triton.cdiv(vocab, BLOCK_V)
     maxima = SUM_BYTES * tiles * rows * argmax
-    left = matrix_bytes(tokens) - small_bytes() - maxima - rows * hidden * itemsize * scaled_apart
+    left = matrix_bytes(tokens) - small_bytes() - maxima - rows * hidden * itemsize * rows_apart
+    left -= scale_bytes(vocab, hidden) * (rows < tokens)
     # a slice fits where the one before it goes; at least two, so that the last one's place is free
     most_tiles = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
     if most_tiles * SLICES_AT_MOST < tiles:
@@ -63,7 +65,7 @@ def lead_chunk(
     wider = tiles % count  # of the slices have one tile more, and come first
     starts = [(tiles // count * k + min(k, wider)) * BLOCK_V for k in range(count + 1)]
     columns = [slice(start, min(stop, vocab)) for start, stop in zip(starts, starts[1:])]
-    return Lead(rows, columns, rows * starts[1], scaled_apart)
+    return Lead(rows, columns, rows * starts[1], rows_apart)
 
 
 def scratch_of(lead: Lead, grad_weight: Tensor) -> Tensor:  # float32, flat

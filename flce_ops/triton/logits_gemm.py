@@ -9,6 +9,7 @@
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
+             0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
     out = result dz/du / logit_scale, rounded once; optional
 
 "exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from flce_ops.triton.gemm_operands import descriptors, fits_tma
+from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.target import multiprocessors, tiles_for
 from flce_ops.triton.tiles import Tiles
 
@@ -84,6 +87,7 @@ def logits_gemm_kernel(
     logit_options,  # LogitOptions
     operands,  # of the epilogue: ExpSum, MaxSum, Gradient
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
+    kept,  # Kept, the tokens of the rows
     n,
     D,
     V,
@@ -107,7 +111,8 @@ def logits_gemm_kernel(
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
-    row_blocks = tl.cdiv(n, BLOCK_N)
+    count = kept_rows(kept, n)
+    row_blocks = tl.cdiv(count, BLOCK_N)
     vocab_blocks = tl.cdiv(V, BLOCK_V)
     depth = tl.cdiv(D, BLOCK_D)
     tiles = row_blocks * vocab_blocks
@@ -124,7 +129,7 @@ def logits_gemm_kernel(
 
         rows = row_start + tl.arange(0, BLOCK_N)
         cols = col_start + tl.arange(0, BLOCK_V)
-        row_mask = rows < n
+        row_mask = rows < count
         col_mask = cols < V
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for k in range(depth):
@@ -170,7 +175,7 @@ def logits_gemm_kernel(
                 tl.store(
                     out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
                     result.to(out_ptr.dtype.element_ty),
-                    mask=row_mask[:, None] & col_mask[None, :],
+                    mask=(rows < n)[:, None] & col_mask[None, :],  # zeros behind the kept rows, as TMA stores them
                 )
 
 
@@ -180,6 +185,7 @@ def launch_logits_gemm(
     linear_bias: Tensor | None,  # (V,)
     epilogue: ExpSum | MaxSum | Gradient,
     logit_options: LogitOptions,
+    kept: Kept,
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
@@ -188,18 +194,13 @@ def launch_logits_gemm(
     assert out is None or out.stride(1) == 1
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
-    tiles = tiles or tiles_for(input, linear_weight)
+    tiles = tiles or tiles_for(input)
     block_n, block_v, block_d = tiles.block_n, tiles.block_v, tiles.block_d
-    use_tma = tiles.tma and all(tensor is None or fits_tma(tensor) for tensor in (input, linear_weight, out))
+    use_tma = tiles.tma and all(map(fits_tma, (input, linear_weight, out)))
     matrices = [input, linear_weight, out]
     if use_tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         blocks = ([block_n, block_d], [block_v, block_d], [block_n, block_v // 2 if tiles.store_halves else block_v])
-        matrices = [
-            None if tensor is None else TensorDescriptor.from_tensor(tensor, block)
-            for tensor, block in zip(matrices, blocks)
-        ]
+        matrices = descriptors(matrices, blocks)
     grid_tiles = triton.cdiv(n, block_n) * triton.cdiv(num_classes, block_v)
     programs = min(grid_tiles, tiles.programs_per_sm * multiprocessors(input))
     logits_gemm_kernel[(programs,)](
@@ -208,6 +209,7 @@ def launch_logits_gemm(
         logit_options,
         epilogue,
         guard,
+        kept,
         n,
         hidden,
         num_classes,
@@ -229,10 +231,3 @@ def launch_logits_gemm(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-
-
-def fits_tma(tensor: Tensor) -> bool:
-    """Rows contiguous and apart, base and row stride multiples of 16 bytes: what a tensor map can address."""
-    stride, unit = tensor.stride()
-    aligned = stride * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
-    return unit == 1 and stride >= tensor.shape[1] and aligned

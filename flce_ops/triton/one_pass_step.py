@@ -1,14 +1,17 @@
-"""Chunks of rows in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
+"""Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
 
-    E = exp(z - reference), row sums s              Triton GEMM, the exponentials rounded once     exponentials.py
+    rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
+    E = exp(z - reference), row sums s              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                the row finisher the step was given            finish_rows.py
-    grad_linear_weight += E.T @ (c input)           cuBLAS                    of few rows:         split_product.py
-    grad_input[rows]    = c (E @ linear_weight)     cuBLAS into float32 blocks, one rounding       grad_input.py
+    grad_linear_weight += E.T @ (c rows)            rounded once, in the end                       weight_gradient.py
+    grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
+    grad_input to where its tokens are                                                             spread_rows.py
 
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +22,37 @@ from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.gemm import Gradients, accumulate
-from flce_ops.triton.grad_input import float32_memory, write_grad_input
+from flce_ops.triton.gather_tokens import launch_gather_tokens
+from flce_ops.triton.gradients import Gradients
+from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces, float32_memory
+from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.lead import Lead, places, scratch_of
-from flce_ops.triton.reference_logit import launch_reference_logit
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
-from flce_ops.triton.split_product import SPLIT_AT_MOST, add_split_product
+from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 
-Pieces = list[tuple[slice, Tensor]]  # columns of the vocabulary, (n, columns) of E
 # What the rows of a chunk make, and their argmax if it is asked for. Between ranks the sums are exchanged here.
 FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
 
+# c rows go into the GEMM as two half numbers instead of one. A target's row of grad_linear_weight is often one token's:
+# c input times an entry of E that is exact with its factor (finish_rows.py). Rounding c input alone moves it by a step,
+# where the logits' gradient in half, as plain torch has it, is a power of two or near one. In an emulation
+# (benchmarks/NOTES.md) 1.6e-3 becomes 7e-5 at 16 tokens, reduction="sum" and 64000 classes (plain torch 1.3e-4), 2.3e-3
+# becomes 1.7e-3 at 60 tokens, "mean" (plain torch 3.8e-3). Up to so many tokens the GEMM waits for grad_linear_weight's
+# own bytes all the same.
+SPLIT_AT_MOST = 128
 
-def tokens_of(
-    operands: Operands,
-    logit_options: LogitOptions,
-    target_weight: Tensor | None,  # (N,) float32
-    row_scale: Tensor,  # (N,)
-    losses: Tensor,  # (N,) out
-    *,
-    ignore_index: int,
-    vocab_start: int = 0,
-) -> Tokens:
-    at_target = launch_reference_logit(operands, logit_options, ignore_index=ignore_index, vocab_start=vocab_start)
-    return Tokens(*at_target, operands.target, target_weight, row_scale, losses)
+
+class PerToken(NamedTuple):
+    """(N,) as the tokens stand; out but for the first two."""
+
+    weight: Tensor | None  # float32, the class weight of the target
+    row_scale: Tensor
+    losses: Tensor
+    argmax: Tensor | None  # if it is asked for
 
 
 class OnePassStep:
@@ -56,112 +62,114 @@ class OnePassStep:
         self,
         operands: Operands,
         logit_options: LogitOptions,
-        tokens: Tokens,
+        kept: Kept,
+        per_token: PerToken,
         gradients: Gradients,
-        argmax: Tensor | None,  # (N,) out
         cut: Cut,
         finish_rows: FinishRows,
         smoothing: SmoothingTerms | None = None,
+        vocab_start: int = 0,
     ) -> None:
-        self.input, self.linear_weight, _, self.linear_bias, _ = operands
-        self.logit_options, self.tokens, self.argmax = logit_options, tokens, argmax
-        self.grad_input, self.grad_weight, self.bias_sum = gradients
+        self.operands, self.vocab_start = operands, vocab_start
+        self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
+        self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
-        self.grad_weight_acc = self.grad_weight
-        if cut.accum_float32 and not cut.recompute:
-            self.grad_weight_acc = torch.empty_like(self.grad_weight, dtype=torch.float32)
-        self.weight_is_empty = True
-        if smoothing is not None and self.grad_weight is not None:
-            smoothing.start_weight_gradient(self.grad_weight_acc)
-            self.weight_is_empty = False
+        self.weight_gradient = None
+        if grad_weight is not None:
+            outer = None if smoothing is None else smoothing.weight_terms()
+            several = len(cut.chunks) + (cut.lead is not None) > 1
+            self.weight_gradient = WeightGradient(grad_weight, several=several, outer=outer)
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:
             return
+        input, linear_weight = self.operands[:2]
         count = chunks[0].stop - chunks[0].start
-        num_classes, size = self.linear_weight.shape[0], self.input.dtype.itemsize
-        exponentials = self.input.new_empty(count, padded(num_classes, size))
-        # c input is held in the rows of grad_input, which are written after its last use
-        apart = self.input.new_empty(count, self.input.shape[1]) if self.grad_input is None else None
-        for rows in chunks:
-            pieces = [(slice(0, num_classes), exponentials[: rows.stop - rows.start, :num_classes])]
-            finished = self.exponentiate(rows, pieces)
-            scaled = self.grad_input[rows] if apart is None else apart[: rows.stop - rows.start]
-            self.add_to_weight(rows, pieces, finished, scaled)
-            self.write_input(rows, pieces, finished)
+        num_classes, size = linear_weight.shape[0], input.dtype.itemsize
+        exponentials = input.new_empty(count, padded(num_classes, size))
+        # the kept tokens wait in the rows of grad_input, which are written after their last use
+        apart = input.new_empty(count, input.shape[1]) if self.grad_input is None else None
+        for chunk in chunks:
+            n = chunk.stop - chunk.start
+            pieces = [(slice(0, num_classes), exponentials[:n, :num_classes])]
+            rows = self.grad_input[chunk] if apart is None else apart[:n]
+            tokens, finished = self.exponentiate(chunk, rows, pieces)
+            self.add_to_weight(tokens, rows, pieces, finished)
+            self.write_input(chunk, tokens, pieces, finished, self.product_memory(chunk))
 
     def run_lead(self, lead: Lead) -> None:
-        rows = slice(0, lead.rows)
-        pieces = list(zip(lead.columns, places(lead, self.grad_weight, self.input.new_empty(lead.workspace_numbers))))
-        scratch = scratch_of(lead, self.grad_weight)
-        finished = self.exponentiate(rows, pieces, scratch)
-        self.write_input(rows, pieces, finished, scratch)  # first, because add_to_weight overwrites E
-        later = slice(lead.rows, 2 * lead.rows)
-        apart = self.input.new_empty(lead.rows, self.input.shape[1]) if lead.scaled_apart else None
-        self.add_to_weight(rows, pieces[::-1], finished, self.grad_input[later] if apart is None else apart)
+        chunk, input, grad_weight = slice(0, lead.rows), self.operands.input, self.weight_gradient.out
+        pieces = list(zip(lead.columns, places(lead, grad_weight, input.new_empty(lead.workspace_numbers))))
+        scratch = scratch_of(lead, grad_weight)
+        apart = input.new_empty(lead.rows, input.shape[1]) if lead.rows_apart else None
+        rows = self.grad_input[lead.rows : 2 * lead.rows] if apart is None else apart
+        tokens, finished = self.exponentiate(chunk, rows, pieces, scratch)
+        self.write_input(chunk, tokens, pieces, finished, scratch)  # first, because add_to_weight overwrites E
+        self.add_to_weight(tokens, rows, pieces[::-1], finished)
 
-    def exponentiate(self, rows: slice, pieces: Pieces, scratch: Tensor | None = None) -> FinishedRows:
-        """E' into the pieces, the rows' losses, their share of grad_linear_bias."""
-        tokens = self.tokens.of(rows)
+    def exponentiate(
+        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+    ) -> tuple[Tokens, FinishedRows]:
+        """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
+        kept, (weight, row_scale, losses, argmax) = self.kept.of(chunk), self.per_token
+        at_target = launch_gather_tokens(kept, self.operands, self.logit_options, rows, vocab_start=self.vocab_start)
+        tokens = Tokens(kept, *at_target, weight, row_scale, losses)
         sums = launch_exponentials(
-            self.input[rows],
-            self.linear_weight,
-            self.linear_bias,
+            rows,
+            self.operands.linear_weight,
+            self.operands.linear_bias,
             None if self.smoothing is None else self.smoothing.class_weight,
+            kept,
             reference_logit=tokens.target_logit.clone(),
             pieces=pieces,
             logit_sum=self.smoothing is not None,
-            argmax=self.argmax is not None,
+            argmax=argmax is not None,
             logit_options=self.logit_options,
             scratch=scratch,
         )
-        finished, argmax = self.finish_rows(tokens, sums)
-        if self.argmax is not None:
-            self.argmax[rows] = argmax
+        finished, columns = self.finish_rows(tokens, sums)
+        if argmax is not None:
+            store_by_token(argmax, columns, kept)
         for cols, piece in pieces:
-            launch_set_entries(piece, tokens.column, finished.entry, start=cols.start)
+            launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
             if self.bias_sum is not None:
-                self.bias_sum[cols] += weighted_column_sum(piece, finished.weight_factor)
-        return finished
+                self.bias_sum[cols] += weighted_column_sum(piece, finished.weight_factor, kept)
+        return tokens, finished
 
-    def add_to_weight(self, rows: slice, pieces: Pieces, finished: FinishedRows, scaled: Tensor) -> None:
-        """grad_linear_weight += E'.T @ (c input); `scaled`, (n, D), is memory for c input."""
-        if self.grad_weight is None:
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
+        """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
+        if self.weight_gradient is None:
             return
-        few = self.input.shape[0] <= SPLIT_AT_MOST
-        if not few:
-            launch_scale_rows(self.input[rows], finished.weight_factor, scaled)
+        low = torch.empty_like(rows) if self.operands.input.shape[0] <= SPLIT_AT_MOST else None
+        launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=low)
         for cols, piece in pieces:
-            out, first = self.grad_weight_acc[cols], self.weight_is_empty
-            if few:
-                add_split_product(out, piece, self.input[rows], finished.weight_factor, first=first)
-            else:
-                accumulate(out, piece.T, scaled, first=first)
-        self.weight_is_empty = False
+            self.weight_gradient.add(cols, piece, rows, tokens.kept, first=tokens.kept.start == 0, low=low)
 
-    def write_input(self, rows: slice, pieces: Pieces, finished: FinishedRows, memory: Tensor | None = None) -> None:
-        """grad_input[rows] = c (E' @ linear_weight) and the residual.
-
-        `memory`, flat float32, is for the product: rows of grad_input that nothing has written, if it is None.
-        """
+    def write_input(
+        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
+    ) -> None:
+        """grad_input = c (E' @ linear_weight) and the residual, in the order of the kept tokens."""
         if self.grad_input is None:
             return
-        write_grad_input(
-            self.grad_input[rows],
-            pieces,
-            self.linear_weight,
-            self.tokens.column[rows],
-            finished.row_factor,
-            finished.residual,
-            nbytes=self.cut.product_bytes,
-            memory=float32_memory(self.grad_input[rows.stop :]) if memory is None else memory,
-            copies=self.cut.copies,
-            outer=None if self.smoothing is None else self.smoothing.input_terms(rows),
+        outer = (None, None) if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
+        finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
+        columns = [cols for cols, _ in pieces]
+        gradient = InputGradient(
+            self.grad_input[chunk], self.operands.linear_weight, finish, tokens.kept, columns, product
         )
+        for cols, piece in pieces:
+            gradient.add(cols, piece)
+        gradient.close()
 
-    def finish(self) -> None:
-        """grad_linear_weight, rounded; what smoothing takes from grad_linear_bias."""
-        if self.grad_weight_acc is not self.grad_weight:
-            self.grad_weight.copy_(self.grad_weight_acc)
-        if self.bias_sum is not None and self.smoothing is not None:
-            self.smoothing.subtract_from_bias(self.bias_sum)
+    def product_memory(self, chunk: slice) -> Tensor:
+        """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""
+        if self.grad_input is None:
+            return self.per_token.losses[:0]
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
+        return later if later.shape[0] >= numbers else self.per_token.losses.new_empty(numbers)
+
+
+def store_by_token(out: Tensor, values: Tensor, kept: Kept) -> None:
+    """out[order_i] = values_i of the kept tokens, -1 of the others."""
+    held = torch.arange(values.shape[0], device=values.device) < kept.count - kept.start
+    out.index_copy_(0, kept.order.long(), torch.where(held, values, -1))

@@ -5,36 +5,47 @@ H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 row
 """
 
 import torch
-from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.meta.arguments import Backward, WithGrad
-from flce_ops.triton.backward import add_gradients
-from flce_ops.triton.forward import launch_forward
-from flce_ops.triton.gemm import Gradients
+from flce_ops.meta.arguments import Backward, Forward, WithGrad
+from flce_ops.triton.backward import run_backward
+from flce_ops.triton.forward import run_forward
+from flce_ops.triton.gradients import Gradients
+from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.one_pass_step import PerToken
+from flce_ops.triton.weight_gradient import WeightGradient
 
-# n tokens, D hidden, V vocabulary
+# N tokens, n of them here
 
 
 def recompute_step(
-    call: WithGrad,  # of n tokens
-    losses: Tensor,  # (n,) out
-    gradients: Gradients,  # input (n, D)
-    argmax: Tensor | None,  # (n,) out
-    *,
-    first: bool,
-) -> None:
+    call: WithGrad,  # of N tokens
+    kept: Kept,  # the tokens to take
+    place: torch.Tensor,  # (N,) of each token in the order of all kept ones
+    per_token: PerToken,
+    gradients: Gradients,  # input: (n, D), in the order of `kept`
+    weight_gradient: WeightGradient | None,
+) -> list[slice]:
+    """The ranges of rows it took."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, _, _, columns, lse_rest = launch_forward(
-        *operands, logit_sum=bool(call.loss.label_smoothing), argmax=argmax is not None, **logits
+    forward = Forward.bind(
+        *operands, logit_sum=bool(call.loss.label_smoothing), argmax=per_token.argmax is not None, **logits
     )
-    if argmax is not None:
-        argmax.copy_(columns)
+    outputs = meta.forward_outputs(*forward.values())
+    run_forward(forward, kept, outputs)
+    target_logit, lse, logit_sum, _, _, columns, lse_rest = outputs
+    here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
-    terms, found, valid = losses_of_rows(operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows)
-    losses.copy_(found)
-    cotangents = terms.cotangents(target_logit, lse, torch.where(valid, call.row_scale, 0.0))
+    terms, losses, valid = losses_of_rows(
+        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+    )
+    mine = here | ~valid
+    per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
+    if per_token.argmax is not None:
+        per_token.argmax.copy_(torch.where(mine, torch.where(valid, columns, -1), per_token.argmax))
+    cotangents = terms.cotangents(target_logit, lse, torch.where(here, call.row_scale, 0.0))
     backward = Backward.bind(
         *cotangents,
         *operands,
@@ -43,4 +54,4 @@ def recompute_step(
         output_mask=[wanted is not None for wanted in gradients],
         lse_rest=lse_rest,
     )
-    add_gradients(backward, gradients, first=first)
+    return run_backward(backward, kept, gradients, weight_gradient)

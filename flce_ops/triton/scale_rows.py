@@ -1,4 +1,6 @@
-"""out = factor matrix, by rows, rounded once; and what that rounding took, where there is memory for it.
+"""out = factor matrix, by rows of kept tokens, rounded once; and what that rounding took, where there is memory for it.
+
+Behind the kept rows, up to a multiple of 128, stand zeros.
 
 ATen takes 3 x the time for a half matrix and a float32 factor.
 """
@@ -6,6 +8,8 @@ ATen takes 3 x the time for a half matrix and a float32 factor.
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 
 # n rows, C columns
 
@@ -16,17 +20,21 @@ def scale_rows_kernel(
     factor_ptr,  # (n,) float32
     out_ptr,  # (n, C)
     rest_ptr,  # (n, C) out, strides as out's; or None
+    kept,  # Kept
+    n,
     C,
     stride_matrix_n,
-    stride_matrix_c,
     stride_out_n,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = cols < C
-    places = row * stride_matrix_n + cols.to(tl.int64) * stride_matrix_c
-    value = tl.load(matrix_ptr + places, mask=mask, other=0.0).to(tl.float32) * tl.load(factor_ptr + row)
+    count = kept_rows(kept, n)
+    mask = (cols < C) & (row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE)
+    factor = tl.load(factor_ptr + row, mask=row < count, other=0.0)
+    value = (
+        tl.load(matrix_ptr + row * stride_matrix_n + cols, mask=mask & (row < count), other=0.0).to(tl.float32) * factor
+    )
     rounded = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_n + cols, rounded, mask=mask)
     if rest_ptr is not None:
@@ -35,10 +43,11 @@ def scale_rows_kernel(
         tl.store(rest_ptr + row * stride_out_n + cols, rest.to(rest_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
-    assert out.stride(1) == 1 and (rest is None or rest.stride() == out.stride())
+def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, kept: Kept, rest: Tensor | None = None) -> None:
+    """`out` may be `matrix`."""
+    assert matrix.stride(1) == out.stride(1) == 1 and (rest is None or rest.stride() == out.stride())
     rows, columns = matrix.shape
     block = min(2048, triton.next_power_of_2(columns))
     scale_rows_kernel[(rows, triton.cdiv(columns, block))](
-        matrix, factor, out, rest, columns, *matrix.stride(), out.stride(0), BLOCK_C=block, num_warps=4
+        matrix, factor, out, rest, kept, rows, columns, matrix.stride(0), out.stride(0), BLOCK_C=block, num_warps=4
     )

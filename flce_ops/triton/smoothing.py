@@ -6,10 +6,10 @@ with a the row scales and w the class weights. Its products are outer products, 
     K @ linear_weight = kappa a (w @ linear_weight)     K.T @ input = kappa w (a @ input)     K.T @ 1 = kappa w sum(a)
 """
 
-import torch
 from torch import Tensor
 
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.kept_tokens import Kept
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -29,17 +29,13 @@ class SmoothingTerms:
         self.weight_columns = weighted_column_sum(linear_weight, class_weight)  # (D,)
         self.input_columns = weighted_column_sum(input, row_scale)  # (D,)
 
-    def input_terms(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Two vectors whose outer product is added to grad_input[rows]."""
-        return -self.kappa * self.row_scale[rows], self.weight_columns
+    def input_terms(self, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Two vectors whose outer product is added to grad_input of the kept tokens."""
+        return -self.kappa * self.row_scale[kept.order.long()], self.weight_columns
 
-    def start_weight_gradient(self, grad_weight: Tensor) -> None:
-        """grad_weight = -K.T @ input, before the chunks are added: what is rounded here is small beside their sum."""
-        columns = -self.kappa * self.input_columns
-        if self.class_weight is None:
-            grad_weight.copy_(columns.expand_as(grad_weight))
-        else:
-            torch.mul(self.class_weight[:, None], columns, out=grad_weight)
+    def weight_terms(self) -> tuple[Tensor | None, Tensor]:
+        """Two vectors, the first None for 1, whose outer product is added to grad_linear_weight."""
+        return self.class_weight, -self.kappa * self.input_columns
 
     def subtract_from_bias(self, grad_bias: Tensor) -> None:
         total = self.kappa * self.row_scale.sum()

@@ -1,4 +1,4 @@
-"""Tile shapes of the logits GEMM: a table by architecture, the measurement beside each line; no run-time autotuning."""
+"""Tile shapes of the three GEMMs: a table by architecture, the measurement beside each line; no run-time autotuning."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,50 @@ INTERPRETER = Tiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=Fa
 
 
 def tiles_of_architecture(capability: int, hidden: int) -> Tiles:
-    """`capability` as 90 for sm_90. Only data-centre chips since Hopper have 227 KiB of shared memory beside TMA."""
-    if capability // 10 not in (9, 10):
+    """`capability` as 90 for sm_90."""
+    if not data_centre_chip(capability):
         return AMPERE
     return HOPPER if hidden > 1024 else HOPPER_SHALLOW
+
+
+@dataclass(frozen=True)
+class GradientTiles:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8  # blocks of classes that are swept together
+    tma: bool = True
+    flatten: bool = True
+    store_halves: bool = False
+
+
+# H200, TFLOP/s at 2048x4096x128256 / 4096x1536x50257 / 2048x896x151936
+#   input       712 / 661 / 551   these tiles, V in three parts; cuBLAS 713 / 794 / 628
+#               719 / 440 / 346   256x128, one part
+#   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
+#               644 / 632 / 563   a later chunk; cuBLAS, which rounds the sum, 663 / 396 / 649
+#               566 / 623 / 530   a later chunk, not flattened
+# "input" walks few long tiles, whose ends need no overlap.
+GRADIENT_TILES = {
+    "input": {
+        "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=4),
+        "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
+        "interpreter": GradientTiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
+    },
+    "weight": {
+        "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3, store_halves=True),
+        "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
+        "interpreter": GradientTiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
+    },
+}
+
+
+def data_centre_chip(capability: int) -> bool:
+    """Only those since Hopper have 227 KiB of shared memory beside TMA."""
+    return capability // 10 in (9, 10)
+
+
+def gradient_tiles_of_architecture(gradient: str, capability: int) -> GradientTiles:
+    return GRADIENT_TILES[gradient]["hopper" if data_centre_chip(capability) else "ampere"]

@@ -1,0 +1,116 @@
+"""The kept tokens of a chunk, side by side, with their target's logit: the reference of the exponentials.
+
+                D                  D                 D
+           ┌─────────┐        ┌─────────┐       ┌─────────┐
+           │         │   1    │ ▓▓▓▓▓▓▓ │       │         │
+         1 │ ▓▓▓▓▓▓▓ │  --->  │ ░░░░░░░ │   ·   │ ███████ │ target
+         4 │ ░░░░░░░ │   4    │ 0 0 0 0 │       │         │
+           └─────────┘        └─────────┘       └─────────┘
+            input              rows              linear_weight
+
+And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.logits_gemm import base2_logits, number_at
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+
+@triton.jit
+def gather_tokens_kernel(
+    kept,  # Kept
+    input_ptr,  # (N, D)
+    weight_ptr,  # (V, D)
+    bias_ptr,  # (V,)
+    target_ptr,  # (N,)
+    rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
+    logit_ptr,  # (n,) out, base 2
+    dz_du_ptr,  # (n,) out, dz/du / logit_scale; written with a softcap
+    column_ptr,  # (n,) out, int64: the target's among these columns, -1 elsewhere
+    n,
+    V,
+    D,
+    stride_input_n,
+    stride_input_d,
+    stride_weight_v,
+    stride_weight_d,
+    stride_rows_n,
+    vocab_start,
+    logit_options,  # LogitOptions
+    BLOCK_D: tl.constexpr,
+):
+    """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
+    row = tl.program_id(0)
+    count = kept_rows(kept, n)
+    if row < count:
+        token = tl.load(kept.order + row).to(tl.int64)
+        column = tl.load(target_ptr + token).to(tl.int64) - vocab_start
+        hit = (column >= 0) & (column < V)
+        tl.store(column_ptr + row, tl.where(hit, column, -1))
+        column = tl.where(hit, column, 0)
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        for start in range(0, D, BLOCK_D):
+            d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+            x = tl.load(input_ptr + token * stride_input_n + d * stride_input_d, mask=d < D, other=0.0)
+            w = tl.load(weight_ptr + column * stride_weight_v + d * stride_weight_d, mask=d < D, other=0.0)
+            tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, x, mask=d < D)
+            acc += x.to(tl.float32) * w.to(tl.float32)
+        bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column).to(tl.float32)
+        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+        z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_options, logit_scale, softcap)
+        tl.store(logit_ptr + row, z2)
+        if logit_options.softcap is not None:
+            tl.store(dz_du_ptr + row, dz_du)
+    elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            zeros = tl.zeros((BLOCK_D,), rows_ptr.dtype.element_ty)
+            tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, zeros, mask=d < D)
+
+
+def launch_gather_tokens(
+    kept: Kept,
+    operands: Operands,  # of N tokens
+    logit_options: LogitOptions,
+    rows: Tensor,  # (n, D) out
+    *,
+    vocab_start: int,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(n,) each: the logit in base 2, with a softcap dz/du / logit_scale, and the target's column (-1 if not here)."""
+    assert rows.stride(1) == 1
+    input, linear_weight, target, linear_bias, _ = operands
+    n, hidden = rows.shape
+    logit = input.new_empty(n, dtype=torch.float32)
+    dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
+    column = input.new_empty(n, dtype=torch.int64)
+    gather_tokens_kernel[(n,)](
+        kept,
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        rows,
+        logit,
+        dz_du,
+        column,
+        n,
+        linear_weight.shape[0],
+        hidden,
+        *input.stride(),
+        *linear_weight.stride(),
+        rows.stride(0),
+        vocab_start,
+        logit_options,
+        BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+        num_warps=4,
+    )
+    return logit, dz_du, column

@@ -1,0 +1,143 @@
+"""The factors of a row of the logit gradient, once its lse is known: what the epilogue "gradient" reads.
+
+    G_ij = (row_factor_i + shift_factor_i (z_ij - lse_i)) p_ij + sum_factor_i w_j,  and at the target + target_i
+
+of the cotangents of target_logit, lse, logit_sum and expected_logit, m:
+
+    row_factor = d_lse + d_m (1 + lse - m)      shift_factor = d_m      sum_factor = d_sum      target = d_target
+
+as the derivative of m = sum_j p_j z_j by z_j is p_j (1 + z_j - m). Logits are in base 2 (times log2 e) in kernels.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.epilogues import Gradient
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.logits_gemm import LOG2E, number_at
+
+# N tokens, n rows of a chunk, V vocabulary
+
+BLOCK_N = 64
+
+
+class PerToken(NamedTuple):
+    """(N,) float32, as the tokens stand; None where absent."""
+
+    lse: Tensor
+    lse_rest: Tensor | None
+    expected_logit: Tensor | None
+    grad_target_logit: Tensor | None
+    grad_lse: Tensor | None
+    grad_logit_sum: Tensor | None
+    grad_expected_logit: Tensor | None
+
+
+@triton.jit
+def of_tokens(pointer, token, mask):
+    return tl.load(pointer + token, mask=mask, other=0.0)
+
+
+@triton.jit
+def gradient_factors_kernel(
+    tokens,  # PerToken
+    target_logit2_ptr,  # (n,)
+    dz_du_ptr,  # (n,) dz/du / logit_scale at the target; None without a softcap
+    column_ptr,  # (n,) the target's, -1 where it is not here
+    rows,  # Gradient, out, its class weights apart
+    at_target_ptr,  # (n,) out, G at the target
+    residual_ptr,  # (n,) out, what rounding it takes
+    logit_scale_ptr,  # ()
+    kept,  # Kept
+    n,
+    HALF: tl.constexpr,  # dtype of G
+    BLOCK_N: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=mask, other=0)
+    column = tl.load(column_ptr + i, mask=mask, other=-1)
+    target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
+    scale = number_at(logit_scale_ptr)
+
+    lse = of_tokens(tokens.lse, token, mask)
+    lse64 = lse.to(tl.float64)
+    if tokens.lse_rest is not None:
+        lse64 += of_tokens(tokens.lse_rest, token, mask).to(tl.float64)
+    exact_lse2 = lse64 * tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
+    lse2 = exact_lse2.to(tl.float32)
+    share = tl.exp2((lse2.to(tl.float64) - exact_lse2).to(tl.float32))  # of exp2(z2 - lse2): what rounding lse2 takes
+
+    row_factor = tl.zeros((BLOCK_N,), tl.float32)
+    if tokens.grad_lse is not None:
+        row_factor += of_tokens(tokens.grad_lse, token, mask)
+    if tokens.grad_expected_logit is not None:
+        grad_expected = of_tokens(tokens.grad_expected_logit, token, mask)
+        row_factor += grad_expected * (1.0 + lse - of_tokens(tokens.expected_logit, token, mask))
+    row_factor *= share
+    at_target = row_factor
+    if tokens.grad_expected_logit is not None:
+        shift_factor = grad_expected / LOG2E * share
+        # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
+        distance = target_logit2 - lse2
+        at_target += shift_factor * tl.where(distance < -1e4, -1e4, distance)
+        tl.store(rows.shift_factor + i, shift_factor * scale, mask=mask)
+    at_target *= tl.exp2(target_logit2 - lse2)
+    if tokens.grad_target_logit is not None:
+        at_target += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
+    if tokens.grad_logit_sum is not None:
+        sum_factor = of_tokens(tokens.grad_logit_sum, token, mask)
+        tl.store(rows.sum_factor + i, sum_factor * scale, mask=mask)
+        if rows.class_weight is not None:
+            sum_factor *= tl.load(rows.class_weight + tl.where(column >= 0, column, 0), mask=mask, other=0.0)
+        at_target += sum_factor
+    if dz_du_ptr is not None:
+        at_target *= tl.load(dz_du_ptr + i, mask=mask, other=0.0)
+    at_target *= scale
+    tl.store(rows.reference_logit + i, lse2, mask=mask)
+    tl.store(rows.row_factor + i, row_factor * scale, mask=mask)
+    tl.store(at_target_ptr + i, at_target, mask=mask)
+    tl.store(residual_ptr + i, at_target - at_target.to(HALF).to(tl.float32), mask=mask)
+
+
+def launch_gradient_factors(
+    tokens: PerToken,
+    at_target: tuple[Tensor, Tensor | None, Tensor],  # of gather_tokens.py
+    class_weight: Tensor | None,  # (V,) float32
+    dtype: torch.dtype,  # of G
+    kept: Kept,
+    *,
+    logit_scale: Tensor | None,  # ()
+) -> tuple[Gradient, Tensor, Tensor]:
+    """The epilogue's operands; (n,) each: G at the target in float32, and what its rounding takes."""
+    target_logit2, dz_du, column = at_target
+    n = column.shape[0]
+    lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = tokens.lse.new_empty(6, n).unbind()
+    rows = Gradient(
+        lse2,
+        row_factor,
+        class_weight,
+        None if tokens.grad_logit_sum is None else sum_factor,
+        None if tokens.grad_expected_logit is None else shift_factor,
+    )
+    half = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+    gradient_factors_kernel[(triton.cdiv(n, BLOCK_N),)](
+        tokens,
+        target_logit2,
+        dz_du,
+        column,
+        rows,
+        at_target_entry,
+        residual,
+        logit_scale,
+        kept,
+        n,
+        HALF=half,
+        BLOCK_N=BLOCK_N,
+        num_warps=2,
+    )
+    return rows, at_target_entry, residual

@@ -1,0 +1,294 @@
+"""grad_input of a chunk of tokens: E @ linear_weight in float32, rounded once.
+
+                V                    D
+        ┌───────────────┐        ┌───────┐
+      n │       E       │  @   V │   W   │     grad_input_i = c_i (E @ W)_i + residual_i W_(column_i)  (+ u_i v)
+        └───────────────┘        └───────┘
+
+residual_i is what rounding took from the target's entry of E (finish_rows.py), u v what label smoothing adds.
+
+Tiles of (n, D) are few and each is long. Where they do not fill the multiprocessors evenly, V is split into S parts
+whose products wait in float32 memory until they are added: 1408 tokens of 4096 features are 176 tiles, 1.33 rounds of
+132 programs; in three parts 528, 4 rounds of a third. The device takes the best S that the memory allows, since it
+alone knows how many tokens there are. One part is finished where it is made and needs no memory.
+
+                                               H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm_operands import descriptors, fits_tma
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.target import gradient_tiles_for, multiprocessors
+
+# n tokens of a chunk, D hidden, V vocabulary, S parts of it
+
+Pieces = list[tuple[slice, Tensor]]  # columns of the vocabulary, (n, columns) of E
+
+MOST_PARTS = tl.constexpr(16)
+TILE_OVERHEAD = tl.constexpr(8)  # of filling the pipeline and storing a tile, in steps of its main loop
+
+
+class Finish(NamedTuple):
+    """What makes grad_input of the product; (n,) each but v."""
+
+    row_factor: Tensor | None  # c_i; None for 1
+    column: Tensor  # int64, the target's, -1 where there is none
+    residual: Tensor
+    u: Tensor | None = None
+    v: Tensor | None = None  # (D,)
+
+
+@triton.jit
+def parts_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """S, of those whose products fit `numbers` the one whose rounds of PROGRAMS tiles are the shortest."""
+    tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
+    parts = 1 + tl.arange(0, MOST_PARTS)
+    rounds = (tiles * parts + PROGRAMS - 1) // PROGRAMS
+    steps = rounds * ((depth + parts - 1) // parts + TILE_OVERHEAD)
+    fits = (parts == 1) | (parts <= numbers // tl.maximum(count * D, 1))
+    return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
+
+
+@triton.jit
+def finished_tile(
+    product,  # (BLOCK_M, BLOCK_N) of E @ W
+    rows,
+    cols,
+    row_mask,
+    col_mask,
+    finish,  # Finish
+    weight_ptr,  # (V, D)
+    stride_weight_v,
+    stride_weight_d,
+):
+    mask = row_mask[:, None] & col_mask[None, :]
+    if finish.row_factor is not None:
+        product *= tl.load(finish.row_factor + rows, mask=row_mask, other=0.0)[:, None]
+    column = tl.load(finish.column + rows, mask=row_mask, other=-1)
+    residual = tl.where(column >= 0, tl.load(finish.residual + rows, mask=row_mask, other=0.0), 0.0)
+    weight = tl.load(
+        weight_ptr
+        + tl.where(column >= 0, column, 0)[:, None] * stride_weight_v
+        + cols.to(tl.int64)[None, :] * stride_weight_d,
+        mask=mask & (column >= 0)[:, None],
+        other=0.0,
+    )
+    product += residual[:, None] * weight.to(tl.float32)
+    if finish.u is not None:
+        u = tl.load(finish.u + rows, mask=row_mask, other=0.0)
+        product += u[:, None] * tl.load(finish.v + cols, mask=col_mask, other=0.0)[None, :]
+    return product
+
+
+@triton.jit
+def input_gradient_kernel(
+    exponentials_ptr,  # (n, v): tensor descriptor with USE_TMA, else a pointer
+    classes_ptr,  # (v, D): likewise, rows of linear_weight
+    weight_ptr,  # (V, D)
+    product_ptr,  # (S, count, D) float32; out, or added to
+    out_ptr,  # (n, D) out
+    finish,  # Finish
+    kept,  # Kept
+    n,
+    D,
+    v,
+    numbers,  # of `product`
+    depth_of_parts,  # steps of the longest piece's main loop: all pieces are cut into as many parts
+    stride_exponentials_n,
+    stride_weight_v,
+    stride_weight_d,
+    stride_out_n,
+    WHOLE: tl.constexpr,  # the piece is all of V
+    FIRST: tl.constexpr,  # of the pieces
+    USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # tokens
+    BLOCK_N: tl.constexpr,  # features
+    BLOCK_K: tl.constexpr,  # classes
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    count = kept_rows(kept, n)
+    row_blocks = tl.cdiv(count, BLOCK_M)
+    tiles = row_blocks * tl.cdiv(D, BLOCK_N)
+    depth = tl.cdiv(v, BLOCK_K)
+    parts = parts_of(count, D, depth_of_parts, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    steps = tl.cdiv(depth, parts)
+    for unit in tl.range(tl.program_id(0), tiles * parts, PROGRAMS):
+        part = unit // tiles
+        tile = unit % tiles
+        row_start = (tile % row_blocks) * BLOCK_M
+        col_start = (tile // row_blocks) * BLOCK_N
+        rows = row_start + tl.arange(0, BLOCK_M)
+        cols = col_start + tl.arange(0, BLOCK_N)
+        row_mask = rows < count
+        col_mask = cols < D
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(part * steps, min(part * steps + steps, depth)):
+            if USE_TMA:
+                a = exponentials_ptr.load([row_start, k * BLOCK_K])
+                b = classes_ptr.load([k * BLOCK_K, col_start])
+            else:
+                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
+                a = tl.load(
+                    exponentials_ptr + rows.to(tl.int64)[:, None] * stride_exponentials_n + ks[None, :],
+                    mask=row_mask[:, None] & (ks < v)[None, :],
+                    other=0.0,
+                )
+                b = tl.load(
+                    classes_ptr
+                    + ks.to(tl.int64)[:, None] * stride_weight_v
+                    + cols.to(tl.int64)[None, :] * stride_weight_d,
+                    mask=(ks < v)[:, None] & col_mask[None, :],
+                    other=0.0,
+                )
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        mask = row_mask[:, None] & col_mask[None, :]
+        places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
+        if WHOLE and parts == 1:
+            grad = finished_tile(
+                acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d
+            )
+            tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            product = product_ptr + (part.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
+            if not FIRST:
+                acc += tl.load(product, mask=mask, other=0.0)
+            tl.store(product, acc, mask=mask)
+
+
+@triton.jit
+def finish_product_kernel(
+    product_ptr,  # (S, count, D) float32
+    weight_ptr,  # (V, D)
+    out_ptr,  # (n, D) out
+    finish,  # Finish
+    kept,  # Kept
+    n,
+    D,
+    numbers,
+    depth_of_parts,
+    stride_weight_v,
+    stride_weight_d,
+    stride_out_n,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of the GEMM's tiles, as the next two
+    BLOCK_N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The sum of the parts, finished."""
+    count = kept_rows(kept, n)
+    parts = parts_of(count, D, depth_of_parts, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    if WHOLE and parts == 1:
+        return
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask = rows < count
+    col_mask = cols < D
+    mask = row_mask[:, None] & col_mask[None, :]
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for part in range(parts):
+        product = product_ptr + (part * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
+        acc += tl.load(product, mask=mask, other=0.0)
+    grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d)
+    places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
+    tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class InputGradient:
+    """grad_input of a chunk, from the pieces of its E one after another."""
+
+    def __init__(
+        self,
+        out: Tensor,  # (n, D) rows of grad_input
+        linear_weight: Tensor,  # (V, D)
+        finish: Finish,
+        kept: Kept,
+        columns: list[slice],  # of the pieces
+        product: Tensor,  # flat float32 memory; of several pieces it has to hold (n, D) numbers
+    ) -> None:
+        assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
+        self.out, self.linear_weight, self.finish, self.kept, self.product = out, linear_weight, finish, kept, product
+        self.tiles, self.programs = gradient_tiles_for(out, "input"), multiprocessors(out)
+        self.whole = len(columns) == 1
+        self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
+        self.numbers = min(product.shape[0], 2**31 - 1)
+
+    def add(self, columns: slice, piece: Tensor) -> None:  # (n, v)
+        assert piece.stride(1) == 1
+        tiles, classes = self.tiles, self.linear_weight[columns]
+        matrices = [piece, classes]
+        use_tma = tiles.tma and fits_tma(piece) and fits_tma(classes)
+        if use_tma:
+            matrices = descriptors(matrices, ([tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]))
+        input_gradient_kernel[(self.programs,)](
+            *matrices,
+            self.linear_weight,
+            self.product,
+            self.out,
+            self.finish,
+            self.kept,
+            *self.out.shape,
+            classes.shape[0],
+            self.numbers,
+            self.depth,
+            piece.stride(0),
+            *classes.stride(),
+            self.out.stride(0),
+            WHOLE=self.whole,
+            FIRST=columns.start == 0,
+            USE_TMA=use_tma,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            PROGRAMS=self.programs,
+            PRECISION="ieee" if piece.dtype == torch.float32 else "tf32",  # half operands ignore it
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+    def close(self) -> None:
+        n, hidden = self.out.shape
+        if self.whole and self.numbers < 2 * hidden:
+            return  # there is one part, whatever the count is
+        rows, columns = 8, 256
+        finish_product_kernel[(triton.cdiv(n, rows), triton.cdiv(hidden, columns))](
+            self.product,
+            self.linear_weight,
+            self.out,
+            self.finish,
+            self.kept,
+            n,
+            hidden,
+            self.numbers,
+            self.depth,
+            *self.linear_weight.stride(),
+            self.out.stride(0),
+            WHOLE=self.whole,
+            BLOCK_M=self.tiles.block_m,
+            BLOCK_N=self.tiles.block_n,
+            PROGRAMS=self.programs,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+
+def float32_memory(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as flat float32, from the first multiple of 16 bytes to the last.
+
+    Empty where there is none.
+    """
+    numbers = tensor.view(-1)
+    first = -numbers.storage_offset() % 8
+    count = (numbers.shape[0] - first) // 8 * 8
+    if count <= 0:
+        return numbers.new_empty(0, dtype=torch.float32)
+    return numbers[first : first + count].view(torch.float32)
