@@ -216,7 +216,7 @@ class InputGradient:
     ) -> None:
         assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
         self.out, self.linear_weight, self.finish, self.kept, self.product = out, linear_weight, finish, kept, product
-        self.tiles, self.programs = gradient_tiles_for(out, "input"), multiprocessors(out)
+        self.tiles, self.programs = gradient_tiles_for(out, "input", tma=fits_tma(linear_weight)), multiprocessors(out)
         self.whole = len(columns) == 1
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
         self.numbers = min(product.shape[0], 2**31 - 1)
@@ -225,8 +225,8 @@ class InputGradient:
         assert piece.stride(1) == 1
         tiles, classes = self.tiles, self.linear_weight[columns]
         matrices = [piece, classes]
-        use_tma = tiles.tma and fits_tma(piece) and fits_tma(classes)
-        if use_tma:
+        assert not tiles.tma or fits_tma(piece)
+        if tiles.tma:
             matrices = descriptors(matrices, ([tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]))
         input_gradient_kernel[(self.programs,)](
             *matrices,
@@ -244,7 +244,7 @@ class InputGradient:
             self.out.stride(0),
             WHOLE=self.whole,
             FIRST=columns.start == 0,
-            USE_TMA=use_tma,
+            USE_TMA=tiles.tma,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,

@@ -1,9 +1,9 @@
-"""The tokens that count, first: what is ignored costs neither time nor memory traffic, and the host never knows how many.
+"""The tokens that count, first: what is ignored costs no time, and the host never knows how much that is.
 
-    order   the kept tokens' indices in ascending order,       kernels walk it, a chunk of n places at a time
+    order   the kept tokens' indices in ascending order,       kernels walk it, n places at a time
             then the ignored ones'
     count   how many there are, a number on the device         kernels stop there
-    place   each token's place in `order`, -1 where ignored    to bring rows back in the end                spread_rows.py
+    place   each token's place in `order`, -1 where ignored    brings rows back in the end                spread_rows.py
 
 The host launches the chunks that all N tokens would take. A kernel of a chunk without kept tokens leaves at once.
 """

@@ -26,10 +26,11 @@ def tiles_for(input: Tensor) -> Tiles:
     return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
 
 
-def gradient_tiles_for(tensor: Tensor, gradient: str) -> GradientTiles:  # "input" | "weight"
+def gradient_tiles_for(tensor: Tensor, gradient: str, *, tma: bool) -> GradientTiles:  # "input" | "weight"
+    """`tma` says whether the operands' layout allows tensor maps."""
     if interpreted(tensor):
         return GRADIENT_TILES[gradient]["interpreter"]
-    return gradient_tiles_of_architecture(gradient, capability_of(tensor.device))
+    return gradient_tiles_of_architecture(gradient, capability_of(tensor.device), tma=tma)
 
 
 @functools.cache

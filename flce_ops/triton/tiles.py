@@ -49,7 +49,6 @@ class GradientTiles:
     group: int = 8  # blocks of classes that are swept together
     tma: bool = True
     flatten: bool = True
-    store_halves: bool = False
 
 
 # H200, TFLOP/s at 2048x4096x128256 / 4096x1536x50257 / 2048x896x151936
@@ -66,7 +65,7 @@ GRADIENT_TILES = {
         "interpreter": GradientTiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
     },
     "weight": {
-        "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3, store_halves=True),
+        "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3),
         "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
         "interpreter": GradientTiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
     },
@@ -78,5 +77,5 @@ def data_centre_chip(capability: int) -> bool:
     return capability // 10 in (9, 10)
 
 
-def gradient_tiles_of_architecture(gradient: str, capability: int) -> GradientTiles:
-    return GRADIENT_TILES[gradient]["hopper" if data_centre_chip(capability) else "ampere"]
+def gradient_tiles_of_architecture(gradient: str, capability: int, *, tma: bool) -> GradientTiles:
+    return GRADIENT_TILES[gradient]["hopper" if tma and data_centre_chip(capability) else "ampere"]

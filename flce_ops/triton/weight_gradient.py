@@ -55,7 +55,6 @@ def weight_gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-    STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     count = kept_rows(kept, n)
@@ -76,8 +75,6 @@ def weight_gradient_kernel(
         classes = class_start + tl.arange(0, BLOCK_M)
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
-        mask = class_mask[:, None] & (features < D)[None, :]
-        places = classes.to(tl.int64)[:, None] * stride_out_v + features[None, :]
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(depth):
@@ -108,68 +105,79 @@ def weight_gradient_kernel(
                 if class_factor_ptr is not None:
                     outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
                 acc += outer
-        else:
-            acc += stored_sum(
-                out_ptr, scale_ptr, class_start, feature_start, feature_block, places, mask, classes, class_mask,
-                stride_scale, BLOCK_M, BLOCK_N, USE_TMA, STORE_HALVES,
-            )  # fmt: skip
-        if USE_TMA:
-            dtype: tl.constexpr = out_ptr.dtype
-        else:
-            dtype: tl.constexpr = out_ptr.dtype.element_ty
-        result = acc.to(dtype)
-        if scale_ptr is not None:
-            largest = tl.max(tl.abs(acc), 1)
-            if goes_on:
-                tl.store(scale_ptr + feature_block * stride_scale + classes, largest * (1.0 / 32767.0), mask=class_mask)
-            integers = acc * tl.where(largest > 0.0, 32767.0 / largest, 0.0)[:, None]
-            integers = tl.where(integers < 0.0, integers - 0.5, integers + 0.5)
-            integers = tl.where(integers == integers, integers, NAN_AS_INTEGER).to(tl.int16)
-            result = tl.where(goes_on, integers.to(dtype, bitcast=True), result)
-        if USE_TMA:
-            if STORE_HALVES:
-                left, right = tl.split(tl.permute(tl.reshape(result, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-                out_ptr.store([class_start, feature_start], left)
-                out_ptr.store([class_start, feature_start + BLOCK_N // 2], right)
-            else:
-                out_ptr.store([class_start, feature_start], result)
-        else:
-            tl.store(out_ptr + places, result, mask=mask)
+        # One half after the other: both at once would not fit the registers beside what was stored.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            add_and_store(
+                left if half == 0 else right,
+                out_ptr,
+                scale_ptr,
+                class_start,
+                feature_start + half * (BLOCK_N // 2),
+                2 * feature_block + half,
+                goes_on,
+                D,
+                V,
+                stride_out_v,
+                stride_scale,
+                FIRST,
+                USE_TMA,
+                BLOCK_M,
+                BLOCK_N // 2,
+            )
 
 
 @triton.jit
-def stored_sum(
+def add_and_store(
+    acc,  # (BLOCK_M, COLUMNS)
     out_ptr,
     scale_ptr,
     class_start,
     feature_start,
-    feature_block,
-    places,
-    mask,
-    classes,
-    class_mask,
+    block,  # of COLUMNS features
+    goes_on,
+    D,
+    V,
+    stride_out_v,
     stride_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FIRST: tl.constexpr,
     USE_TMA: tl.constexpr,
-    STORE_HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """A tile of the sum over earlier chunks, in float32."""
+    """The sum over chunks so far: as integers and a scale, or, where it is complete, rounded."""
+    classes = class_start + tl.arange(0, BLOCK_M)
+    features = feature_start + tl.arange(0, COLUMNS)
+    class_mask = classes < V
+    mask = class_mask[:, None] & (features < D)[None, :]
+    places = classes.to(tl.int64)[:, None] * stride_out_v + features[None, :]
     if USE_TMA:
-        if STORE_HALVES:
-            left = out_ptr.load([class_start, feature_start])
-            right = out_ptr.load([class_start, feature_start + BLOCK_N // 2])
-            stored = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BLOCK_M, BLOCK_N))
-        else:
+        dtype: tl.constexpr = out_ptr.dtype
+    else:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if not FIRST:
+        if USE_TMA:
             stored = out_ptr.load([class_start, feature_start])
+        else:
+            stored = tl.load(out_ptr + places, mask=mask, other=0.0)
+        if scale_ptr is None:
+            acc += stored.to(tl.float32)
+        else:
+            scale = tl.load(scale_ptr + block * stride_scale + classes, mask=class_mask, other=0.0)
+            waited = stored.to(tl.int16, bitcast=True).to(tl.float32)
+            acc += tl.where(waited == NAN_AS_INTEGER, float("nan"), waited * scale[:, None])
+    result = acc.to(dtype)
+    if scale_ptr is not None:
+        if goes_on:
+            largest = tl.max(tl.abs(acc), 1)
+            tl.store(scale_ptr + block * stride_scale + classes, largest * (1.0 / 32767.0), mask=class_mask)
+            ratio = acc * tl.where(largest > 0.0, 32767.0 / largest, 0.0)[:, None]
+            ratio = tl.where(ratio < 0.0, ratio - 0.5, ratio + 0.5)
+            result = tl.where(ratio == ratio, ratio, NAN_AS_INTEGER).to(tl.int16).to(dtype, bitcast=True)
+    if USE_TMA:
+        out_ptr.store([class_start, feature_start], result)
     else:
-        stored = tl.load(out_ptr + places, mask=mask, other=0.0)
-    if scale_ptr is None:
-        return stored.to(tl.float32)
-    else:
-        scale = tl.load(scale_ptr + feature_block * stride_scale + classes, mask=class_mask, other=0.0)
-        integers = stored.to(tl.int16, bitcast=True).to(tl.float32)
-        return tl.where(integers == NAN_AS_INTEGER, float("nan"), integers * scale[:, None])
+        tl.store(out_ptr + places, result, mask=mask)
 
 
 def scale_bytes(num_classes: int, hidden: int) -> int:
@@ -177,7 +185,7 @@ def scale_bytes(num_classes: int, hidden: int) -> int:
     return 4 * num_classes * triton.cdiv(hidden, SCALE_COLUMNS)
 
 
-SCALE_COLUMNS = 256  # of a tile on Hopper
+SCALE_COLUMNS = 128  # of half a tile on Hopper
 
 
 class WeightGradient:
@@ -191,10 +199,10 @@ class WeightGradient:
         outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
     ) -> None:
         self.out, self.class_factor, self.outer = out, *(outer or (None, None))
-        self.tiles = gradient_tiles_for(out, "weight")
+        self.tiles = gradient_tiles_for(out, "weight", tma=fits_tma(out))
         self.scales = None
         if several and out.element_size() == 2:
-            blocks = triton.cdiv(out.shape[1], self.tiles.block_n)
+            blocks = triton.cdiv(out.shape[1], self.tiles.block_n // 2)
             self.scales = torch.empty(blocks, out.shape[0], dtype=torch.float32, device=out.device)
 
     def add(
@@ -210,11 +218,11 @@ class WeightGradient:
         assert exponentials.stride(1) == rows.stride(1) == 1 and (low is None or low.stride() == rows.stride())
         out, tiles = self.out[columns], self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
-        use_tma = tiles.tma and fits_tma(exponentials) and fits_tma(rows) and fits_tma(out)
+        assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, low, out]
-        if use_tma:
-            out_columns = tiles.block_n // 2 if tiles.store_halves else tiles.block_n
-            blocks = [tiles.block_k, tiles.block_m], *2 * [[tiles.block_k, tiles.block_n]], [tiles.block_m, out_columns]
+        if tiles.tma:
+            of_rows = [tiles.block_k, tiles.block_n]
+            blocks = [tiles.block_k, tiles.block_m], of_rows, of_rows, [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, blocks)
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
@@ -232,15 +240,14 @@ class WeightGradient:
             out.stride(0),
             self.out.shape[0],
             FIRST=first,
-            USE_TMA=use_tma,
+            USE_TMA=tiles.tma,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
             FLATTEN=tiles.flatten,
-            STORE_HALVES=tiles.store_halves,
             PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
             num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_stages=tiles.num_stages - (low is not None),  # whose tiles take the shared memory of one
         )
