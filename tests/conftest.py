@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
+import process_pool
 import pytest
 import torch._functorch.config
 import torch._inductor.config
@@ -51,6 +52,10 @@ def pytest_report_header():
 def pytest_terminal_summary(terminalreporter):
     """Under -q, too, which leaves out the header; FLCE_TEST_SEED=<it> repeats the run."""
     terminalreporter.write_line(f"inputs: FLCE_TEST_SEED={SEED}")
+
+
+def pytest_sessionfinish():
+    process_pool.finish_pools()
 
 
 @pytest.fixture(autouse=True)
