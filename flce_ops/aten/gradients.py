@@ -56,13 +56,15 @@ class GradientAccumulator:
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         """G of a chunk, (n, V), in the accumulation dtype. `input` stands in for self.input[rows]."""
-        self.add_to_bias(grad_logits)
+        self.add_block(grad_logits, grad_logits)
         self.add_products(rows, grad_logits, input)
 
-    def add_to_bias(self, grad_logits: Tensor) -> None:
-        """Of any number of rows, before they are rounded."""
+    def add_block(self, block: Tensor, grad_logits: Tensor) -> None:
+        """G of some rows goes to the bias, and rounded to the place of their logits, where it may have been made."""
         if self.mask[2]:
             self.bias_sum += grad_logits.sum(0)
+        if block.dtype != grad_logits.dtype:
+            block.copy_(grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         input = self.input[rows] if input is None else input

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from flce_ops.aten.chunks import chunk_product, row_chunks
-from flce_ops.aten.columns import log_denominator, shift_rows
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
+from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
 from flce_ops.math.divergences import MATRICES, divergence_and_gradient
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.shards import log_denominator
 from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
 from flce_ops.support.exchange import all_reduce

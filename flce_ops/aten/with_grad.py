@@ -13,7 +13,6 @@ from flce_ops.aten.logits import (
     exponentiate_rows,
     upcast,
     weighted_logits,
-    write_over,
 )
 from flce_ops.math.loss import loss_terms
 from flce_ops.math.shards import target_columns
@@ -60,9 +59,7 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
             cotangents = terms.cotangents(target_logit, lse, scale[rows])
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
-            apply_slope(grad_logits, slope)
-            gradients.add_to_bias(grad_logits)
-            write_over(block, grad_logits)
+            gradients.add_block(block, apply_slope(grad_logits, slope))
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

@@ -17,6 +17,16 @@ def lse_of_shards(lse: Tensor) -> Tensor:  # (R, N) -> (N,)
     return largest + (lse - largest).exp().sum(0).log()
 
 
+def log_denominator(row_max: Tensor, log_sum: Tensor, group: str | None, ranks: int) -> Tensor:  # (k, n) each
+    """log of the denominator of k softmaxes over all columns, relative to this rank's row_max.
+
+    Not one lse a row: in float32 that costs the digits of a small log-sum beside a large maximum, and a reverse
+    divergence of logits of tens had 3 to 5 times the error.
+    """
+    row_maxes, log_sums = all_gather(torch.stack([row_max, log_sum]), group, ranks).unbind(1)
+    return lse_of_shards(row_maxes - row_max + log_sums)
+
+
 def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)
     """Class of the largest logit, the first of equals; the columns count the whole vocabulary's classes."""
     return column.where(max_logit == max_logit.amax(0), torch.inf).amin(0).nan_to_num(posinf=0.0).long()

@@ -239,20 +239,28 @@ def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[T
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
+    forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
+    gradients, losses, _ = recomputed_step(call, forward, backward, grad_loss)
+    return gradients, losses * grad_loss
+
+
+def recomputed_step(
+    call: WithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """The gradients, times grad_loss, the losses and the argmax of `call`, from the forward and backward operators."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, *_, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
-        *operands, logit_sum=call.loss.label_smoothing != 0.0, **logits
+    target_logit, lse, logit_sum, _, _, argmax, lse_rest = forward(
+        *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(
         operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
     )
-    cotangents = terms.cotangents(target_logit, lse, torch.where(valid, call.row_scale, 0.0) * grad_loss)
-    gradients = torch.ops.flce.linear_cross_entropy_backward(
-        *cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest
-    )
-    return gradients, losses * grad_loss
+    scale = torch.where(valid, call.row_scale, 0.0).to(lse.dtype)
+    cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
+    gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)
+    return gradients, losses, argmax
 
 
 class DoubleBackwardFormula(Formula):
