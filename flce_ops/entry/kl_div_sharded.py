@@ -5,7 +5,7 @@
     denominator               --all_reduce of one number, over the ranks that share the tokens
     loss                      <--all_reduce of one number--  sum over this rank's tokens
 
-With the vocabulary sharded, O(N) numbers cross the ranks inside the operators (flce_ops/aten/columns.py) and
+With the vocabulary sharded, O(N) numbers cross the ranks inside the operators (flce_ops/math/shards.py) and
 neither logits nor weights move. Layouts are read off input and linear_weight, as for linear_cross_entropy; the
 teacher's weight must be laid out like the student's.
 """

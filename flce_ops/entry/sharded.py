@@ -64,7 +64,7 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
     valid = problem.valid
     denominator = None
     if reduction != "none":
-        denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
+        denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, weight)
         if normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
             if weight is not None:

@@ -1,5 +1,7 @@
 """Rows whose classes are shared by ranks: what the numbers of the shards come to."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,15 @@ from flce_ops.support.exchange import all_gather
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it
 
 
-def lse_of_shards(lse: Tensor) -> Tensor:  # (R, N) -> (N,)
+def lse_of_shards(
+    lse: Tensor,  # (R, ...)
+    exp: Callable[[Tensor], Tensor] = torch.exp,
+    log: Callable[[Tensor], Tensor] = torch.log,
+) -> Tensor:  # (...)
     """logsumexp whose derivatives, the ranks' shares, add up to 1: torch's are exp(lse_r - lse) of a rounded lse."""
     largest = lse.detach().amax(0)
     largest = torch.where(largest.isinf(), 0.0, largest)
-    return largest + (lse - largest).exp().sum(0).log()
+    return largest + log(exp(lse - largest).sum(0))
 
 
 def log_denominator(row_max: Tensor, log_sum: Tensor, group: str | None, ranks: int) -> Tensor:  # (k, n) each

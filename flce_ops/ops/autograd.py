@@ -239,6 +239,7 @@ def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[T
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
+    call.argmax = False  # it is known
     forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
     gradients, losses, _ = recomputed_step(call, forward, backward, grad_loss)
     return gradients, losses * grad_loss
