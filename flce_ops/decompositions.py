@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flce_ops import meta, ops
 from flce_ops.aten.logits import (
     activate,
     activate_with_slope,
@@ -37,6 +36,7 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.entry import cross_entropy, log_probs
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
@@ -78,9 +78,9 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy.default: cross_entropy.composite,
         torch.ops.flce.linear_cross_entropy_metrics.default: cross_entropy.composite_metrics,
         torch.ops.flce.linear_log_probs.default: log_probs.composite,
-        ops.linear_cross_entropy_forward: forward,
-        ops.linear_cross_entropy_backward: backward,
-        ops.linear_cross_entropy_with_grad: with_grad,
+        torch.ops.flce.linear_cross_entropy_forward.default: forward,
+        torch.ops.flce.linear_cross_entropy_backward.default: backward,
+        torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
     }
 
@@ -94,7 +94,7 @@ def class_blocks(linear_weight: Tensor) -> Iterator[tuple[int, int]]:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right in the accumulation dtype: cuBLAS hands it over, a CPU rounds half operands' product first."""
-    accumulate = meta.accumulation_dtype(left.dtype)
+    accumulate = accumulation_dtype(left.dtype)
     if left.dtype != accumulate and left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=accumulate)
     return torch.mm(left, right).to(accumulate)
@@ -112,7 +112,7 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
     check_target_range(target, vocab_size, call.ignore_index, on_device=True)
     _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
-    dtype = meta.accumulation_dtype(input.dtype)
+    dtype = accumulation_dtype(input.dtype)
     linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
     target_logit = sums = torch.zeros_like(target, dtype=dtype)
     max_of, sum_of, moment_of, largest_of, argmax_of = [], [], [], [], []  # blocks

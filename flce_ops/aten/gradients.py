@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from flce_ops import meta
 from flce_ops.aten.chunks import product_is_rounded, rows_per_chunk
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.support.readable import readable_columns
 from flce_ops.support.workspace import float32_sum_fits
 
@@ -48,7 +48,7 @@ class GradientAccumulator:
     ) -> None:
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
-        accumulate = meta.accumulation_dtype(input.dtype)
+        accumulate = accumulation_dtype(input.dtype)
         self.weight_sum = self.grad_linear_weight.zero_()
         if sums_in_float32(input, self.grad_linear_weight.numel(), -(-input.shape[0] // rows)):
             self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_ops.math.loss import LossTerms, class_weight_of, loss_terms
+from flce_ops.math.loss import class_weight_of, loss_terms
 from flce_ops.math.options import LossOptions
 from flce_ops.support.exchange import all_gather
 
@@ -57,9 +57,10 @@ class Exchange:
         dtype: torch.dtype,
     ) -> None:
         self.group, self.ranks = group, ranks
-        self.arguments = (vocab_size, options)
         self.target_weight = None if weight is None else class_weight_of(target, weight, dtype)  # (N,)
-        self.weight_sum = None if weight is None else weight.to(dtype).sum()
+        self.terms = loss_terms(
+            self.target_weight, None if weight is None else weight.to(dtype).sum(), vocab_size, options
+        )
 
     def whole_rows(
         self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
@@ -83,10 +84,6 @@ class Exchange:
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         return all_gather(numbers, self.group, self.ranks)
-
-    def terms(self, rows: slice) -> LossTerms:
-        target_weight = None if self.target_weight is None else self.target_weight[rows]
-        return loss_terms(target_weight, self.weight_sum, *self.arguments)
 
 
 def target_columns(

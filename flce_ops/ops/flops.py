@@ -6,7 +6,7 @@ Elementwise work over the logits is left out, as the counter does for ATen's sof
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from flce_ops.ops import registration as ops
+from flce_ops.ops import registration as registration
 
 # N tokens, D hidden, V vocabulary; shapes arrive in place of tensors
 
@@ -16,12 +16,12 @@ def gemm_pass(input_shape: torch.Size, weight_shape: torch.Size) -> int:
     return 2 * tokens * hidden * weight_shape[0]
 
 
-@register_flop_formula(ops.linear_cross_entropy_forward.overloadpacket)
+@register_flop_formula(torch.ops.flce.linear_cross_entropy_forward)
 def forward_flops(input_shape, weight_shape, *args, out_shape=None, **options) -> int:
     return gemm_pass(input_shape, weight_shape)
 
 
-@register_flop_formula(ops.linear_cross_entropy_backward.overloadpacket)
+@register_flop_formula(torch.ops.flce.linear_cross_entropy_backward)
 def backward_flops(
     grad_target_logit,
     grad_lse,
@@ -37,12 +37,12 @@ def backward_flops(
     return gemm_pass(input_shape, weight_shape) * (1 + output_mask[0] + output_mask[1])
 
 
-@register_flop_formula(ops.linear_cross_entropy_with_grad.overloadpacket)
+@register_flop_formula(torch.ops.flce.linear_cross_entropy_with_grad)
 def with_grad_flops(input_shape, weight_shape, *args, output_mask, out_shape=None, **options) -> int:
     return gemm_pass(input_shape, weight_shape) * (1 + output_mask[0] + output_mask[1])
 
 
-@register_flop_formula(ops.linear_cross_entropy_double_backward.overloadpacket)
+@register_flop_formula(torch.ops.flce.linear_cross_entropy_double_backward)
 def double_backward_flops(
     grad_grad_input,
     grad_grad_linear_weight,
