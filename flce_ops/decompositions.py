@@ -85,11 +85,10 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
     }
 
 
-def class_blocks(linear_weight: Tensor) -> Iterator[tuple[int, int]]:
-    """(first class, one past the last) of each block."""
+def class_blocks(linear_weight: Tensor) -> Iterator[slice]:
     num_classes = linear_weight.shape[0]
     for start in range(0, num_classes, CLASSES_PER_BLOCK):
-        yield start, min(start + CLASSES_PER_BLOCK, num_classes)
+        yield slice(start, min(start + CLASSES_PER_BLOCK, num_classes))
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -100,8 +99,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right).to(accumulate)
 
 
-def block_of(per_class: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if per_class is None else per_class[start:stop]
+def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
+    return None if per_class is None else per_class[classes]
 
 
 @functional
@@ -116,17 +115,16 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
     target_logit = sums = torch.zeros_like(target, dtype=dtype)
     max_of, sum_of, moment_of, largest_of, argmax_of = [], [], [], [], []  # blocks
-    for start, stop in class_blocks(linear_weight):
-        block = product(input, linear_weight[start:stop].T)
-        logits = activate(block, block_of(linear_bias, start, stop), call.logits)
-        # a sum over classes, not a gather: inductor puts a gather off until it has every block's logits (512 MiB above)
-        target_logit = target_logit + at_target(column, start, stop, logits).sum(1)
+    for classes in class_blocks(linear_weight):
+        block = product(input, linear_weight[classes].T)
+        logits = activate(block, block_of(linear_bias, classes), call.logits)
+        target_logit = target_logit + at_target(column, classes, logits).sum(1)
         if call.logit_sum:
-            sums = sums + weighted_logits(logits, block_of(weight, start, stop))
+            sums = sums + weighted_logits(logits, block_of(weight, classes))
         if call.argmax:
             largest, argmax = logits.max(1)
             largest_of.append(largest)
-            argmax_of.append(argmax + start)
+            argmax_of.append(argmax + classes.start)
         if call.expected_logit:
             row_max, row_sum, first_moment = row_moments(logits)
             moment_of.append(first_moment)
@@ -151,9 +149,12 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     return target_logit, lse, sums if call.logit_sum else lse.new_zeros(0), expected, max_logit, argmax, lse_rest
 
 
-def at_target(column: Tensor, start: int, stop: int, values: Tensor) -> Tensor:  # (N, v)
-    """`values`, (N, v) or (N, 1), at the target's class and 0 elsewhere."""
-    return torch.where(column == torch.arange(start, stop, device=column.device), values, 0.0)
+def at_target(column: Tensor, classes: slice, values: Tensor) -> Tensor:  # (N, v)
+    """`values`, (N, v) or (N, 1), at the target's class and 0 elsewhere.
+
+    The kernels gather and scatter. Inductor puts a gather off until it has every block's logits (512 MiB above).
+    """
+    return torch.where(column == torch.arange(classes.start, classes.stop, device=column.device), values, 0.0)
 
 
 @functional
@@ -168,14 +169,14 @@ def backward(call: Backward) -> Gradients:
     linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
     grad_input = torch.zeros_like(input, dtype=dtype) if want_input else None
     grad_weight, grad_bias = [], []
-    for start, stop in class_blocks(linear_weight):
-        block = linear_weight[start:stop]
+    for classes in class_blocks(linear_weight):
+        block = linear_weight[classes]
         logits = product(input, block.T)
-        logits, slope = activate_with_slope(logits, block_of(linear_bias, start, stop), call.logits)
+        logits, slope = activate_with_slope(logits, block_of(linear_bias, classes), call.logits)
         grad_logits = softmax_gradient(logits, factors)
-        add_sum(grad_logits, cotangents.grad_logit_sum, block_of(weight, start, stop))
+        add_sum(grad_logits, cotangents.grad_logit_sum, block_of(weight, classes))
         if cotangents.grad_target_logit is not None:
-            grad_logits += at_target(column, start, stop, cotangents.grad_target_logit.unsqueeze(1))
+            grad_logits += at_target(column, classes, cotangents.grad_target_logit.unsqueeze(1))
         apply_slope(grad_logits, slope)
         rounded = grad_logits.to(input.dtype)
         if want_input:

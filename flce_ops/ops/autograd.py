@@ -224,10 +224,9 @@ class WithGradFormula(Formula):
         if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
             gradients, grad_row_scale = differentiable_gradients(call, grad_loss)
         else:
-            made = [gradient if want else None for gradient, want in zip(made, call.output_mask)]
             input, linear_weight, _, linear_bias, _ = call.operands
             leaf = next(t for t, need in ((linear_weight, needs[1]), (linear_bias, needs[2]), (input, True)) if need)
-            gradients = multiply_by_upstream(made, grad_loss, leaf)
+            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
             if needs_row_scale:
                 grad_row_scale = losses * grad_loss
         return WithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
@@ -297,8 +296,11 @@ class DoubleBackwardFormula(Formula):
         return DoubleBackward.gradients(**{name: change if need else None for name, change, need in named})
 
 
-def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor, leaf: Tensor) -> list[Tensor | None]:
-    """grads * factor, in the same memory where these are the last users of it."""
+def multiply_by_upstream(
+    made: Sequence[Tensor], output_mask: Sequence[bool], factor: Tensor, leaf: Tensor
+) -> list[Tensor | None]:
+    """made * factor, None where not wanted, in the same memory where these are the last users of it."""
+    grads = [grad if want else None for grad, want in zip(made, output_mask)]
     if is_batched(factor):  # is_grads_batched: a batch of factors
         return [None if grad is None else grad * factor for grad in grads]
     plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)

@@ -4,6 +4,7 @@ Elementwise work over the logits is left out, as the counter does for ATen's sof
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -40,7 +41,7 @@ def double_backward(grad_grad_input, grad_grad_linear_weight, *shapes, **options
     return logits(*shapes[4:]) * (3 + 2 * cotangents)
 
 
-FORMULAS = {
+FORMULAS: dict[str, Any] = {
     "linear_cross_entropy_forward": logits,
     "linear_cross_entropy_backward": with_gradients(logits, first=3),
     "linear_cross_entropy_with_grad": with_gradients(logits),
