@@ -1,6 +1,7 @@
 """A class index outside the vocabulary is an error, never a silent number.
 
-On CUDA the check is a device-side assert, without a host sync; elsewhere the host looks and raises IndexError.
+On CUDA, and in an exported program, the check is an assert on the device, without a host sync; elsewhere the host looks
+and raises IndexError.
 """
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 from flce_ops.support.torch_private import assert_on_device
 
 
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> None:
+def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> None:
     valid = (target == ignore_index) | ((target >= 0) & (target < num_classes))
-    if target.device.type == "cuda":
+    if on_device or target.device.type == "cuda":
         assert_on_device(
             valid.all(),
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
