@@ -8,6 +8,10 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# A pytest process a core, each with its share of threads (tests/conftest.py), at most 4: one and its process groups take up to 4 GB.
+# worksteal: neighbours stay together, as they share compiled code and process groups, until a worker has nothing left to do.
+# Where CUDA is, one process: measurements of time and memory must not meet on the GPU.
+PYTEST_WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 
 # OpenMP's threads sleep while they wait for each other. Spinning, the default, made the demo's steps 2-4x slower on two cores
 # shared with other work.
@@ -34,7 +38,8 @@ test: lint types toolchain
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    echo "CUDA: running every test"; $(BIN)/python -m pytest $(PYTEST_ARGS); \
 	else \
-	    echo "no CUDA: leaving out the tests marked gpu"; $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS); \
+	    echo "no CUDA: leaving out the tests marked gpu"; \
+	    $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_WORKERS) $(PYTEST_ARGS); \
 	fi
 
 # --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else

@@ -3,7 +3,6 @@
 import torch
 
 from flce_ops import entry as entry  # registers the operators
-from flce_ops import ops
 from flce_ops.decompositions import export_decompositions
 from flce_ops.explain import explain
 from flce_ops.functional import (
@@ -19,7 +18,10 @@ from flce_ops.support.workspace import get_workspace, set_workspace, workspace
 from flce_ops.version import __version__
 
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
-SAC_SAVE_OPS = [ops.linear_cross_entropy_forward, torch.ops.flce.linear_kl_div_forward.default]
+SAC_SAVE_OPS = [
+    torch.ops.flce.linear_cross_entropy_forward.default,
+    torch.ops.flce.linear_kl_div_forward.default,
+]
 
 
 def __getattr__(name: str):

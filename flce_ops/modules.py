@@ -1,5 +1,7 @@
 """Modules that own the head's parameters; the mathematics is in flce_ops/entry/cross_entropy.py."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +12,15 @@ from flce_ops.meta.checks import check_per_class
 # D in_features, V classes
 
 
+OPTIONS = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
+
+
+def options_of(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in OPTIONS}
+
+
 def loss_repr(module: nn.Module) -> str:
-    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
-    return ", ".join(f"{name}={getattr(module, name)}" for name in names)
+    return ", ".join(f"{name}={value}" for name, value in options_of(module).items())
 
 
 def check_options(op: str, ignore_index: int | None, label_smoothing: float, softcap: float | None) -> None:
@@ -85,11 +93,7 @@ class LinearCrossEntropyLoss(nn.Module):
             self.linear.bias,
             weight=self.weight,
             reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            z_loss=self.z_loss,
+            **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
             return_metrics=return_metrics,
@@ -154,11 +158,7 @@ class LinearCrossEntropyHead(nn.Linear):
             self.bias,
             weight=weight,
             reduction=reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            z_loss=self.z_loss,
+            **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
             return_metrics=return_metrics,

@@ -1,6 +1,13 @@
-"""Devices, seeds and compiler caches of the whole suite."""
+"""Devices, seeds, threads and compiler caches of the whole suite."""
 
 import os
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    # Before torch and numpy read it: two workers on two cores compute on one each, and so do the processes they start.
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+    )
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import torch
 
@@ -9,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
+import process_pool
 import pytest
 import torch._functorch.config
 import torch._inductor.config
@@ -16,6 +24,9 @@ import torch._inductor.config
 # A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python.
 torch._inductor.config.force_disable_caches = True
 torch._functorch.config.enable_autograd_cache = False
+
+# A new one for every run. In the environment: xdist's workers and the tests' own processes have it from there.
+SEED = int(os.environ.setdefault("FLCE_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))
 
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
@@ -29,10 +40,22 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def fresh_seed():
-    """A new seed for every test; a failing test prints it, FLCE_TEST_SEED=<it> repeats the run."""
-    seed = int(os.environ.get("FLCE_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
-    inputs.seed_inputs(seed)
-    torch.manual_seed(seed)
+    """Every test starts from the run's seed, whatever ran before it."""
+    inputs.seed_inputs(SEED)
+    torch.manual_seed(SEED)
+
+
+def pytest_report_header():
+    return f"FLCE_TEST_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Under -q, too, which leaves out the header; FLCE_TEST_SEED=<it> repeats the run."""
+    terminalreporter.write_line(f"inputs: FLCE_TEST_SEED={SEED}")
+
+
+def pytest_sessionfinish():
+    process_pool.finish_pools()
 
 
 @pytest.fixture(autouse=True)

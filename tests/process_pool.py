@@ -5,10 +5,10 @@ group in which one process failed or hangs is ended, and the next test starts a 
 seed, so they make the same inputs.
 """
 
-import atexit
 import os
 import queue
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -104,8 +104,8 @@ class Pool:
 _pools: dict[tuple[str, int], Pool] = {}
 
 
-@atexit.register
 def finish_pools() -> None:
+    """At the end of the session (conftest.py): xdist kills a worker that is slow to exit, before atexit's turn."""
     for pool in _pools.values():
         if pool.alive():
             pool.finish()
@@ -120,6 +120,7 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.compile_threads = 1
     torch._functorch.config.enable_autograd_cache = False
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
     os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = str(rank), str(rank), str(size)
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -147,3 +148,9 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
         torch._dynamo.reset()
         results.put((rank, failure))
     dist.destroy_process_group()
+
+
+def end_with_the_parent() -> None:
+    """A killed pytest leaves no process behind, which would wait for a task for ever."""
+    mp.parent_process().join()
+    os._exit(1)

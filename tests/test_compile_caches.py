@@ -99,7 +99,7 @@ def plain_loss():
 
 
 def inner_operator():
-    flce_ops.ops.linear_cross_entropy_forward(torch.randn(4, 3), torch.randn(5, 3), torch.zeros(4, dtype=torch.int64))
+    torch.ops.flce.linear_cross_entropy_forward(torch.randn(4, 3), torch.randn(5, 3), torch.zeros(4, dtype=torch.int64))
 
 
 def distillation():

@@ -155,21 +155,20 @@ def call(**options):
     return flce_ops.linear_cross_entropy(**(made | options))
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"target": torch.rand(9, 7)}, TypeError),
-        ({"linear_weight": torch.randn(7, 2, 5)}, ValueError),
-        ({"weight": torch.rand(7, requires_grad=True)}, NotImplementedError),
-        ({"softcap": torch.tensor(5.0)}, TypeError),
-        ({"z_loss": torch.tensor(0.1)}, TypeError),
-        ({"label_smoothing": torch.tensor(0.1)}, TypeError),
-        ({"temperature": torch.tensor(2.0), "softcap": 5.0}, NotImplementedError),
-        ({"linear_weight": torch.randn(7, 5).to_sparse()}, TypeError),
-        ({"input": torch.randn(9, 5).to(torch.float8_e4m3fn)}, TypeError),
-    ],
-    ids=str,
-)
+NO_GOALS = {
+    "probabilities": ({"target": torch.rand(9, 7)}, TypeError),
+    "a head of three dimensions": ({"linear_weight": torch.randn(7, 2, 5)}, ValueError),
+    "gradient of class weights": ({"weight": torch.rand(7, requires_grad=True)}, NotImplementedError),
+    "softcap": ({"softcap": torch.tensor(5.0)}, TypeError),
+    "z_loss": ({"z_loss": torch.tensor(0.1)}, TypeError),
+    "label_smoothing": ({"label_smoothing": torch.tensor(0.1)}, TypeError),
+    "temperature behind a cap": ({"temperature": torch.tensor(2.0), "softcap": 5.0}, NotImplementedError),
+    "sparse": ({"linear_weight": torch.randn(7, 5).to_sparse()}, TypeError),
+    "float8": ({"input": torch.randn(9, 5).to(torch.float8_e4m3fn)}, TypeError),
+}
+
+
+@pytest.mark.parametrize(("options", "error"), NO_GOALS.values(), ids=NO_GOALS)
 def test_what_is_no_goal_is_refused(options, error):
     with pytest.raises(error):
         call(**options)

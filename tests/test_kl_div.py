@@ -102,7 +102,9 @@ SHAPES = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_is_no_worse_than_plain_torch(device, shape, kind, dtype, poisoned_memory):
-    draws = [make_pair(shape, device=device, dtype=dtype, bias=True) for _ in range(8)]
+    # One large row decides the error of few tokens in half. One token: of 4500 errors of 8 draws one was over the bound
+    # beside plain torch's, which are as large on average; of 2700 of 32 draws none was above 0.6 of the slack.
+    draws = [make_pair(shape, device=device, dtype=dtype, bias=True) for _ in range(32 if shape[0] == 1 else 8)]
     for reduction in ("none", "mean"):
         assert_no_worse_than_plain(draws, slack=SLACK_OF_FEW_NUMBERS, reduction=reduction, kind=kind)
 

@@ -27,8 +27,8 @@ MiB = 2**20
 CASES = [
     ((200, 256, 1100), MiB, 1, "all tokens fit: N <= D"),
     ((300, 256, 1100), MiB, 2, "the rest takes one chunk"),
-    ((600, 256, 1531), MiB, 4, "c input waits in later rows of grad_input; a ragged last slice"),
-    ((700, 256, 1100), MiB, 2, "the rest recomputes"),
+    ((520, 256, 1531), MiB, 4, "c input waits in later rows of grad_input; a ragged last slice"),
+    ((400, 256, 1100), MiB, 2, "the rest recomputes"),
 ]
 
 

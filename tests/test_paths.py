@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops import explain
-from flce_ops.ops.paths import KERNELS, LOSS, Situation, as_markdown, choose
+from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
 
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -112,6 +112,19 @@ def test_every_table_ends_in_a_path_without_conditions(paths):
 )
 def test_kernels_that_triton_takes(op, situation, triton):
     assert (choose(KERNELS[f"linear_cross_entropy_{op}"], situation).name == "triton") == triton
+
+
+def as_markdown() -> str:
+    """The tables as docs/paths.md has them."""
+    lines = []
+    titles = {title[0].upper() + title[1:]: paths for title, paths in LOSS.items()}
+    for title, paths in {**titles, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
+        lines += [f"### {title}", ""]
+        for path in paths:
+            lines.append(f"- **{path.name}**: {path.why or f'`{path.kernel}`'}")
+            lines += [f"    - expects {condition.name}" for condition in path.conditions]
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def test_the_page_shows_the_table():

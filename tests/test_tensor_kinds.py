@@ -201,7 +201,10 @@ def test_inner_operators_refuse_what_is_not_dense(operator):
             torch.ops.flce.linear_kl_div_forward(input, sparse, None, input, weight, None, None, None)
 
 
-@pytest.mark.parametrize("make", [nn.Parameter, nn.Buffer, lambda w: w.as_subclass(Plain), Wrapper], ids=str)
+MAKERS = {"Parameter": nn.Parameter, "Buffer": nn.Buffer, "Plain": lambda w: w.as_subclass(Plain), "Wrapper": Wrapper}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_other_subclasses_are_taken(function, make):
     input, weight, target = plain()

@@ -5,6 +5,7 @@ import uuid
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -149,6 +150,18 @@ def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):
         torch_private.assert_on_device(torch.tensor(False), "what went wrong")
+
+
+def test_functional_lets_no_tracer_see_what_is_written_in_place():
+    @torch_private.functional
+    def halved_exponentials(x):
+        return x.exp().mul_(0.5)
+
+    x = torch.randn(3)
+    assert torch.equal(halved_exponentials(x), x.exp() * 0.5)
+    graph = make_fx(halved_exponentials, tracing_mode="symbolic")(x).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names == ["aten.exp.default", "aten.mul.Tensor"]
 
 
 def test_key_compiled_graphs_separates_what_torch_compile_has_cached():

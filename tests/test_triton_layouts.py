@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -80,12 +81,14 @@ def made(shape, matrices, vectors):
     return args, laid_out(args, matrices, vectors)
 
 
-def assert_matches(found, truth, names):
+def assert_matches(found, truth, names, largest_logit=0.0):
+    """`largest_logit`, for logits and means of them: equal rows have the same one, which may be near 0."""
     for name, ours, exact in zip(names, found, truth, strict=True):
         assert ours.is_contiguous(), name
         if exact.numel():
-            # equal rows have one largest logit, which may be near 0
-            assert error(ours, exact) <= TOLERANCE[DTYPE] or (ours - exact).abs().max() <= 1e-6, name
+            # a mean of logits of 5 that is 0.1 has the rounding of 5: over 1e-6 in one draw of 50
+            nearly = (ours - exact).abs().max() <= TOLERANCE[torch.float32] * largest_logit
+            assert nearly or error(ours, exact) <= TOLERANCE[DTYPE], name
 
 
 @pytest.mark.parametrize("case", ONE_PASS)
@@ -133,7 +136,9 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
             expected_logit=rows[1],
             **options,
         )
-    assert_matches(found, truth, ("target_logit", "lse", "logit_sum", "expected_logit", "max_logit", "argmax"))
+    x, w, _, bias, _ = double(*args)
+    names = ("target_logit", "lse", "logit_sum", "expected_logit", "max_logit", "argmax")
+    assert_matches(found, truth, names, largest_logit=F.linear(x, w, bias).abs().max())
     assert lse_rest.abs().max() < 1e-6
     scale = row_scale.double()
     truth = aten.backward(

@@ -1,10 +1,10 @@
 """Kernels of the inner operators in plain ATen, a chunk of rows at a time: every device and dtype Triton does not take.
 
 forward.py, backward.py, with_grad.py, double_backward.py, kl_div.py    one operator each
-    logits.py                    logits of a chunk, their softmax, the gradient's terms
-    chunks.py, gradients.py      how rows are cut; the gradient GEMMs and their sums over chunks
-vocab_parallel_with_grad.py      with_grad where ranks share the vocabulary
-backward_tangent.py              the derivative of the second derivatives along a vector
+    logits.py                          logits of a chunk, their softmax, the gradient's terms
+    chunks.py, gradients.py            how rows are cut; the gradient GEMMs and their sums over chunks
+vocab_parallel_with_grad.py            with_grad where ranks share the vocabulary
+second_order.py, backward_tangent.py    what second derivatives share; their derivative along a vector
 """
 
 from flce_ops.aten.backward import backward

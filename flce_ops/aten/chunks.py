@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_ops import meta
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.support.path import Path, record_path
 from flce_ops.support.readable import copied_row_bytes, readable, readable_rows
 from flce_ops.support.vendor import device_name
@@ -38,12 +38,12 @@ CPU_BLOCK_BYTES = 2 << 20
 
 def product_dtype(input: Tensor) -> torch.dtype:
     """cuBLAS hands over its float32 accumulator. (Tensors on meta are the planner's, for CUDA's.)"""
-    return meta.accumulation_dtype(input.dtype) if input.device.type in ("cuda", "meta") else input.dtype
+    return accumulation_dtype(input.dtype) if input.device.type in ("cuda", "meta") else input.dtype
 
 
 def product_is_rounded(input: Tensor) -> bool:
     """Whether z cannot be made in the product's own memory."""
-    return product_dtype(input) != meta.accumulation_dtype(input.dtype)
+    return product_dtype(input) != accumulation_dtype(input.dtype)
 
 
 def chunk_product(input: Tensor, linear_weight: Tensor, out: Tensor | None = None) -> Tensor:  # (n, V)
@@ -71,7 +71,7 @@ def rows_per_chunk(
     `matrices` of n rows and `matrices_in_block` of a block's exist beside it, in the accumulation dtype, and `reserved`
     bytes.
     """
-    accumulate, product = meta.accumulation_dtype(input.dtype), product_dtype(input)
+    accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize) + copied_row_bytes(input)
     rows = (matrix_bytes(input.shape[0]) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
@@ -98,7 +98,7 @@ def chunk_products(op: str, input: Tensor, linear_weight: Tensor, rows: int) -> 
 
 def row_blocks(input: Tensor, chunk: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each block, counted as the chunk's are, and their part of the product."""
-    row_bytes = product.shape[1] * meta.accumulation_dtype(input.dtype).itemsize
+    row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(block_bytes(input) // row_bytes, 1)
     for start in range(chunk.start, chunk.stop, step):
         rows = slice(start, min(start + step, chunk.stop))

@@ -23,15 +23,8 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
-from flce_ops.aten.logits import (
-    add_target_and_sum,
-    apply_slope,
-    chunk_logits_with_slope,
-    probabilities,
-    weighted_logits,
-)
-from flce_ops.math.options import LogitOptions
+from flce_ops.aten.logits import add_target_and_sum, apply_slope, weighted_logits
+from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import DoubleBackward, takes
 
@@ -41,29 +34,14 @@ from flce_ops.meta.arguments import DoubleBackward, takes
 @takes(DoubleBackward)
 def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.double_backward_outputs(call)
-    out_target, out_lse_cotangent, out_sum, out_input, out_weight, out_bias = outputs
-    input, linear_weight, target, linear_bias, weight = call.operands
-    grad_grad_input, grad_grad_linear_weight, grad_grad_linear_bias = call.grad_grads
-    lse, lse_rest, softcap = call.lse, call.lse_rest, call.logits.softcap
+    out_target, out_lse_cotangent, out_sum, *out = outputs
+    input, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
-    cotangents = call.cotangents.kept(hit, valid, lse.dtype).filled(lse)
-    weight_sum_over_chunks = torch.zeros_like(linear_weight, dtype=lse.dtype)
-    bias_sum_over_chunks = torch.zeros_like(out_bias, dtype=lse.dtype)
-
-    # h, p, k, d, grad_u and one on the way there; with a softcap slope and one more
-    step = rows_per_chunk(input, linear_weight.shape[0], matrices=6 if softcap is None else 8)
-    for rows in row_chunks("linear_cross_entropy_double_backward", input, step):
-        x = input[rows]
-        h = torch.zeros(x.shape[0], linear_weight.shape[0], dtype=lse.dtype, device=x.device)
-        if grad_grad_input is not None:
-            h += chunk_product(grad_grad_input[rows], linear_weight)
-        if grad_grad_linear_weight is not None:
-            h += chunk_product(x, grad_grad_linear_weight)
-        if grad_grad_linear_bias is not None:
-            h += grad_grad_linear_bias.to(lse.dtype)
-
-        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, call.logits)
-        p = normalized(probabilities(z, lse[rows], None if lse_rest is None else lse_rest[rows]))
+    cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
+    sums = SecondOrder(call, call.grad_grads, tuple(out))
+    for rows in sums.chunks("linear_cross_entropy_double_backward"):
+        h = sums.change_of_logits(rows)
+        z, slope, p = sums.logits(rows)
         k = h if slope is None else h * slope
         pk = (p * k).sum(1)
         out_target[rows] = torch.where(hit[rows], k.gather(1, column[rows]).squeeze(1), 0.0)
@@ -73,32 +51,9 @@ def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tenso
         d = p * cotangents.grad_lse[rows, None]
         grad_u = apply_slope(d * (k - pk[:, None]), slope)
         add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
-        if softcap is not None:
+        if call.logits.softcap is not None:
             grad_u += d * h * slope_derivative(z, slope, call.logits)
-        grad_logits = apply_slope(d, slope).to(x.dtype)
-        grad_u = grad_u.to(x.dtype)
-        out_input[rows] = grad_u @ linear_weight
-        weight_sum_over_chunks += grad_u.T @ x
-        bias_sum_over_chunks += grad_u.sum(0) if linear_bias is not None else 0.0
-        if grad_grad_linear_weight is not None:
-            out_input[rows] += grad_logits @ grad_grad_linear_weight
-        if grad_grad_input is not None:
-            weight_sum_over_chunks += grad_logits.T @ grad_grad_input[rows]
-        del h, z, slope, p, k, d, grad_u, grad_logits  # before the next chunk's are allocated
-    out_weight.copy_(weight_sum_over_chunks)
-    out_bias.copy_(bias_sum_over_chunks)
+        sums.add(rows, grad_u.to(input.dtype), apply_slope(d, slope))
+        del h, z, slope, p, k, d, grad_u  # before the next chunk's are allocated
+    sums.finish()
     return outputs
-
-
-def normalized(p: Tensor) -> Tensor:  # (n, V), in place
-    """Probabilities that add up to 1 within a rounding, so that K_iy - sum_j p_ij K_ij cancels where token i is sure of
-    y: their lse may come from another GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf
-    switches off has none.)
-    """
-    return p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
-
-
-def slope_derivative(z: Tensor, slope: Tensor, options: LogitOptions) -> Tensor:  # (n, V)
-    """f'' of capped logits."""
-    derivative = z * slope * (-2.0 / options.softcap**2)
-    return derivative if options.logit_scale is None else derivative * options.logit_scale

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
-from flce_ops.aten.logits import activate, expectation, exponentiate_rows, upcast, weighted_logits
+from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Forward, takes
@@ -35,7 +35,8 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
             if call.argmax:
                 max_logit[rows], argmax[rows] = logits.max(1)
             if call.expected_logit:
-                expected[rows], row_max, row_sum = expectation(logits)
+                row_max, row_sum, first_moment = row_moments(logits)
+                expected[rows] = first_moment / row_sum + row_max
             else:
                 row_max, row_sum = exponentiate_rows(logits)
             lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())

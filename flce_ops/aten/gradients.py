@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from flce_ops import meta
 from flce_ops.aten.chunks import product_is_rounded, rows_per_chunk
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.support.readable import readable_columns
 from flce_ops.support.workspace import float32_sum_fits
 
@@ -48,7 +48,7 @@ class GradientAccumulator:
     ) -> None:
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
-        accumulate = meta.accumulation_dtype(input.dtype)
+        accumulate = accumulation_dtype(input.dtype)
         self.weight_sum = self.grad_linear_weight.zero_()
         if sums_in_float32(input, self.grad_linear_weight.numel(), -(-input.shape[0] // rows)):
             self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)
@@ -56,13 +56,15 @@ class GradientAccumulator:
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         """G of a chunk, (n, V), in the accumulation dtype. `input` stands in for self.input[rows]."""
-        self.add_to_bias(grad_logits)
+        self.add_block(grad_logits, grad_logits)
         self.add_products(rows, grad_logits, input)
 
-    def add_to_bias(self, grad_logits: Tensor) -> None:
-        """Of any number of rows, before they are rounded."""
+    def add_block(self, block: Tensor, grad_logits: Tensor) -> None:
+        """G of some rows goes to the bias, and rounded to the place of their logits, where it may have been made."""
         if self.mask[2]:
             self.bias_sum += grad_logits.sum(0)
+        if block.dtype != grad_logits.dtype:
+            block.copy_(grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         input = self.input[rows] if input is None else input

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from flce_ops.aten.chunks import chunk_product, row_chunks
-from flce_ops.aten.columns import log_denominator, shift_rows
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
+from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
 from flce_ops.math.divergences import MATRICES, divergence_and_gradient
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.shards import log_denominator
 from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
 from flce_ops.support.exchange import all_reduce
@@ -128,7 +128,7 @@ def stream_rows(
     op: str,
     operands: Operands,
     options: Options,
-    divergence: Tensor,  # (N,), and the next three: results
+    divergence: Tensor | None,  # (N,) out; None: the next three are known
     shift: Tensor,  # (2, N)
     teacher_shift: Tensor,  # (2, N), or (2, 0) with teacher_probs
     student_kl: Tensor,  # (N,), or (0,) for "forward"
@@ -139,32 +139,36 @@ def stream_rows(
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(op, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
-        found = [shift_rows(log_q)]
+        softmaxes = [(log_q, shift)]
         if operands.teacher_probs is None:
             log_p = teacher_logits(operands, options, rows)
-            found.append(shift_rows(log_p))
+            softmaxes.append((log_p, teacher_shift))
         else:
             log_p = log_teacher_probs(operands, rows)
-        row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
-        denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
-        for logits, numbers, k in zip((log_q, log_p), (shift, teacher_shift), range(len(found))):
-            logits.sub_(denominators[k, :, None])
-            numbers[0, rows], numbers[1, rows] = row_max[k], denominators[k]
-        del logits
+        if divergence is not None:
+            find_shifts(softmaxes, rows, options)
+        else:
+            for logits, known in softmaxes:
+                logits.sub_(known[0, rows, None])
+        for logits, known in softmaxes:
+            logits.sub_(known[1, rows, None])
+        del softmaxes, logits
+        known_kl = divergence is None and options.kind != "forward"
         chunk_divergence, chunk_student_kl, grad_logits = divergence_and_gradient(
             options.kind,
             options.beta,
             log_q,
             log_p,
-            total=partial(all_reduce, group=options.group, ranks=options.ranks),
+            total=None if divergence is None else partial(all_reduce, group=options.group, ranks=options.ranks),
+            student_kl=student_kl[rows] if known_kl else None,
             row_scale=None if gradients is None else row_scale[rows],
             normalized=operands.teacher_probs is None,
         )
-        if operands.valid is not None:
-            chunk_divergence = torch.where(operands.valid[rows], chunk_divergence, 0.0)
-        divergence[rows] = chunk_divergence
-        if chunk_student_kl is not None:
-            student_kl[rows] = chunk_student_kl
+        if divergence is not None:
+            valid = operands.valid
+            divergence[rows] = chunk_divergence if valid is None else torch.where(valid[rows], chunk_divergence, 0.0)
+            if chunk_student_kl is not None:
+                student_kl[rows] = chunk_student_kl
         del log_q, log_p  # before G is rounded; G is one of them
         if gradients is not None:
             gradients.add(rows, apply_slope(grad_logits, slope), input)
@@ -173,33 +177,22 @@ def stream_rows(
         gradients.finish()
 
 
+def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Options) -> None:
+    """Fills in (2, N) of each softmax, and subtracts the first of the two from its logits, (n, V)."""
+    found = [shift_rows(logits) for logits, _ in softmaxes]
+    row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
+    denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
+    for k, (_, shift) in enumerate(softmaxes):
+        shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
+
+
 @takes(KlDivBackward)
 def backward(call: KlDivBackward) -> meta.Gradients:
     grads = meta.backward_outputs(call)
-    operands, options, shift, teacher_shift = call.operands, call.options, call.shift, call.teacher_shift
+    operands, options, shift = call.operands, call.options, call.shift
     scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
-    step = rows_per_chunk(operands, options, call.output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, step)
-    for rows in row_chunks("linear_kl_div_backward", operands.input, step):
-        input, log_q, slope = student_logits(operands, options, rows, slope=True)
-        log_q.sub_(shift[0, rows, None]).sub_(shift[1, rows, None])
-        if operands.teacher_probs is None:
-            log_p = teacher_logits(operands, options, rows)
-            log_p.sub_(teacher_shift[0, rows, None]).sub_(teacher_shift[1, rows, None])
-        else:
-            log_p = log_teacher_probs(operands, rows)
-        _, _, grad_logits = divergence_and_gradient(
-            options.kind,
-            options.beta,
-            log_q,
-            log_p,
-            total=None,
-            student_kl=None if options.kind == "forward" else call.student_kl[rows],
-            row_scale=scale[rows],
-            normalized=operands.teacher_probs is None,
-        )
-        del log_q, log_p  # as above
-        gradients.add(rows, apply_slope(grad_logits, slope), input)
-        del grad_logits, slope
-    gradients.finish()
+    rows = rows_per_chunk(operands, options, call.output_mask[1])
+    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
+    known = (None, shift, call.teacher_shift, call.student_kl)
+    stream_rows("linear_kl_div_backward", operands, options, *known, gradients, scale)
     return grads

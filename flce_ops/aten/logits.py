@@ -12,7 +12,12 @@ With cotangents l, a, s, c of the four and f' = dz/du = logit_scale / cosh^2(log
 
 z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
 two GEMMs. The second derivatives stand in flce_ops/aten/double_backward.py.
+
+What is done to a block of logits is done in place, by the kernels to rows of a chunk, by flce_ops/decompositions.py,
+which makes it functional, to blocks of classes.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +25,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_product
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.meta.arguments import Backward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
@@ -103,8 +109,11 @@ def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
-    """A bias of -inf may switch off all classes of a vocabulary shard: their exponentials are 0, not nan."""
-    return logits.amax(1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
+    """A vocabulary shard may have no class, or a bias of -inf on all of them: their exponentials are 0, not nan."""
+    lowest = torch.finfo(logits.dtype).min
+    if logits.shape[1] == 0:
+        return logits.new_full((logits.shape[0], 1), lowest)
+    return logits.amax(1, keepdim=True).clamp_min_(lowest)
 
 
 def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (n, V)
@@ -112,15 +121,19 @@ def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tenso
     return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
 
 
-def expectation(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_j p_ij z_ij, and row_max and row sums as exponentiate_rows gives them, (n,) each; overwrites z."""
+def row_moments(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """row_max and the row sums of E as exponentiate_rows gives them, and those of E (z - row_max); overwrites z."""
     row_max = finite_maximum(logits)
     shifted = at_least_finite(logits.sub_(row_max))
     exponentials = shifted.exp()
     row_sum = exponentials.sum(1)
-    mean = exponentials.mul_(shifted).sum(1) / row_sum
-    row_max = row_max.squeeze(1)
-    return mean + row_max, row_max, row_sum
+    return row_max.squeeze(1), row_sum, exponentials.mul_(shifted).sum(1)
+
+
+def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtracts row_max in place; returns it and log sum exp of what is left, (n,) each."""
+    row_max = finite_maximum(logits)
+    return row_max.squeeze(1), logits.sub_(row_max).exp().sum(1).log_()
 
 
 def at_least_finite(log_p: Tensor) -> Tensor:
@@ -128,10 +141,48 @@ def at_least_finite(log_p: Tensor) -> Tensor:
     return log_p.clamp_(min=-1e4)
 
 
-def write_over(block: Tensor, grad_logits: Tensor) -> None:
-    """G, rounded, takes the place of its logits; in the accumulation dtype it was made there."""
-    if block.dtype != grad_logits.dtype:
-        block.copy_(grad_logits)
+class SoftmaxFactors(NamedTuple):
+    """G's part of p is (factor + expected (z - lse)) exp(z - lse); (n,) each, None for 0."""
+
+    lse: Tensor
+    factor: Tensor | None  # l + c (1 + lse - m), times what the rounding of lse took from p
+    expected: Tensor | None  # c, times the same
+
+    def of(self, rows: slice) -> "SoftmaxFactors":
+        return SoftmaxFactors(*(None if factor is None else factor[rows] for factor in self))
+
+
+def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+    """`grad_lse` as Cotangents.kept left it."""
+    lse, factor, expected = call.lse, grad_lse, call.grad_expected_logit
+    if expected is not None:
+        expected = torch.where(valid, expected, 0.0).to(lse.dtype)
+        factor = (0.0 if factor is None else factor) + expected * (1.0 + lse - call.expected_logit)
+    if call.lse_rest is not None:
+        share = torch.exp(-call.lse_rest)
+        factor, expected = (None if number is None else number * share for number in (factor, expected))
+    return SoftmaxFactors(lse, factor, expected)
+
+
+def softmax_gradient(logits: Tensor, factors: SoftmaxFactors) -> Tensor:  # (n, V), in place
+    lse, factor, expected = (None if number is None else number[:, None] for number in factors)
+    if factor is None:
+        return logits.zero_()
+    if expected is None:
+        return logits.sub_(lse).exp_().mul_(factor)
+    log_p = at_least_finite(logits.sub_(lse))
+    p = log_p.exp()
+    return log_p.mul_(expected).add_(factor).mul_(p)
+
+
+def add_sum(grad_logits: Tensor, grad_logit_sum: Tensor | None, weight: Tensor | None) -> None:
+    """s_i w_j, in place."""
+    if grad_logit_sum is None:
+        return
+    if weight is None:
+        grad_logits += grad_logit_sum[:, None]
+    else:
+        grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ makes an (n, V) copy
 
 
 def add_target_and_sum(
@@ -140,14 +191,9 @@ def add_target_and_sum(
     cotangents: Cotangents,  # of these rows
     weight: Tensor | None,  # (V,)
 ) -> None:
-    grad_target_logit, _, grad_logit_sum = cotangents
-    if grad_logit_sum is not None:
-        if weight is None:
-            grad_logits += grad_logit_sum[:, None]
-        else:
-            grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ makes an (n, V) copy
-    if grad_target_logit is not None:
-        grad_logits.scatter_add_(1, column, grad_target_logit[:, None])
+    add_sum(grad_logits, cotangents.grad_logit_sum, weight)
+    if cotangents.grad_target_logit is not None:
+        grad_logits.scatter_add_(1, column, cotangents.grad_target_logit[:, None])
 
 
 def apply_slope(grad_logits: Tensor, slope: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ def vocab_parallel_with_grad(
         lse, share, target_logit, logit_sum, column_of_largest = exchange.whole_rows([own_lse, *per_shard], own_largest)
         if call.argmax:
             argmax[rows] = column_of_largest
-        terms = exchange.terms(rows)
+        terms = exchange.terms.of(rows)
         losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
         # E = exp(z - row_max) becomes exp(z - lse); a bias of -inf may switch off all of this rank's classes
         normalization = torch.where(row_sum > 0.0, share / row_sum, 0.0 * share)

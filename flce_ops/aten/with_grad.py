@@ -13,9 +13,8 @@ from flce_ops.aten.logits import (
     exponentiate_rows,
     upcast,
     weighted_logits,
-    write_over,
 )
-from flce_ops.math.loss import loss_terms
+from flce_ops.math.loss import terms_of_tokens
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import WithGrad, takes
@@ -37,8 +36,7 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     accumulate = losses.dtype
     scale = torch.where(valid, call.row_scale, 0.0).to(accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
-    target_weight = None if class_weight is None else class_weight[column.squeeze(1)]
-    weight_sum = None if class_weight is None else class_weight.sum()
+    loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
     in_block = product_is_rounded(input) + (call.logits.softcap is not None)
     step = rows_beside_gradients(
         input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
@@ -46,9 +44,7 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
     for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):
-            terms = loss_terms(
-                None if target_weight is None else target_weight[rows], weight_sum, num_classes, call.loss
-            )
+            terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             target_logit = logits.gather(1, column[rows]).squeeze(1)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
@@ -60,9 +56,7 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
             cotangents = terms.cotangents(target_logit, lse, scale[rows])
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
-            apply_slope(grad_logits, slope)
-            gradients.add_to_bias(grad_logits)
-            write_over(block, grad_logits)
+            gradients.add_block(block, apply_slope(grad_logits, slope))
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

@@ -54,10 +54,6 @@ class Layout:
         return (Replicate(),) * self.mesh.ndim
 
     @property
-    def shards_tokens(self) -> bool:
-        return any(splits(placement) for placement in self.tokens)
-
-    @property
     def shards_vocabulary(self) -> bool:
         return any(self.vocabulary)
 
@@ -84,7 +80,8 @@ class Layout:
         return start, size
 
 
-def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
+def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP, **others: Tensor | None) -> Layout:
+    """`others`, by name, are on the same mesh or plain."""
     check_both_distributed(input, linear_weight, op)
     input, linear_weight = cast(DTensor, input), cast(DTensor, linear_weight)
     check_placements(linear_weight, op)
@@ -99,6 +96,7 @@ def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP) -> Layout:
             f"{op}: this process is not part of the mesh of input and linear_weight, {input.device_mesh}; call it on "
             "the processes of the mesh only"
         )
+    check_same_mesh(input, op, **others)
     tokens, vocabulary = [], []
     for token, rows in zip(input.placements, linear_weight.placements):
         vocabulary.append(rows.is_shard())
@@ -147,19 +145,20 @@ def check_placements(linear_weight: DTensor, op: str = OP) -> None:
             )
 
 
-def check_same_mesh(layout: Layout, input: DTensor, op: str = OP, **tensors: Tensor | None) -> None:
+def check_same_mesh(input: DTensor, op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and tensor.device_mesh != layout.mesh:
+        if isinstance(tensor, DTensor) and tensor.device_mesh != input.device_mesh:
             raise ValueError(
                 f"{op}: {name} is {describe(tensor)}, but input is {describe(input)}; both must be on one mesh: pass "
                 f"{name} as a plain tensor that is the same on every rank ({name}.full_tensor()), or distribute it anew"
             )
 
 
-def check_plain_target(target: Tensor, input: DTensor, op: str = OP) -> None:
+def check_plain_target(target: Tensor, input: Tensor, op: str = OP) -> None:
     """A plain target holds every token; the tokens of one rank alone cannot be told from a mistake."""
     if isinstance(target, DTensor) or target.shape == input.shape[:-1]:
         return
+    input = cast(DTensor, input)  # layout_of refuses others
     hint = ""
     if target.shape == input.to_local().shape[:-1]:
         hint = (

@@ -77,9 +77,8 @@ class VocabParallelFormula(Function):
         if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
             gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         else:
-            made = [gradient if want else None for gradient, want in zip(made, call.output_mask)]
             leaf = next(leaf for leaf, need in zip(leaves, needs) if need)
-            gradients = multiply_by_upstream(made, grad_loss, leaf)
+            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
             gradients.append(losses * grad_loss if needs[3] else None)
         return None, *VocabParallelWithGrad.gradients(**dict(zip(names, gradients)))
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from flce_ops import meta
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOptions, Operands, TokenLosses
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
 from flce_ops.ops.autograd import finite_in_empty_rows
 
@@ -136,7 +136,7 @@ def without_classes(
 
     Made from empty slices, so that every argument gets its zero gradient and joins the collectives of backward.
     """
-    accumulate = meta.accumulation_dtype(input.dtype)
+    accumulate = accumulation_dtype(input.dtype)
     zero = input[:, :0].sum(1).to(accumulate) + linear_weight.sum().to(accumulate)
     if linear_bias is not None:
         zero = zero + linear_bias.sum().to(accumulate)

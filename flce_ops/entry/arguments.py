@@ -11,8 +11,7 @@ from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
     check_dense,
     check_device,
-    check_dtypes,
-    check_linear_weight,
+    check_linear,
     check_per_class,
     check_real,
     check_target_dtype,
@@ -45,15 +44,13 @@ def check_head(op: str, call: CrossEntropy | LogProbs) -> None:
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     if input.dim() < 1:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
-    check_linear_weight(op, linear_weight, input.shape[-1])
+    check_linear(op, input, linear_weight, linear_bias)
     check_target_dtype(op, target)
     if target.shape != input.shape[:-1]:
         raise ValueError(
             f"{op}: expected target of shape {tuple(input.shape[:-1])}, one class index per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
-    check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
-    check_per_class(op, "linear_bias", linear_bias, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
 

@@ -4,10 +4,10 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_normalizer, check_reduction
 from flce_ops.math.kl_div_arguments import Operands
-from flce_ops.meta.checks import check_dense, check_device, check_real, check_target_dtype
+from flce_ops.meta.checks import check_dense, check_device, check_linear, check_real, check_target_dtype
+from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
-from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_pair, check_teacher
 
 OP = "linear_kl_div"
 
@@ -24,7 +24,7 @@ def check_arguments(
     input = operands.input
     if input.dim() < 1:
         raise ValueError(f"{OP}: expected input of shape (..., D), got a 0-d tensor")
-    check_pair(OP, ("input", "linear_weight", "linear_bias"), input, operands.linear_weight, operands.linear_bias)
+    check_linear(OP, input, operands.linear_weight, operands.linear_bias)
     check_teacher(OP, operands)
     check_no_teacher_gradient(OP, **operands._asdict())
     tokens = input.shape[:-1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops.entry.kl_div_checks import check_arguments
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import mean_denominator, quotient, row_factor, weighted_sum
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
 
@@ -57,15 +57,10 @@ def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int)
 
 
 def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None) -> Tensor | None:  # ()
-    dtype = accumulation_dtype(operands.input.dtype)
-    if normalizer is not None:
-        return normalizer.to(dtype)
-    if reduction == "sum":
-        return None
     valid = operands.valid
     if valid is None:
         valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
-    return valid.sum().to(dtype)
+    return mean_denominator(reduction, normalizer, valid, accumulation_dtype(operands.input.dtype))
 
 
 def flat_token_weight(operands: Operands, token_weight: Tensor | None) -> Tensor:  # (...) -> (N,)

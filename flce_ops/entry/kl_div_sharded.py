@@ -5,7 +5,7 @@
     denominator               --all_reduce of one number, over the ranks that share the tokens
     loss                      <--all_reduce of one number--  sum over this rank's tokens
 
-With the vocabulary sharded, O(N) numbers cross the ranks inside the operators (flce_ops/aten/columns.py) and
+With the vocabulary sharded, O(N) numbers cross the ranks inside the operators (flce_ops/math/shards.py) and
 neither logits nor weights move. Layouts are read off input and linear_weight, as for linear_cross_entropy; the
 teacher's weight must be laid out like the student's.
 """
@@ -19,7 +19,6 @@ from flce_ops.distributed.layout import (
     Layout,
     check_dense_shards,
     check_plain_target,
-    check_same_mesh,
     describe,
     layout_of,
 )
@@ -49,21 +48,11 @@ def dtensor_composite(
     normalizer: Tensor | None,  # (), likewise
     ignore_index: int,
 ) -> Tensor:
-    layout = layout_of(operands.input, operands.linear_weight, OP)
+    others = {"target": target, "token_weight": token_weight, "normalizer": normalizer}
+    layout = layout_of(**operands._asdict(), op=OP, **others)
     check_teacher_layout(layout, operands)
-    hidden = cast(DTensor, operands.input)  # layout_of refuses others
-    check_same_mesh(
-        layout,
-        hidden,
-        OP,
-        linear_bias=operands.linear_bias,
-        teacher_bias=operands.teacher_bias,
-        target=target,
-        token_weight=token_weight,
-        normalizer=normalizer,
-    )
     if target is not None:
-        check_plain_target(target, hidden, OP)
+        check_plain_target(target, operands.input, OP)
     operands = autocast_pairs(operands)
     check_arguments(operands, target, token_weight, reduction, normalizer)
     shape = operands.input.shape[:-1]
@@ -89,7 +78,7 @@ def check_teacher_layout(layout: Layout, operands: Operands) -> None:
             f"{OP}: teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "
             "(teacher_input, teacher_weight) as DTensors, or plain tensors throughout"
         )
-    hidden, linear_weight = cast(DTensor, operands.input), cast(DTensor, operands.linear_weight)
+    linear_weight = cast(DTensor, operands.linear_weight)
     if sum(layout.vocabulary) > 1:
         raise NotImplementedError(
             f"{OP}: linear_weight is {describe(linear_weight)}: a vocabulary sharded over more than one mesh "
@@ -106,7 +95,6 @@ def check_teacher_layout(layout: Layout, operands: Operands) -> None:
             )
     teacher_input = cast(DTensor | None, operands.teacher_input)
     teacher_weight = cast(DTensor | None, operands.teacher_weight)
-    check_same_mesh(layout, hidden, OP, teacher_input=teacher_input, teacher_weight=teacher_weight)
     check_dense_shards(OP, teacher_input=teacher_input, teacher_weight=teacher_weight)
     if teacher_weight is not None and tuple(teacher_weight.placements) != expected:
         raise ValueError(

@@ -1,12 +1,9 @@
 """linear_log_probs on DTensors: per-token results sharded as the tokens are."""
 
-from typing import cast
-
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from flce_ops.distributed.layout import check_plain_target, check_same_mesh, layout_of
+from flce_ops.distributed.layout import check_plain_target, layout_of
 from flce_ops.distributed.local import localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
 from flce_ops.entry.arguments import check_head
@@ -23,10 +20,8 @@ from flce_ops.ops.autocast import autocast_operands
 def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_log_probs when an argument is a DTensor, or a plain target beside some."""
     op = "linear_log_probs"
-    layout = layout_of(call.input, call.linear_weight, op)
-    hidden = cast(DTensor, call.input)  # layout_of refuses others
-    check_same_mesh(layout, hidden, op, target=call.target, linear_bias=call.linear_bias)
-    check_plain_target(call.target, hidden, op)
+    layout = layout_of(call.input, call.linear_weight, op, target=call.target, linear_bias=call.linear_bias)
+    check_plain_target(call.target, call.input, op)
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )

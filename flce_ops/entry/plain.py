@@ -40,7 +40,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
             losses = losses * torch.where(valid, token_weight, 0.0)
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
 
-    denominator = mean_denominator(call.reduction, call.normalizer, target, valid, call.weight, accumulate)
+    denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate, target, call.weight)
     if call.reduction == "mean" and call.normalizer is None and call.weight is not None:
         denominator = nan_for_nothing(denominator)
     loss, total, largest = weighted_loss(problem, valid, token_weight, denominator)

@@ -8,15 +8,13 @@
 The result is Replicate on every mesh dimension for a scalar; for reduction="none" it is sharded as the tokens are.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flce_ops.distributed import one_pass
-from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, layout_of, splits
+from flce_ops.distributed.layout import Layout, check_plain_target, layout_of, splits
 from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
@@ -42,11 +40,9 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
 
     All of them are, or plain tensors that are the same on every rank.
     """
-    layout = layout_of(call.input, call.linear_weight)
     others = ("target", "linear_bias", "weight", "token_weight", "normalizer")
-    hidden = cast(DTensor, call.input)  # layout_of refuses others
-    check_same_mesh(layout, hidden, **{name: getattr(call, name) for name in others})
-    check_plain_target(call.target, hidden)
+    layout = layout_of(call.input, call.linear_weight, **{name: getattr(call, name) for name in others})
+    check_plain_target(call.target, call.input)
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
@@ -64,7 +60,7 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
     valid = problem.valid
     denominator = None
     if reduction != "none":
-        denominator = mean_denominator(reduction, normalizer, target, valid, weight, accumulate)
+        denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, weight)
         if normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
             if weight is not None:

@@ -11,7 +11,7 @@ With z the row of logits (scaled and capped), w the class weights, W = sum_j w_j
 so that every gradient with respect to z is  d_lse * softmax(z) + d_target * onehot(y) + d_sum * w.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class LossTerms:
     smoothing: float | Tensor  # eps / V
     smoothing_lse_factor: Tensor | float  # eps / V * W
     z_loss: Tensor | None  # ()
+
+    def of(self, rows: slice) -> "LossTerms":
+        factor = self.target_factor
+        return replace(self, target_factor=factor[rows] if isinstance(factor, Tensor) else factor)
 
     def loss(
         self, target_logit: Tensor, lse: Tensor, logit_sum: Tensor | None, lse_rest: Tensor | None = None
@@ -82,14 +86,22 @@ def losses_of_rows(
     lse_rest: Tensor | None = None,  # (N,)
 ) -> tuple[LossTerms, Tensor, Tensor]:
     """The terms of N tokens; losses (N,), 0 where ignored; which tokens are not."""
-    target_weight = class_weight_sum = None
-    if operands.weight is not None:
-        target_weight = class_weight_of(operands.target, operands.weight, lse.dtype)
-        class_weight_sum = operands.weight.to(lse.dtype).sum()
-    terms = loss_terms(target_weight, class_weight_sum, num_classes, options)
+    terms = terms_of_tokens(operands.target, operands.weight, num_classes, options, lse.dtype)
     losses = terms.loss(target_logit, lse, logit_sum if options.label_smoothing else None, lse_rest)
     valid = operands.target != ignore_index
     return terms, torch.where(valid, losses, 0.0), valid
+
+
+def terms_of_tokens(
+    target: Tensor,  # (N,)
+    weight: Tensor | None,  # (V,)
+    num_classes: int,
+    options: LossOptions,
+    dtype: torch.dtype,
+) -> LossTerms:
+    if weight is None:
+        return loss_terms(None, None, num_classes, options)
+    return loss_terms(class_weight_of(target, weight, dtype), weight.to(dtype).sum(), num_classes, options)
 
 
 def loss_terms(

@@ -19,10 +19,10 @@ from flce_ops.math.loss import class_weight_of
 def mean_denominator(
     reduction: str,
     normalizer: Tensor | None,
-    target: Tensor,
-    valid: Tensor,
-    weight: Tensor | None,
+    valid: Tensor,  # (N,)
     dtype: torch.dtype,
+    target: Tensor | None = None,  # (N,), read only with class weights
+    weight: Tensor | None = None,  # (V,)
 ) -> Tensor | None:  # ()
     if normalizer is not None:
         return normalizer.to(dtype)

@@ -4,8 +4,6 @@ One function per operator, registered as its fake kernel and called by every rea
 shapes, dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Imports only torch.
 """
 
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.checks import check_operands
 from flce_ops.meta.outputs import (
     Gradients,
     backward_outputs,
@@ -17,9 +15,7 @@ from flce_ops.meta.outputs import (
 
 __all__ = [
     "Gradients",
-    "accumulation_dtype",
     "backward_outputs",
-    "check_operands",
     "double_backward_outputs",
     "forward_outputs",
     "vocab_parallel_with_grad_outputs",

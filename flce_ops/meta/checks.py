@@ -20,17 +20,14 @@ def check_operands(op: str, operands: Operands) -> None:
     input, linear_weight, target, linear_bias, weight = operands
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
-    check_linear_weight(op, linear_weight, input.shape[-1])
+    check_linear(op, input, linear_weight, linear_bias)
     if target.dim() != 1 or target.shape[0] != input.shape[0]:
         raise ValueError(
             f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
             f"got {tuple(target.shape)}"
         )
     check_target_dtype(op, target)
-    check_dtypes(op, input.dtype, linear_weight=linear_weight, linear_bias=linear_bias)
-    num_classes = linear_weight.shape[0]
-    check_per_class(op, "linear_bias", linear_bias, num_classes)
-    check_per_class(op, "weight", weight, num_classes)
+    check_per_class(op, "weight", weight, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
 
 
@@ -90,23 +87,43 @@ def check_real(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: expected {name} to be real, got {tensor.dtype}")
 
 
-def check_linear_weight(op: str, linear_weight: Tensor, hidden: int) -> None:
-    check_unpacked(op, "linear_weight", linear_weight)
-    if linear_weight.dim() != 2:
+def check_linear(
+    op: str,
+    input: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    names: tuple[str, str, str] = ("input", "linear_weight", "linear_bias"),
+    *,
+    classes_at_least: int = 1,
+) -> None:
+    """Hidden states, the weight of their head and its bias."""
+    of_input, of_weight, of_bias = names
+    if input.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
+    check_unpacked(op, of_weight, weight)
+    if weight.dim() != 2:
         hint = (
             " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: "
             "call the loss inside that forward)"
-            if linear_weight.dim() == 1
+            if weight.dim() == 1
             else ""
         )
-        raise ValueError(f"{op}: expected linear_weight of shape (V, D), got {tuple(linear_weight.shape)}{hint}")
-    if linear_weight.shape[1] != hidden:
+        raise ValueError(f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}{hint}")
+    if weight.shape[1] != input.shape[-1]:
         raise ValueError(
-            f"{op}: input has D = {hidden} features, but linear_weight has shape {tuple(linear_weight.shape)}; "
-            f"expected (V, {hidden}), as nn.Linear's weight"
+            f"{op}: {of_input} has {input.shape[-1]} features, but {of_weight} has shape {tuple(weight.shape)}; "
+            f"expected (V, {input.shape[-1]}), as nn.Linear's weight"
         )
-    if linear_weight.shape[0] == 0:
-        raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
+    if weight.shape[0] < classes_at_least:
+        raise ValueError(f"{op}: expected {of_weight} with at least one class, got {tuple(weight.shape)}")
+    check_per_class(op, of_bias, bias, weight.shape[0], of_weight)
+    for name, tensor in ((of_weight, weight), (of_bias, bias)):
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise TypeError(
+                f"{op}: expected {name} in {of_input}'s dtype {input.dtype}, got {tensor.dtype}; "
+                "cast one of them or call it under torch.autocast"
+            )
 
 
 def check_target_dtype(op: str, target: Tensor) -> None:
@@ -117,24 +134,14 @@ def check_target_dtype(op: str, target: Tensor) -> None:
         )
 
 
-def check_dtypes(op: str, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    if dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-        raise TypeError(f"{op}: expected input in one of {names}, got {dtype}")
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype != dtype:
-            raise TypeError(
-                f"{op}: expected {name} in input's dtype {dtype}, got {tensor.dtype}; "
-                "cast one of them or call it under torch.autocast"
-            )
-
-
-def check_per_class(op: str, name: str, tensor: Tensor | None, num_classes: int) -> None:
+def check_per_class(
+    op: str, name: str, tensor: Tensor | None, num_classes: int, of_weight: str = "linear_weight"
+) -> None:
     if tensor is None:
         return
     if tensor.dim() != 1 or tensor.shape[0] != num_classes:
         raise ValueError(
-            f"{op}: expected {name} of shape ({num_classes},), one entry per row of linear_weight, "
+            f"{op}: expected {name} of shape ({num_classes},), one entry per row of {of_weight}, "
             f"got {tuple(tensor.shape)}"
         )
     if not tensor.dtype.is_floating_point:

@@ -1,54 +1,12 @@
 """Refusals by name, before any work and without reading tensor data."""
 
 import torch
-from torch import Tensor
 
 from flce_ops.math.divergences import KINDS
 from flce_ops.math.kl_div_arguments import TEACHER, Operands, Options
-from flce_ops.meta.checks import SUPPORTED_DTYPES, check_dense, check_device, check_unpacked
+from flce_ops.meta.checks import check_dense, check_device, check_linear
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
-
-
-def check_pair(
-    op: str,
-    names: tuple[str, str, str],
-    input: Tensor,  # (..., D)
-    weight: Tensor,  # (V, D)
-    bias: Tensor | None,  # (V,)
-) -> None:
-    """A hidden state, the weight of its head and the bias: student's or teacher's."""
-    of_input, of_weight, of_bias = names
-    if input.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
-    check_unpacked(op, of_weight, weight)
-    if weight.dim() != 2:
-        raise ValueError(
-            f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}"
-            + (
-                "; a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: call the loss "
-                "inside that forward"
-                if weight.dim() == 1
-                else ""
-            )
-        )
-    if weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{op}: {of_input} has {input.shape[-1]} features, but {of_weight} has shape {tuple(weight.shape)}; "
-            f"expected (V, {input.shape[-1]}), as nn.Linear's weight"
-        )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"{op}: expected {of_bias} of shape ({weight.shape[0]},), one entry per row of {of_weight}, "
-            f"got {tuple(bias.shape)}"
-        )
-    for name, tensor in ((of_weight, weight), (of_bias, bias)):
-        if tensor is not None and tensor.dtype != input.dtype:
-            raise TypeError(
-                f"{op}: expected {name} in {of_input}'s dtype {input.dtype}, got {tensor.dtype}; "
-                "cast one of them or call it under torch.autocast"
-            )
 
 
 def check_operands(op: str, operands: Operands, options: Options) -> None:
@@ -57,9 +15,8 @@ def check_operands(op: str, operands: Operands, options: Options) -> None:
     input, linear_weight = operands.input, operands.linear_weight
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
-    check_pair(op, ("input", "linear_weight", "linear_bias"), input, linear_weight, operands.linear_bias)
-    if linear_weight.shape[0] == 0 and options.group is None:  # the last of several ranks may have no class
-        raise ValueError(f"{op}: expected linear_weight with at least one class, got {tuple(linear_weight.shape)}")
+    least = 1 if options.group is None else 0  # the last of several ranks may have no class
+    check_linear(op, input, linear_weight, operands.linear_bias, classes_at_least=least)
     check_teacher(op, operands)
     check_kind(op, options.kind)
     if operands.valid is not None and (
@@ -103,7 +60,7 @@ def check_teacher(op: str, operands: Operands) -> None:
             f"{tuple(input.shape)}, got {tuple(teacher_input.shape)}"
         )
     names = ("teacher_input", "teacher_weight", "teacher_bias")
-    check_pair(op, names, teacher_input, teacher_weight, operands.teacher_bias)
+    check_linear(op, teacher_input, teacher_weight, operands.teacher_bias, names, classes_at_least=0)
     if teacher_weight.shape[0] != classes:
         raise ValueError(
             f"{op}: student and teacher must have one vocabulary, but linear_weight has {classes} rows and "

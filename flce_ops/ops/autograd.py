@@ -224,10 +224,9 @@ class WithGradFormula(Formula):
         if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
             gradients, grad_row_scale = differentiable_gradients(call, grad_loss)
         else:
-            made = [gradient if want else None for gradient, want in zip(made, call.output_mask)]
             input, linear_weight, _, linear_bias, _ = call.operands
             leaf = next(t for t, need in ((linear_weight, needs[1]), (linear_bias, needs[2]), (input, True)) if need)
-            gradients = multiply_by_upstream(made, grad_loss, leaf)
+            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
             if needs_row_scale:
                 grad_row_scale = losses * grad_loss
         return WithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
@@ -239,20 +238,29 @@ def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[T
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
+    call.argmax = False  # it is known
+    forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
+    gradients, losses, _ = recomputed_step(call, forward, backward, grad_loss)
+    return gradients, losses * grad_loss
+
+
+def recomputed_step(
+    call: WithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """The gradients, times grad_loss, the losses and the argmax of `call`, from the forward and backward operators."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, *_, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
-        *operands, logit_sum=call.loss.label_smoothing != 0.0, **logits
+    target_logit, lse, logit_sum, _, _, argmax, lse_rest = forward(
+        *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(
         operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
     )
-    cotangents = terms.cotangents(target_logit, lse, torch.where(valid, call.row_scale, 0.0) * grad_loss)
-    gradients = torch.ops.flce.linear_cross_entropy_backward(
-        *cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest
-    )
-    return gradients, losses * grad_loss
+    scale = torch.where(valid, call.row_scale, 0.0).to(lse.dtype)
+    cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
+    gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)
+    return gradients, losses, argmax
 
 
 class DoubleBackwardFormula(Formula):
@@ -288,8 +296,11 @@ class DoubleBackwardFormula(Formula):
         return DoubleBackward.gradients(**{name: change if need else None for name, change, need in named})
 
 
-def multiply_by_upstream(grads: list[Tensor | None], factor: Tensor, leaf: Tensor) -> list[Tensor | None]:
-    """grads * factor, in the same memory where these are the last users of it."""
+def multiply_by_upstream(
+    made: Sequence[Tensor], output_mask: Sequence[bool], factor: Tensor, leaf: Tensor
+) -> list[Tensor | None]:
+    """made * factor, None where not wanted, in the same memory where these are the last users of it."""
+    grads = [grad if want else None for grad, want in zip(made, output_mask)]
     if is_batched(factor):  # is_grads_batched: a batch of factors
         return [None if grad is None else grad * factor for grad in grads]
     plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)

@@ -101,8 +101,7 @@ class WithGradFormula(KlDivFormula):
         if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
             raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
         leaf, divergence, *made = ctx.saved_tensors
-        made = [gradient if want else None for gradient, want in zip(made, ctx.output_mask)]
-        gradients = multiply_by_upstream(made, grad_loss, leaf)
+        gradients = multiply_by_upstream(made, ctx.output_mask, grad_loss, leaf)
         (needs_row_scale,) = wanted(ctx, KlDivWithGrad, "row_scale")
         grad_row_scale = divergence * grad_loss if needs_row_scale else None
         return KlDivWithGrad.gradients(**where_wanted(gradients, ctx.output_mask), row_scale=grad_row_scale)

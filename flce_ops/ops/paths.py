@@ -178,16 +178,3 @@ def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias
 
 def needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-
-
-def as_markdown() -> str:
-    """The tables as docs/paths.md has them."""
-    lines = []
-    titles = {title[0].upper() + title[1:]: paths for title, paths in LOSS.items()}
-    for title, paths in {**titles, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
-        lines += [f"### {title}", ""]
-        for path in paths:
-            lines.append(f"- **{path.name}**: {path.why or f'`{path.kernel}`'}")
-            lines += [f"    - expects {condition.name}" for condition in path.conditions]
-        lines.append("")
-    return "\n".join(lines[:-1])

@@ -99,11 +99,6 @@ for _name, _operator in OPERATORS.items():
     library.define(f"{_name}{_operator.arguments.schema()} -> ({_operator.results})", tags=torch.Tag.pt2_compliant_tag)
 library.define("linear_cross_entropy_upstream(Tensor factor, Tensor leaf) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
-linear_cross_entropy_forward = torch.ops.flce.linear_cross_entropy_forward.default
-linear_cross_entropy_backward = torch.ops.flce.linear_cross_entropy_backward.default
-linear_cross_entropy_with_grad = torch.ops.flce.linear_cross_entropy_with_grad.default
-linear_cross_entropy_double_backward = torch.ops.flce.linear_cross_entropy_double_backward.default
-
 
 def cuda_kernel(name: str) -> Callable:
     """What the table of paths says."""

@@ -6,7 +6,7 @@ Memory follows from the chunk sizes of the kernels (cuts.py), time from a cost m
 devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flce_ops.plan.cuts import Cut, Head, dense_compiled, dense_eager, one_pass, two_passes, vocabulary_parallel
 from flce_ops.plan.devices import Device, device_of
@@ -30,7 +30,7 @@ class Option:
     temporaries: int  # bytes beyond weight, hidden states and their gradients
     peak: int  # bytes with them
     seconds: float
-    behind_blocks: float  # seconds of communication that can run beside the model's blocks, not in `seconds`
+    behind_blocks: float = 0.0  # seconds of communication that can run beside the model's blocks, not in `seconds`
 
 
 def plan(head: Head, gpus: int, device: Device) -> list[Option]:
@@ -51,7 +51,7 @@ def plan(head: Head, gpus: int, device: Device) -> list[Option]:
 
 def on_one_gpu(name: str, head: Head, cut: Cut, device: Device) -> Option:
     held = 2 * (head.weight_bytes + head.input_bytes)
-    return Option(name, cut.path, head.tokens, cut.temporaries, held + cut.temporaries, seconds(head, cut, device), 0.0)
+    return Option(name, cut.path, head.tokens, cut.temporaries, held + cut.temporaries, seconds(head, cut, device))
 
 
 def over_the_vocabulary(head: Head, ranks: int, device: Device) -> Option:
@@ -59,9 +59,7 @@ def over_the_vocabulary(head: Head, ranks: int, device: Device) -> Option:
     shard = head.shard(ranks)
     local = on_one_gpu(f"flce_ops, vocabulary over {ranks} GPUs", shard, vocabulary_parallel(shard), device)
     communication = all_reduce_seconds(head.input_bytes, ranks, device) + exchange_seconds(head.tokens, ranks, device)
-    return Option(
-        local.name, local.path, head.tokens, local.temporaries, local.peak, local.seconds + communication, 0.0
-    )
+    return replace(local, tokens=head.tokens, seconds=local.seconds + communication)
 
 
 def fully_sharded(head: Head, ranks: int, device: Device) -> Option:
@@ -69,12 +67,4 @@ def fully_sharded(head: Head, ranks: int, device: Device) -> Option:
     local = on_one_gpu(f"flce_ops, FSDP over {ranks} GPUs", head, one_pass(head), device)
     shards = 2 * -(-head.weight_bytes // ranks)
     gather_and_scatter = all_reduce_seconds(head.weight_bytes, ranks, device)
-    return Option(
-        local.name,
-        local.path,
-        ranks * head.tokens,
-        local.temporaries,
-        local.peak + shards,
-        local.seconds,
-        gather_and_scatter,
-    )
+    return replace(local, tokens=ranks * head.tokens, peak=local.peak + shards, behind_blocks=gather_and_scatter)

@@ -83,9 +83,12 @@ def vocabulary_parallel(shard: Head) -> Cut:
     """One rank's step over its shard of the vocabulary."""
     if not gradients_in_forward(shard):
         return two_passes(shard)
-    return (
-        vocabulary_parallel_triton(shard) if runs_on_triton("vocab_parallel_with_grad", shard) else one_pass_aten(shard)
-    )
+    if not runs_on_triton("vocab_parallel_with_grad", shard):
+        return one_pass_aten(shard)
+    from flce_ops.triton.vocab_parallel_with_grad import cut_shard
+
+    cut = cut_shard(shard.meta_tensors()[0], shard.vocab, want_weight=True, argmax=False)
+    return chunks_of(shard, cut.chunks, cut.product_bytes, 2 * VECTOR_BYTES)
 
 
 def one_pass_triton(head: Head) -> Cut:
@@ -111,16 +114,6 @@ def one_pass_triton(head: Head) -> Cut:
         added_rows=after.rows,
         sum_bytes=after.sum_bytes,
     )
-
-
-def vocabulary_parallel_triton(shard: Head) -> Cut:
-    from flce_ops.triton.chunks import product_bytes, rows_and_sum, slices
-
-    size = shard.dtype.itemsize
-    fitting, _ = rows_and_sum(shard.tokens, shard.vocab, shard.hidden, size, want_weight=True, argmax=False)
-    chunks = slices(shard.tokens, fitting)
-    room = product_bytes(fitting, chunks[0].stop, shard.vocab, size)
-    return chunks_of(shard, chunks, room, 2 * VECTOR_BYTES)
 
 
 def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int) -> Cut:

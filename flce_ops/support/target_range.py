@@ -1,6 +1,7 @@
 """A class index outside the vocabulary is an error, never a silent number.
 
-On CUDA the check is a device-side assert, without a host sync; elsewhere the host looks and raises IndexError.
+On CUDA, and in an exported program, the check is an assert on the device, without a host sync; elsewhere the host looks
+and raises IndexError.
 """
 
 import torch
@@ -9,17 +10,20 @@ from torch import Tensor
 from flce_ops.support.torch_private import assert_on_device
 
 
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> None:
-    assert_in_range(in_range(target, num_classes, ignore_index).all(), target, num_classes, ignore_index)
+def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> None:
+    valid = in_range(target, num_classes, ignore_index).all()
+    assert_in_range(valid, target, num_classes, ignore_index, on_device=on_device)
 
 
 def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) -> (N,)
     return (target == ignore_index) | ((target >= 0) & (target < num_classes))
 
 
-def assert_in_range(all_in_range: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> None:
+def assert_in_range(
+    all_in_range: Tensor, target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False
+) -> None:
     """`all_in_range` is () bool, on target's device."""
-    if target.device.type == "cuda":
+    if on_device or target.device.type == "cuda":
         assert_on_device(
             all_in_range,
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "

@@ -4,11 +4,13 @@ PyTorch has no public equivalent of these. `tests/test_torch_private.py` holds o
 torch release which drops a name fails there first, with the name in the message.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import dispatch_functionalize
 
 
 def below_autograd():
@@ -58,6 +60,19 @@ def runs_in_this_backward(node) -> bool:
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail with `message` when the 0-d bool tensor is False: on CUDA a device-side assert, without a host sync."""
     torch._assert_async(condition, message)
+
+
+def functional(function: Callable) -> Callable:
+    """`function`, whose in-place operators a tracer records as others that return what they would have written.
+
+    torch.func.functionalize cannot run inside a decomposition: that is traced below torch.func's keys.
+    """
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        return dispatch_functionalize(function)(*args, **kwargs)
+
+    return run
 
 
 def key_compiled_graphs(function: str, key: str) -> None:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.math.shards import lse_of_shards
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import (
     BLOCK_N,
@@ -52,38 +53,26 @@ def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
 
 @triton.jit
 def finish_shard_rows_kernel(
-    gathered_ptr,  # (R, k, n) every rank's numbers
+    lse2_ptr,  # (n,) of whole rows
+    target_logit_ptr,  # (n,)
     tokens,  # Tokens
     sums,  # RowSums
     finished,  # FinishedRows, out
     n,
-    ranks,
-    stride_rank,
     loss,  # RowLoss
     logit_scale_ptr,  # ()
     BLOCK_N: tl.constexpr,
 ):
     """As finish_rows.py, with the lse of whole rows in place of this rank's row sum:
 
-        lse2 = log2 sum_r 2^lse2_r
         c = a L logit_scale 2^-(lse2 - r)      E'_iy = (E_iy + T / L 2^(lse2 - r)) dz/du_y
 
     where this rank holds the target, E' = E elsewhere.
     """
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < kept_rows(tokens.kept, n)
-    largest_lse2 = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    target_logit = tl.zeros((BLOCK_N,), tl.float32)
-    for rank in range(ranks):
-        numbers = gathered_ptr + rank * stride_rank + i
-        largest_lse2 = tl.maximum(largest_lse2, tl.load(numbers, mask=mask, other=0.0))
-        target_logit += tl.load(numbers + n, mask=mask, other=0.0)
-    finite = tl.where(tl.abs(largest_lse2) == float("inf"), 0.0, largest_lse2)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for rank in range(ranks):
-        total += tl.exp2(tl.load(gathered_ptr + rank * stride_rank + i, mask=mask, other=0.0) - finite)
-    lse2 = finite + tl.log2(total)
-
+    lse2 = tl.load(lse2_ptr + i, mask=mask, other=0.0)
+    target_logit = tl.load(target_logit_ptr + i, mask=mask, other=0.0)
     row_sum, at_target, reference_logit, _, hit = sums_of_rows(tokens, sums, i, mask)
     scaled_d_lse, d_lse, d_target = store_losses(
         tokens,
@@ -104,7 +93,7 @@ def finish_shard_rows_kernel(
 
 
 def launch_finish_shard_rows(
-    gathered: Tensor,  # (R, k, n)
+    gathered: Tensor,  # (R, k, n) every rank's numbers
     tokens: Tokens,
     sums: RowSums,
     loss: RowLoss,
@@ -114,13 +103,12 @@ def launch_finish_shard_rows(
 ) -> FinishedRows:
     finished, n = empty_rows(tokens, dtype), tokens.column.shape[0]
     finish_shard_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-        gathered,
+        lse_of_shards(gathered[:, 0], torch.exp2, torch.log2),
+        gathered[:, 1].sum(0),
         tokens,
         sums,
         finished,
         n,
-        gathered.shape[0],
-        gathered.stride(0),
         loss,
         logit_scale,
         BLOCK_N=BLOCK_N,

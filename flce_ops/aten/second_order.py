@@ -1,0 +1,87 @@
+"""What the two derivatives of the backward operator share: the logits along a direction, and the products it ends in.
+
+With dots for a direction in input, linear_weight and linear_bias, G the logit gradient and S its change,
+
+    u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'
+    out_input = S @ linear_weight + G @ linear_weight'        out_linear_weight = S.T @ input + G.T @ input'
+    out_linear_bias = S.T @ 1
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
+from flce_ops.aten.logits import chunk_logits_with_slope, probabilities
+from flce_ops.math.options import LogitOptions
+from flce_ops.meta.arguments import DoubleBackward
+from flce_ops.meta.outputs import Gradients
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+
+class SecondOrder:
+    """Over chunks of rows; the sums of two results are kept in the accumulation dtype."""
+
+    def __init__(
+        self,
+        call: DoubleBackward,
+        direction: tuple[Tensor | None, Tensor | None, Tensor | None],  # (N, D), (V, D), (V,)
+        out: Gradients,
+    ) -> None:
+        self.call, self.out = call, out
+        self.input, self.linear_weight, _, self.linear_bias, _ = call.operands
+        self.along_input, self.along_weight, self.along_bias = direction
+        self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
+        self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)
+
+    def chunks(self, op: str) -> Iterator[slice]:
+        # u', p and four on the way to S; with a softcap slope and one more
+        matrices = 6 if self.call.logits.softcap is None else 8
+        return row_chunks(op, self.input, rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices))
+
+    def change_of_logits(self, rows: slice) -> Tensor:  # u', (n, V)
+        x = self.input[rows]
+        change = torch.zeros(x.shape[0], self.linear_weight.shape[0], dtype=self.call.lse.dtype, device=x.device)
+        if self.along_input is not None:
+            change += chunk_product(self.along_input[rows], self.linear_weight)
+        if self.along_weight is not None:
+            change += chunk_product(x, self.along_weight)
+        if self.along_bias is not None:
+            change += self.along_bias.to(change.dtype)
+        return change
+
+    def logits(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
+        """z, dz/du and p of a chunk; p adds up to 1 within a rounding.
+
+        So K_iy - sum_j p_ij K_ij cancels where token i is sure of y: the lse that p is made with may come from another
+        GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf switches off has no p.)
+        """
+        call = self.call
+        z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits)
+        p = probabilities(z, call.lse[rows], None if call.lse_rest is None else call.lse_rest[rows])
+        return z, slope, p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
+
+    def add(self, rows: slice, change: Tensor, gradient: Tensor) -> None:
+        """S and G of a chunk, (n, V)."""
+        out_input, x = self.out[0], self.input[rows]
+        if self.linear_bias is not None:
+            self.bias_sum += change.sum(0)
+        change, gradient = change.to(x.dtype), gradient.to(x.dtype)
+        out_input[rows] = change @ self.linear_weight
+        self.weight_sum += change.T @ x
+        if self.along_weight is not None:
+            out_input[rows] += gradient @ self.along_weight
+        if self.along_input is not None:
+            self.weight_sum += gradient.T @ self.along_input[rows]
+
+    def finish(self) -> None:
+        self.out[1].copy_(self.weight_sum)
+        self.out[2].copy_(self.bias_sum)
+
+
+def slope_derivative(z: Tensor, slope: Tensor, options: LogitOptions) -> Tensor:  # (n, V)
+    """f'' of capped logits."""
+    derivative = z * slope * (-2.0 / options.softcap**2)
+    return derivative if options.logit_scale is None else derivative * options.logit_scale
