@@ -5,17 +5,27 @@ chunks              E of n tokens fills the workspace                           
 recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
 """
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import triton
 from torch import Tensor
 
 from flce_ops.support.path import Path, last_path, record_path
-from flce_ops.triton.chunks import product_bytes, rows_of_chunks, slices, triton_reason
+from flce_ops.support.workspace import get_workspace
+from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices, triton_reason
+from flce_ops.triton.input_gradient import shortest_steps
 from flce_ops.triton.lead import Lead, lead_chunk
+from flce_ops.triton.target import input_tiles_for, multiprocessors
+from flce_ops.triton.tiles import GradientTiles
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
+CHUNKS_MORE = 2  # than the fewest, at most
+LEAD_STEP = 512  # tokens between the lead chunks that are compared
+ADDITION_STEPS = 4  # of its main loop that a tile of grad_linear_weight takes to add to what is there
 
 
 @dataclass(frozen=True)
@@ -44,22 +54,100 @@ def cut_tokens(
     input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, argmax: bool = False
 ) -> Cut:
     want_input, want_weight, _ = output_mask
-    tokens, (num_classes, hidden), size = input.shape[0], linear_weight.shape, input.dtype.itemsize
-    fitting = rows_of_chunks(
-        tokens, num_classes, hidden, size, want_input=want_input, want_weight=want_weight, argmax=argmax
+    problem = Problem(
+        input.shape[0],
+        *linear_weight.shape,
+        input.dtype.itemsize,
+        want_input,
+        want_weight,
+        argmax,
+        get_workspace(),
+        multiprocessors(linear_weight),
+        input_tiles_for(linear_weight),
     )
-    chunks = slices(tokens, fitting)
-    lead = None
-    if len(chunks) > 1 and want_weight:
-        lead = lead_chunk(
-            tokens, hidden, num_classes, size, ordinary_rows=fitting, argmax=argmax, want_input=want_input
+    return best_cut(problem, smoothed)
+
+
+class Problem(NamedTuple):
+    """What a cut depends on."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    itemsize: int
+    want_input: bool
+    want_weight: bool
+    argmax: bool
+    workspace: int
+    programs: int
+    tiles: GradientTiles  # of the input gradient's GEMM
+
+    def fitting(self) -> int:
+        return rows_of_chunks(
+            self.tokens,
+            self.vocab,
+            self.hidden,
+            self.itemsize,
+            want_input=self.want_input,
+            want_weight=self.want_weight,
+            argmax=self.argmax,
         )
+
+    def product_bytes(self, rows: int) -> int:
+        return product_bytes(max(self.fitting(), rows), rows, self.vocab, self.itemsize)
+
+    def steps(self, rows: int, numbers: int) -> float:
+        """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
+        steps = 0.0
+        if self.want_input:
+            depth = triton.cdiv(self.vocab, self.tiles.block_k)
+            steps += shortest_steps(rows, self.hidden, depth, numbers, self.programs, self.tiles)
+        if self.want_weight:
+            steps += ADDITION_STEPS * self.vocab * self.hidden / (128 * 256) / self.programs
+        return steps
+
+    def chunks(self, start: int) -> tuple[float, list[slice]]:
+        """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
+        tokens, fitting = self.tokens - start, self.fitting()
+        if not tokens:
+            return 0.0, []
+        fewest = triton.cdiv(tokens, fitting)
+        counts = range(fewest, fewest + CHUNKS_MORE + 1)
+        cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
+        steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
+        best = min(range(len(cuts)), key=steps.__getitem__)
+        return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
+
+
+@functools.lru_cache(maxsize=256)
+def best_cut(problem: Problem, smoothed: bool) -> Cut:
+    tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
+    steps, chunks = problem.chunks(0)
+    lead = None
+    if fitting < tokens and problem.want_weight:
+        most = min(tokens, hidden + fitting)
+        for rows in {min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}:
+            rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
+            found = lead_chunk(
+                rows,
+                tokens,
+                hidden,
+                problem.vocab,
+                problem.itemsize,
+                argmax=problem.argmax,
+                want_input=problem.want_input,
+            )
+            if found is None:
+                continue
+            scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2
+            steps_after, chunks_after = problem.chunks(rows)
+            total = problem.steps(rows, scratch) + steps_after
+            if found.rows > fitting and (lead is None or total < steps):
+                steps, chunks, lead = total, chunks_after, found
     start = lead.rows if lead else 0
-    if lead is not None:
-        chunks = slices(tokens - start, fitting)
-    if len(chunks) > 1 and chunks[0].stop < RECOMPUTE_BELOW:
+    if len(chunks) > 1 and chunks[0].stop - chunks[0].start < RECOMPUTE_BELOW:
         if smoothed:  # a lead chunk would add label smoothing's part of all tokens
             lead, start = None, 0
         return Cut(lead, [slice(start, tokens)], True, 0)
-    room = product_bytes(fitting, chunks[0].stop, num_classes, size) if chunks else 0
-    return Cut(lead, [slice(start + rows.start, start + rows.stop) for rows in chunks], False, room)
+    room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
+    return Cut(lead, chunks, False, room)

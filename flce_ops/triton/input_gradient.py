@@ -24,7 +24,8 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.target import gradient_tiles_for, multiprocessors
+from flce_ops.triton.target import input_tiles_for, multiprocessors
+from flce_ops.triton.tiles import GradientTiles
 
 # n tokens of a chunk, D hidden, V vocabulary, S parts of it
 
@@ -43,6 +44,10 @@ class Finish(NamedTuple):
     u: Tensor | None = None
     v: Tensor | None = None  # (D,)
 
+    def of(self, rows: slice) -> "Finish":
+        *vectors, v = self
+        return Finish(*(None if vector is None else vector[rows] for vector in vectors), v)
+
 
 @triton.jit
 def parts_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -53,6 +58,16 @@ def parts_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.const
     steps = rounds * ((depth + parts - 1) // parts + TILE_OVERHEAD)
     fits = (parts == 1) | (parts <= numbers // tl.maximum(count * D, 1))
     return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
+
+
+def shortest_steps(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: GradientTiles) -> int:
+    """Of the main loop, in the parts that the device would take for so many tokens."""
+    count = triton.cdiv(rows, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+    most = min(max(numbers // (rows * hidden), 1), MOST_PARTS.value)
+    return min(
+        triton.cdiv(count * parts, programs) * (triton.cdiv(depth, parts) + TILE_OVERHEAD.value)
+        for parts in range(1, most + 1)
+    )
 
 
 @triton.jit
@@ -216,7 +231,7 @@ class InputGradient:
     ) -> None:
         assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
         self.out, self.linear_weight, self.finish, self.kept, self.product = out, linear_weight, finish, kept, product
-        self.tiles, self.programs = gradient_tiles_for(out, "input", tma=fits_tma(linear_weight)), multiprocessors(out)
+        self.tiles, self.programs = input_tiles_for(linear_weight), multiprocessors(out)
         self.whole = len(columns) == 1
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
         self.numbers = min(product.shape[0], 2**31 - 1)

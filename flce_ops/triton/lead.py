@@ -8,8 +8,9 @@ E fits where a slice of grad_linear_weight will be, one slice off:
     then, from the end:   slice K-1 = E_{K-1}.T @ (c input),  slice K-2 = E_{K-2}.T @ (c input),  ...
 
 When slice k is written, what it held, E_{k+1}, has been used. So D tokens (all, at N <= D) take one chunk that needs a
-slice of workspace, and their part of grad_linear_weight is summed by one GEMM and rounded once. The last slice's place
-serves as scratch memory before: for sums per tile, then for the float32 product with linear_weight.
+slice of workspace. More tokens take slices that shrink, each D / n of the one before: up to D and an ordinary chunk's.
+The last slice's place serves as scratch memory before: for sums per tile, then for the float32 product with
+linear_weight.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import triton
 from torch import Tensor
 
 from flce_ops.support.workspace import matrix_bytes
-from flce_ops.triton.chunks import MULTIPLE, padded, small_bytes
+from flce_ops.triton.chunks import padded, small_bytes
 from flce_ops.triton.input_gradient import float32_memory
 from flce_ops.triton.weight_gradient import scale_bytes
 
@@ -39,33 +40,45 @@ class Lead:
 
 
 def lead_chunk(
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    itemsize: int,
-    *,
-    ordinary_rows: int,
-    argmax: bool = False,
-    want_input: bool = True,
+    rows: int, tokens: int, hidden: int, vocab: int, itemsize: int, *, argmax: bool, want_input: bool
 ) -> Lead | None:
-    """The lead chunk that the workspace allows, or None where it would not be larger than the ordinary ones."""
-    rows = tokens if tokens <= hidden else hidden // MULTIPLE * MULTIPLE
-    if rows <= ordinary_rows or vocab < 2 * BLOCK_V:
+    """A lead chunk of so many of the tokens, or None where the memory does not hold it."""
+    if vocab < 2 * BLOCK_V:
         return None
     rows_apart = not want_input or tokens < 2 * rows
     tiles = triton.cdiv(vocab, BLOCK_V)
     maxima = SUM_BYTES * tiles * rows * argmax
     left = matrix_bytes(tokens) - small_bytes() - maxima - rows * hidden * itemsize * rows_apart
     left -= scale_bytes(vocab, hidden) * (rows < tokens)
-    # a slice fits where the one before it goes; at least two, so that the last one's place is free
-    most_tiles = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
-    if most_tiles * SLICES_AT_MOST < tiles:
+    # at least two slices, so that the last one's place is free
+    first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
+    count = len(slice_tiles(tiles, first, rows, hidden))
+    if not count:
         return None
-    count = triton.cdiv(tiles, most_tiles)
-    wider = tiles % count  # of the slices have one tile more, and come first
-    starts = [(tiles // count * k + min(k, wider)) * BLOCK_V for k in range(count + 1)]
+    at_least = 1
+    while at_least < first:  # of one size, as far as the tokens allow
+        middle = (at_least + first) // 2
+        if len(slice_tiles(tiles, middle, rows, hidden)) == count:
+            first = middle
+        else:
+            at_least = middle + 1
+    sizes = slice_tiles(tiles, first, rows, hidden)
+    if sizes[-1] * BLOCK_V < rows - hidden:  # too little room for the float32 product
+        return None
+    starts = [BLOCK_V * sum(sizes[:k]) for k in range(count + 1)]
     columns = [slice(start, min(stop, vocab)) for start, stop in zip(starts, starts[1:])]
     return Lead(rows, columns, rows * starts[1], rows_apart)
+
+
+def slice_tiles(tiles: int, first: int, rows: int, hidden: int) -> list[int]:
+    """Tiles of each slice, the first of `first`. None where that takes more than SLICES_AT_MOST."""
+    sizes: list[int] = []
+    size = first
+    while tiles > 0 and size > 0 and len(sizes) < SLICES_AT_MOST:
+        sizes.append(min(size, tiles))
+        tiles -= size
+        size = min(size, size * hidden // rows)  # E of the next slice goes where grad_linear_weight's was
+    return sizes if tiles <= 0 else []
 
 
 def scratch_of(lead: Lead, grad_weight: Tensor) -> Tensor:  # float32, flat

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions, Operands
-from flce_ops.triton.chunks import padded
+from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
@@ -153,13 +153,18 @@ class OnePassStep:
             return
         outer = (None, None) if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
-        columns = [cols for cols, _ in pieces]
-        gradient = InputGradient(
-            self.grad_input[chunk], self.operands.linear_weight, finish, tokens.kept, columns, product
-        )
-        for cols, piece in pieces:
-            gradient.add(cols, piece)
-        gradient.close()
+        out, columns = self.grad_input[chunk], [cols for cols, _ in pieces]
+        at_once, hidden = out.shape
+        if len(pieces) > 1:  # the product waits in float32; where its memory is short, rows take turns
+            if product.shape[0] < MULTIPLE * hidden:
+                product = torch.empty(MULTIPLE * hidden, dtype=torch.float32, device=out.device)
+            at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
+        for rows in slices(out.shape[0], at_once):
+            kept = tokens.kept.of(rows)
+            gradient = InputGradient(out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product)
+            for cols, piece in pieces:
+                gradient.add(cols, piece[rows])
+            gradient.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""

@@ -6,18 +6,20 @@ import torch
 from torch import Tensor
 
 from flce_ops.support.vendor import made_by_nvidia
+from flce_ops.triton.gemm_operands import fits_tma
 from flce_ops.triton.tiles import (
-    GRADIENT_TILES,
+    INPUT_TILES,
     INTERPRETER,
+    WEIGHT_TILES,
     GradientTiles,
     Tiles,
-    gradient_tiles_of_architecture,
+    data_centre_chip,
     tiles_of_architecture,
 )
 
 
 def interpreted(tensor: Tensor) -> bool:
-    return tensor.device.type != "cuda"
+    return tensor.device.type == "cpu"
 
 
 def tiles_for(input: Tensor) -> Tiles:
@@ -26,16 +28,30 @@ def tiles_for(input: Tensor) -> Tiles:
     return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
 
 
-def gradient_tiles_for(tensor: Tensor, gradient: str, *, tma: bool) -> GradientTiles:  # "input" | "weight"
-    """`tma` says whether the operands' layout allows tensor maps."""
-    if interpreted(tensor):
-        return GRADIENT_TILES[gradient]["interpreter"]
-    return gradient_tiles_of_architecture(gradient, capability_of(tensor.device), tma=tma)
+def weight_tiles_for(grad_weight: Tensor) -> GradientTiles:
+    if interpreted(grad_weight):
+        return WEIGHT_TILES["interpreter"]
+    return WEIGHT_TILES["hopper" if takes_tma(grad_weight) else "ampere"]
+
+
+def input_tiles_for(linear_weight: Tensor) -> GradientTiles:
+    if interpreted(linear_weight):
+        return INPUT_TILES["interpreter"]
+    if not takes_tma(linear_weight):
+        return INPUT_TILES["ampere"]
+    return INPUT_TILES["hopper" if (linear_weight.shape[1] - 1) % 256 >= 128 else "hopper, columns of 128"]
+
+
+def takes_tma(matrix: Tensor) -> bool:
+    """Its layout and the device allow tensor maps."""
+    return data_centre_chip(capability_of(matrix.device)) and (matrix.is_meta or fits_tma(matrix))
 
 
 @functools.cache
 def capability_of(device: torch.device) -> int:
-    """90 for sm_90."""
+    """90 for sm_90, and for tensors without a device, whose cut the planner asks for."""
+    if device.type == "meta":
+        return 90
     if not made_by_nvidia():
         raise NotImplementedError(
             "flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators (torch.ops.flce, "
@@ -53,4 +69,6 @@ def multiprocessors(tensor: Tensor) -> int:
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
+    if device.type == "meta":
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count

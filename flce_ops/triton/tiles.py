@@ -58,24 +58,19 @@ class GradientTiles:
 #               644 / 632 / 563   a later chunk; cuBLAS, which rounds the sum, 663 / 396 / 649
 #               566 / 623 / 530   a later chunk, not flattened
 # "input" walks few long tiles, whose ends need no overlap.
-GRADIENT_TILES = {
-    "input": {
-        "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=4),
-        "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
-        "interpreter": GradientTiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
-    },
-    "weight": {
-        "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3),
-        "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
-        "interpreter": GradientTiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
-    },
+INPUT_TILES = {
+    "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=4),
+    "hopper, columns of 128": GradientTiles(256, 128, 64, num_warps=8, num_stages=4),
+    "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
+    "interpreter": GradientTiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
+}
+WEIGHT_TILES = {
+    "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3),
+    "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
+    "interpreter": GradientTiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
 }
 
 
 def data_centre_chip(capability: int) -> bool:
     """Only those since Hopper have 227 KiB of shared memory beside TMA."""
     return capability // 10 in (9, 10)
-
-
-def gradient_tiles_of_architecture(gradient: str, capability: int, *, tma: bool) -> GradientTiles:
-    return GRADIENT_TILES[gradient]["hopper" if tma and data_centre_chip(capability) else "ampere"]
