@@ -15,7 +15,15 @@ import torch
 from flce_ops import meta
 from flce_ops.meta.arguments import Backward, takes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
-from flce_ops.triton.chunks import MULTIPLE, contiguous, padded, record_triton_path, slices, with_contiguous_vectors
+from flce_ops.triton.chunks import (
+    MULTIPLE,
+    contiguous,
+    padded,
+    record_triton_path,
+    slices,
+    sums_in_float32,
+    with_contiguous_vectors,
+)
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.gradient_factors import PerToken, launch_gradient_factors
@@ -25,7 +33,7 @@ from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.spread_rows import launch_spread_rows
-from flce_ops.triton.weight_gradient import WeightGradient, scale_bytes
+from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
 
@@ -61,12 +69,12 @@ def run_backward(
     input, linear_weight, _, linear_bias, weight = operands
     grad_input, grad_weight, bias_sum = gradients
     (num_classes, hidden), size, count = linear_weight.shape, input.dtype.itemsize, kept.order.shape[0]
-    row_slices, column_slices = pieces(
-        count, hidden, num_classes, size, want_input=grad_input is not None, want_weight=grad_weight is not None
-    )
+    row_slices, column_slices = pieces(count, hidden, num_classes, size, want_input=grad_input is not None)
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
+    own = None
     if weight_gradient is None and grad_weight is not None:
-        weight_gradient = WeightGradient(grad_weight, several=len(row_slices) > 1)
+        in_float32 = len(row_slices) > 1 and sums_in_float32(grad_weight.numel(), size)
+        own = weight_gradient = WeightGradient(grad_weight, in_float32=in_float32)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     per_token = PerToken(
         *contiguous(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
@@ -110,11 +118,13 @@ def run_backward(
                 input_gradient.add(cols, gradient)
         if input_gradient is not None:
             input_gradient.close()
+    if own is not None:
+        own.close()
     return row_slices
 
 
 def pieces(
-    rows: int, hidden: int, num_classes: int, itemsize: int, *, want_input: bool, want_weight: bool
+    rows: int, hidden: int, num_classes: int, itemsize: int, *, want_input: bool
 ) -> tuple[list[slice], list[slice]]:
     """Row slices that take at most half the workspace, and column slices that fill what is left.
 
@@ -125,7 +135,6 @@ def pieces(
     most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
     row_slices = slices(rows, min(most_rows, rows))
     count = row_slices[0].stop
-    reserved = scale_bytes(num_classes, hidden) * (want_weight and len(row_slices) > 1)
-    left = matrix_bytes(rows) - row_bytes * count - reserved
+    left = matrix_bytes(rows) - row_bytes * count
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     return row_slices, slices(num_classes, most_columns)

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.support.path import Path, record_path
-from flce_ops.support.workspace import get_workspace, matrix_bytes
+from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
 from flce_ops.triton.gemm_operands import fits_tma
 from flce_ops.triton.target import tiles_for
-from flce_ops.triton.weight_gradient import scale_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -31,14 +30,19 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_b
 
 def rows_of_chunks(
     tokens: int, columns: int, hidden: int, itemsize: int, *, want_input: bool, want_weight: bool, argmax: bool
-) -> int:
-    """Rows of a one-pass chunk that fit."""
+) -> tuple[int, bool]:
+    """Rows of a one-pass chunk that fit, and whether grad_linear_weight is summed in float32: over one chunk it is
+    rounded once anyway."""
     reserved = small_bytes() * argmax  # argmax takes two more numbers a tile
     row_bytes = 0 if want_input else hidden * itemsize  # the kept tokens wait in grad_input
     fitting = rows_that_fit(tokens, columns, itemsize, reserved, row_bytes)
-    if fitting < tokens and want_weight:
-        return rows_that_fit(tokens, columns, itemsize, reserved + scale_bytes(columns, hidden), row_bytes)
-    return fitting
+    if want_weight and sums_in_float32(columns * hidden, itemsize) and fitting < tokens:
+        return rows_that_fit(tokens, columns, itemsize, reserved + 4 * columns * hidden, row_bytes), True
+    return fitting, False
+
+
+def sums_in_float32(elements: int, itemsize: int) -> bool:
+    return itemsize < 4 and float32_sum_fits(elements)
 
 
 def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:

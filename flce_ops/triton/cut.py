@@ -1,7 +1,7 @@
 """How a one-pass step takes its tokens: a lead chunk, chunks, or a recomputing step.
 
 lead chunk          where it is larger than an ordinary one: up to D tokens                        lead.py
-chunks              E of n tokens fills the workspace                                               with_grad.py
+chunks              E of n tokens fills the workspace; grad_linear_weight is rounded once a chunk   with_grad.py
 recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
 """
 
@@ -25,7 +25,9 @@ from flce_ops.triton.tiles import GradientTiles
 RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
 CHUNKS_MORE = 2  # than the fewest, at most
 LEAD_STEP = 512  # tokens between the lead chunks that are compared
-ADDITION_STEPS = 4  # of its main loop that a tile of grad_linear_weight takes to add to what is there
+ADDITION_STEPS = (
+    8  # of its main loop that adding to a tile of grad_linear_weight is worth: 1 in time, the rest for rounding
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Cut:
     lead: Lead | None
     chunks: list[slice]  # of the other tokens
     recompute: bool
+    in_float32: bool  # the sum of grad_linear_weight over chunks
     product_bytes: int  # workspace for float32 products with linear_weight
 
     def record(self, linear_weight: Tensor) -> None:
@@ -82,7 +85,7 @@ class Problem(NamedTuple):
     programs: int
     tiles: GradientTiles  # of the input gradient's GEMM
 
-    def fitting(self) -> int:
+    def fitting(self) -> tuple[int, bool]:
         return rows_of_chunks(
             self.tokens,
             self.vocab,
@@ -94,7 +97,7 @@ class Problem(NamedTuple):
         )
 
     def product_bytes(self, rows: int) -> int:
-        return product_bytes(max(self.fitting(), rows), rows, self.vocab, self.itemsize)
+        return product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.itemsize)
 
     def steps(self, rows: int, numbers: int) -> float:
         """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
@@ -108,7 +111,7 @@ class Problem(NamedTuple):
 
     def chunks(self, start: int) -> tuple[float, list[slice]]:
         """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
-        tokens, fitting = self.tokens - start, self.fitting()
+        tokens, (fitting, _) = self.tokens - start, self.fitting()
         if not tokens:
             return 0.0, []
         fewest = triton.cdiv(tokens, fitting)
@@ -121,10 +124,10 @@ class Problem(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def best_cut(problem: Problem, smoothed: bool) -> Cut:
-    tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
+    tokens, hidden, (fitting, in_float32) = problem.tokens, problem.hidden, problem.fitting()
     steps, chunks = problem.chunks(0)
     lead = None
-    if fitting < tokens and problem.want_weight:
+    if fitting < tokens and problem.want_weight and not in_float32:
         most = min(tokens, hidden + fitting)
         for rows in {min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}:
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
@@ -148,6 +151,6 @@ def best_cut(problem: Problem, smoothed: bool) -> Cut:
     if len(chunks) > 1 and chunks[0].stop - chunks[0].start < RECOMPUTE_BELOW:
         if smoothed:  # a lead chunk would add label smoothing's part of all tokens
             lead, start = None, 0
-        return Cut(lead, [slice(start, tokens)], True, 0)
+        return Cut(lead, [slice(start, tokens)], True, False, 0)
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
-    return Cut(lead, chunks, False, room)
+    return Cut(lead, chunks, False, in_float32, room)

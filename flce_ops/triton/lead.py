@@ -21,7 +21,6 @@ from torch import Tensor
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import padded, small_bytes
 from flce_ops.triton.input_gradient import float32_memory
-from flce_ops.triton.weight_gradient import scale_bytes
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 
@@ -49,7 +48,6 @@ def lead_chunk(
     tiles = triton.cdiv(vocab, BLOCK_V)
     maxima = SUM_BYTES * tiles * rows * argmax
     left = matrix_bytes(tokens) - small_bytes() - maxima - rows * hidden * itemsize * rows_apart
-    left -= scale_bytes(vocab, hidden) * (rows < tokens)
     # at least two slices, so that the last one's place is free
     first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
     count = len(slice_tiles(tiles, first, rows, hidden))

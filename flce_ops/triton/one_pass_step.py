@@ -3,7 +3,7 @@
     rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
     E = exp(z - reference), row sums s              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                the row finisher the step was given            finish_rows.py
-    grad_linear_weight += E.T @ (c rows)            rounded once, in the end                       weight_gradient.py
+    grad_linear_weight += E.T @ (c rows)            rounded once a chunk                           weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
     grad_input to where its tokens are                                                             spread_rows.py
 
@@ -77,8 +77,7 @@ class OnePassStep:
         self.weight_gradient = None
         if grad_weight is not None:
             outer = None if smoothing is None else smoothing.weight_terms()
-            several = len(cut.chunks) + (cut.lead is not None) > 1
-            self.weight_gradient = WeightGradient(grad_weight, several=several, outer=outer)
+            self.weight_gradient = WeightGradient(grad_weight, in_float32=cut.in_float32, outer=outer)
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:
@@ -165,6 +164,10 @@ class OnePassStep:
             for cols, piece in pieces:
                 gradient.add(cols, piece[rows])
             gradient.close()
+
+    def finish(self) -> None:
+        if self.weight_gradient is not None:
+            self.weight_gradient.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""

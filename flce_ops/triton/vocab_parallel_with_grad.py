@@ -65,6 +65,7 @@ def launch_vocab_parallel_with_grad(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, vocab_start=vocab_start
         )
         step.run_chunks(cut.chunks)
+        step.finish()
         if gradients.bias_sum is not None:
             grads[2].copy_(gradients.bias_sum)
         if gradients.input is not None:
@@ -77,6 +78,8 @@ def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, argmax: boo
     """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
     (count, hidden), size = input.shape, input.dtype.itemsize
     want_input, want_weight, _ = output_mask
-    fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, want_weight=want_weight, argmax=argmax)
+    fitting, in_float32 = rows_of_chunks(
+        count, shard, hidden, size, want_input=want_input, want_weight=want_weight, argmax=argmax
+    )
     chunks = slices(count, fitting)
-    return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, size))
+    return Cut(None, chunks, False, in_float32, product_bytes(fitting, chunks[0].stop, shard, size))

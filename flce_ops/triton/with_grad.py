@@ -72,6 +72,7 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             )
         else:
             step.run_chunks(cut.chunks)
+            step.finish()
         if gradients.bias_sum is not None:
             if smoothing is not None:
                 smoothing.subtract_from_bias(gradients.bias_sum)
