@@ -15,6 +15,7 @@ from test_triton_interpreter import assert_close, assert_one_pass, double, opera
 
 import flce_ops
 from flce_ops import aten
+from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.lead import lead_chunk
 
 if torch.cuda.is_available():
@@ -81,14 +82,16 @@ def test_rows_far_above_their_reference_are_rescued_in_every_slice():
 @pytest.mark.parametrize("workspace", [48 * MiB, 64 * MiB, 128 * MiB, 512 * MiB])
 @pytest.mark.parametrize("tokens", [3000, 4096, 8192, 16384, 65536])
 @pytest.mark.parametrize("hidden, vocab", [(2304, 256000), (4096, 128256), (4096, 128257), (8192, 50257)])
-def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab):
-    size = 2
+@pytest.mark.parametrize("more", [0, 384, 1024], ids="D + {}".format)
+def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more):
+    size, rows = 2, min(tokens, hidden + more)
     with flce_ops.workspace(workspace):
-        lead = lead_chunk(tokens, hidden, vocab, size, ordinary_rows=128)
+        lead = lead_chunk(rows, tokens, hidden, vocab, size, argmax=False, want_input=True)
     if lead is None:
-        assert workspace < 128 * MiB or tokens < 2 * min(tokens, hidden)  # c input takes 128 MiB at 8192 x 8192
+        # the tokens themselves take 128 MiB at 8192 x 8192
+        assert workspace < 128 * MiB or tokens < 2 * rows or more * 2 * vocab > workspace / 4
         return
-    assert lead.rows <= min(tokens, hidden)
+    assert lead.rows == rows
     assert lead.columns[0].start == 0 and lead.columns[-1].stop == vocab
     assert len(lead.columns) >= 2
     for before, cols in zip(lead.columns, lead.columns[1:]):
@@ -98,10 +101,12 @@ def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab):
     first = lead.columns[0].stop
     assert lead.rows * first == lead.workspace_numbers
     assert lead.workspace_numbers * size <= workspace
-    if not lead.scaled_apart:
+    if not lead.rows_apart:
         assert 2 * lead.rows <= tokens
 
 
-def test_a_chunk_no_larger_than_the_ordinary_ones_is_not_worth_it():
-    assert lead_chunk(8192, 896, 151936, 2, ordinary_rows=1664) is None
-    assert lead_chunk(8192, 4096, 128256, 2, ordinary_rows=2048) is not None
+@pytest.mark.parametrize("tokens, hidden, vocab, waits", [(8192, 896, 151936, False), (8192, 4096, 128256, True)])
+def test_a_chunk_no_larger_than_the_ordinary_ones_is_not_worth_it(tokens, hidden, vocab, waits):
+    input, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, vocab))
+    lead = cut_tokens(input, weight, [True, True, False]).lead
+    assert (lead is not None) is waits

@@ -9,6 +9,7 @@ import inputs
 import pytest
 import torch
 from reference_loss import error
+from test_gradient_gemms import kept_of
 
 import flce_ops
 from flce_ops import aten
@@ -203,14 +204,19 @@ def test_weighted_column_sums_agree_with_float64():
     matrix, factor = torch.randn(2100, 131), torch.randn(2100)
     assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
     assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6
+    kept = weighted_column_sum(matrix, factor, kept_of(1300, 2100))
+    assert error(kept, factor[:1300].double() @ matrix[:1300].double()) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_are_scaled_and_rounded_once(dtype):
-    matrix, factor = torch.randn(7, 3000).to(dtype).T, torch.randn(3000)
-    out = torch.full((3000, 9), float("nan"), dtype=dtype)[:, :7]
-    launch_scale_rows(matrix, factor, out)
-    assert torch.equal(out, (matrix.float() * factor[:, None]).to(dtype))
+    matrix, factor = torch.randn(300, 9).to(dtype)[:, :7], torch.randn(300)
+    out, rest = torch.full((2, 300, 9), float("nan"), dtype=dtype)[:, :, :7]
+    exact = matrix.float() * factor[:, None]
+    launch_scale_rows(matrix, factor, out, kept_of(130, 300), rest)
+    assert torch.equal(out[:130], exact[:130].to(dtype))
+    assert torch.equal(rest[:130], (exact - exact.to(dtype).float())[:130].to(dtype))
+    assert not out[130:256].any() and out[256:].isnan().all()  # zeros as far as a tile may reach
 
 
 def test_entries_are_set_in_the_columns_of_the_matrix_only():
@@ -221,7 +227,8 @@ def test_entries_are_set_in_the_columns_of_the_matrix_only():
     for row, column in enumerate((target - 20).tolist()):
         if 0 <= column < 10:
             expected[row, column] = value[row]
-    launch_set_entries(matrix, target, value, start=20)
+    launch_set_entries(matrix, target, value, kept_of(150, 200), start=20)
+    expected[150:] = 0.0
     assert torch.equal(matrix, expected)
 
 

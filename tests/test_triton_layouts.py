@@ -34,7 +34,7 @@ pytestmark = [*GPU, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # num
 # mode: (N, D, V), bytes of workspace, what last_path() says. (On a GPU a float32 sum takes the lead chunk's place up to
 # a weight gradient of 8 Mi numbers.)
 MODES = {
-    "few tokens": ((12, 24, 67), 512 * MiB, ""),  # split_product.py
+    "few tokens": ((12, 24, 67), 512 * MiB, ""),
     "one chunk": ((130, 24, 67), 512 * MiB, ""),
     "chunks": ((260 if ON_GPU else 130, 24, 67), 1, ""),
     "recompute": ((130, 24, 300), 1, "recomputing"),

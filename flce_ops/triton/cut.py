@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from flce_ops.support.path import Path, last_path, record_path
+from flce_ops.support.path import Path, record_path
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices, triton_reason
 from flce_ops.triton.input_gradient import shortest_steps
@@ -38,19 +38,18 @@ class Cut:
     in_float32: bool  # the sum of grad_linear_weight over chunks
     product_bytes: int  # workspace for float32 products with linear_weight
 
-    def record(self, linear_weight: Tensor) -> None:
-        """For flce_ops.last_path(); after the step."""
+    def record(self, linear_weight: Tensor, recomputed: list[slice]) -> None:
+        """For flce_ops.last_path(); `recomputed` are the ranges of rows of a recomputing step."""
         op = "linear_cross_entropy_with_grad"
-        lead = [] if self.lead is None else [slice(0, self.lead.rows)]
-        notes = ["the first chunk's exponentials wait in grad_linear_weight"] if lead else []
-        rows, count = self.lead.rows if lead else 0, len(lead) + len(self.chunks)
+        chunks = recomputed if self.recompute else self.chunks
+        rows, count = max((chunk.stop - chunk.start for chunk in chunks), default=0), len(chunks)
+        notes = [triton_reason(linear_weight)]
+        if self.lead is not None:
+            notes.append("the first chunk's exponentials wait in grad_linear_weight")
+            rows, count = max(self.lead.rows, rows), count + 1
         if self.recompute:
-            backward = last_path()
             notes.append("recomputing the logits: the workspace is small")
-            rows, count = max(rows, backward.rows_per_chunk), len(lead) + backward.chunks
-        elif self.chunks:
-            rows = max(rows, self.chunks[0].stop - self.chunks[0].start)
-        record_path(Path(op, "triton", ", ".join((triton_reason(linear_weight), *notes)), rows, count))
+        record_path(Path(op, "triton", ", ".join(notes), rows, count))
 
 
 def cut_tokens(

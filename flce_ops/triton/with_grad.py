@@ -58,11 +58,12 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
         per_token = PerToken(target_weight, row_scale, losses, columns if call.argmax else None)
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
+        recomputed: list[slice] = []
         if cut.lead is not None:
             step.run_lead(cut.lead)
         if cut.recompute:
             (rows,) = cut.chunks
-            recompute_step(
+            recomputed = recompute_step(
                 call,
                 kept.of(rows),
                 place,
@@ -80,5 +81,5 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         if gradients.input is not None:
             launch_spread_rows(gradients.input, kept, place)
         torch.sum(row_scale * losses, dim=0, out=loss)
-    cut.record(linear_weight)
+    cut.record(linear_weight, recomputed)
     return outputs

@@ -1,0 +1,175 @@
+"""The two gradient GEMMs of the Triton path and the tokens they stop at, each by itself, in Triton's interpreter."""
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary, S parts of it
+
+import pytest
+import torch
+from reference_loss import error
+
+pytest.importorskip("triton")
+
+import flce_ops
+from flce_ops.triton.chunks import product_bytes, rows_that_fit
+from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory, shortest_steps
+from flce_ops.triton.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.spread_rows import launch_spread_rows
+from flce_ops.triton.tiles import INPUT_TILES
+from flce_ops.triton.weight_gradient import WeightGradient
+
+MiB = 2**20
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
+
+
+def kept_of(count, n, start=0):
+    """The first `count` places of all chunks hold tokens; n of the places are this chunk's."""
+    return Kept(torch.arange(n, dtype=torch.int32), torch.tensor(count, dtype=torch.int32), start)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("kept", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tokens", [1, 700, 4097])
+def test_kept_tokens_come_first_in_their_order_and_the_ignored_ones_after_them(tokens, kept, dtype):
+    target = torch.where(torch.rand(tokens) < kept, torch.randint(9, (tokens,)), -100).to(dtype)
+    found, place = keep_tokens(target, -100, 9)
+    valid = target != -100
+    count = int(valid.sum())
+    assert int(found.count) == count
+    assert found.order[:count].tolist() == valid.nonzero().flatten().tolist()
+    assert sorted(found.order.tolist()) == list(range(tokens))
+    assert torch.equal(place >= 0, valid)
+    assert place[valid].tolist() == list(range(count))
+
+
+@interpreter
+def test_a_target_outside_the_vocabulary_is_refused_unless_it_is_ignored():
+    keep_tokens(torch.tensor([3, 9]), 9, 9)
+    with pytest.raises(IndexError, match="got 9 at flat position 1"):
+        keep_tokens(torch.tensor([3, 9]), -100, 9)
+
+
+@interpreter
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99, 1.0])
+def test_rows_are_spread_in_place(kept):
+    target = torch.where(torch.rand(1100) < kept, 1, -100)
+    found, place = keep_tokens(target, -100, 9)
+    count, rows = int(found.count), torch.randn(1100, 70)
+    expected = torch.zeros(1100, 70)
+    expected[target == 1] = rows[:count]
+    rows[count:] = torch.nan
+    launch_spread_rows(rows, found, place)
+    assert torch.equal(rows, expected)
+
+
+@interpreter
+@pytest.mark.parametrize("memory_numbers", [0, 300 * 24, 5 * 300 * 24], ids="{} numbers".format)
+@pytest.mark.parametrize("count", [0, 1, 130, 300])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_the_input_gradient_of_the_kept_rows(pieces, count, memory_numbers):
+    if pieces == 2 and not memory_numbers:
+        pytest.skip("several pieces wait in float32")
+    n, d, v = 300, 24, 67
+    e, w = torch.rand(n, v), torch.randn(v, d)
+    e[count:] = torch.nan
+    column, factor, residual = torch.randint(-1, v, (n,)), torch.randn(n), torch.randn(n)
+    outer = torch.randn(n), torch.randn(d)
+    out = torch.full((n, d), torch.inf)
+    columns = [slice(0, v)] if pieces == 1 else [slice(0, 40), slice(40, v)]
+    memory = torch.full((memory_numbers,), torch.nan)
+    finish = Finish(factor, column, residual, *outer)
+    gradient = InputGradient(out, w, finish, kept_of(count, n), columns, memory)
+    for cols in columns:
+        gradient.add(cols, e[:, cols])
+    gradient.close()
+    exact = factor[:, None].double() * (e.double() @ w.double()) + outer[0][:, None].double() * outer[1]
+    exact += torch.where(column >= 0, residual, 0.0)[:, None].double() * w[column.clamp(min=0)]
+    assert error(out[:count], exact[:count]) <= 5e-7
+    assert out[count:].isinf().all()
+
+
+@interpreter
+@pytest.mark.parametrize("numbers", [0, 4000, 40000])
+@pytest.mark.parametrize("count", [1, 70, 200])
+def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
+    """Parts that were written: memory that stays nan was not touched."""
+    n, d, v = 200, 24, 400
+    memory = torch.full((numbers,), torch.nan)
+    finish = Finish(None, torch.full((n,), -1), torch.zeros(n))
+    gradient = InputGradient(torch.empty(n, d), torch.randn(v, d), finish, kept_of(count, n), [slice(0, v)], memory)
+    gradient.add(slice(0, v), torch.rand(n, v))
+    parts = max(int((~memory.isnan()).sum()) // (count * d), 1)
+    tiles = -(-count // 32)
+    steps = {s: -(-tiles * s // 4) * (-(-13 // s) + 8) for s in range(1, 17) if s == 1 or s * count * d <= numbers}
+    assert steps[parts] == min(steps.values())
+    assert min(steps.values()) == shortest_steps(count, d, 13, numbers, 4, INPUT_TILES["interpreter"])
+
+
+@interpreter
+@pytest.mark.parametrize("in_float32", [False, True], ids=["own dtype", "float32 sum"])
+@pytest.mark.parametrize("count", [0, 1, 128, 200, 256])
+def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count, in_float32):
+    n, d, v = 128, 70, 67
+    e, x = torch.rand(2 * n, v), torch.randn(2 * n, d)
+    x[count:], outer = 0.0, (torch.rand(v), torch.randn(d))
+    e[-(-count // 32) * 32 :] = torch.nan  # behind the last tile of kept rows nothing is read
+    e[count : -(-count // 32) * 32] = 0.0
+    out = torch.full((v, d), torch.nan)
+    gradient = WeightGradient(out, in_float32=in_float32, outer=outer)
+    for start in (0, n):
+        rows = slice(start, start + n)
+        gradient.add(slice(0, v), e[rows], x[rows], kept_of(count, n, start), first=start == 0)
+    gradient.close()
+    exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
+    assert error(out, exact) <= 5e-7
+
+
+@interpreter
+def test_rows_in_two_half_numbers_lose_nothing():
+    """What rounding took from c x is a second addend."""
+    n, d, v = 16, 70, 67
+    e, x = torch.rand(n, v).half(), torch.randn(n, d)
+    high = x.half()
+    low = (x - high.float()).half()
+    out = torch.empty(v, d)
+    WeightGradient(out, in_float32=False).add(slice(0, v), e, high, kept_of(n, n), first=True, low=low)
+    assert error(out, e.double().T @ x.double()) <= 2.0**-21
+
+
+@pytest.mark.parametrize("start", range(8))  # offsets that are odd, rows too few, none
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_float32_memory_lies_in_the_tensor(dtype, start):
+    tensor = torch.zeros(7, 9, dtype=dtype)
+    rows = tensor[start:]
+    memory = float32_memory(rows)
+    assert memory.dtype == torch.float32 and memory.dim() == 1
+    assert memory.nbytes % 16 == 0 and rows.nbytes - memory.nbytes < 64
+    memory.fill_(1.0)
+    assert not tensor[:start].any()
+    assert bool(rows.any()) is (memory.numel() > 0)
+
+
+def test_what_chunks_leave_of_the_workspace_goes_to_the_product():
+    fitting = rows_that_fit(8192, 32000, 2, 0)
+    assert product_bytes(fitting, fitting, 32000, 2) == 8 * MiB
+    assert product_bytes(fitting, 4096, 32000, 2) == 8 * MiB + (fitting - 4096) * 64000
+    assert 4096 * 64000 + product_bytes(fitting, 4096, 32000, 2) <= 512 * MiB
+
+
+@pytest.mark.parametrize("workspace", [64, 512], ids="{} MiB".format)
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096, 128256), (16384, 896, 151936), (8192, 2304, 256000), (5000, 3072, 50257)], ids=str
+)
+def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
+    tokens, hidden, vocab = shape
+    input, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, vocab))
+    with flce_ops.workspace(workspace * MiB):
+        cut = cut_tokens(input, weight, [True, True, False])
+    places = [0] if cut.lead is None else [0, cut.lead.rows]
+    for chunk in cut.chunks:
+        assert chunk.start == places[-1]
+        places.append(chunk.stop)
+    assert places[-1] == tokens
+    if not cut.recompute and cut.chunks:
+        rows = cut.chunks[0].stop - cut.chunks[0].start
+        assert rows * (vocab + 8) * 2 <= workspace * MiB
