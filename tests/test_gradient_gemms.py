@@ -35,7 +35,7 @@ def test_kept_tokens_come_first_in_their_order_and_the_ignored_ones_after_them(t
     found, place = keep_tokens(target, -100, 9)
     valid = target != -100
     count = int(valid.sum())
-    assert int(found.count) == count
+    assert int(found.total) == count
     assert found.order[:count].tolist() == valid.nonzero().flatten().tolist()
     assert sorted(found.order.tolist()) == list(range(tokens))
     assert torch.equal(place >= 0, valid)
@@ -54,7 +54,7 @@ def test_a_target_outside_the_vocabulary_is_refused_unless_it_is_ignored():
 def test_rows_are_spread_in_place(kept):
     target = torch.where(torch.rand(1100) < kept, 1, -100)
     found, place = keep_tokens(target, -100, 9)
-    count, rows = int(found.count), torch.randn(1100, 70)
+    count, rows = int(found.total), torch.randn(1100, 70)
     expected = torch.zeros(1100, 70)
     expected[target == 1] = rows[:count]
     rows[count:] = torch.nan

@@ -15,6 +15,7 @@ the one that entered a block:
 Of set_workspace and the blocks still open, what came last decides. A block takes back only itself when it is left.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -44,10 +45,24 @@ _set_bytes = DEFAULT_WORKSPACE_BYTES
 _open_blocks: list[Block] = []
 
 
+# Bytes of the call that runs in this thread which are taken already.
+_taken = threading.local()
+
+
 def get_workspace() -> int:
-    """Bytes of temporary memory that one operator call may use."""
+    """Bytes of temporary memory that one operator call may use, less what the one in this thread has reserved."""
     youngest = _open_blocks[-1:]
-    return youngest[0].nbytes if youngest else _set_bytes
+    return (youngest[0].nbytes if youngest else _set_bytes) - getattr(_taken, "nbytes", 0)
+
+
+@contextmanager
+def reserved(nbytes: int) -> Iterator[None]:
+    """Part of the workspace for the operator call in the block, of this thread, that what it calls leaves free."""
+    _taken.nbytes = nbytes
+    try:
+        yield
+    finally:
+        _taken.nbytes = 0
 
 
 def matrix_bytes(tokens: int) -> int:

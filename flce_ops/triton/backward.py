@@ -25,6 +25,7 @@ from flce_ops.triton.chunks import (
     with_contiguous_vectors,
 )
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.gradient_factors import PerToken, launch_gradient_factors
 from flce_ops.triton.gradients import Gradients, wanted_gradients
@@ -42,6 +43,7 @@ PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts: 64
 
 
 @takes(Backward)
+@with_even_features
 def launch_backward(call: Backward) -> meta.Gradients:
     outputs = meta.backward_outputs(call)
     input, linear_weight = call.operands[:2]

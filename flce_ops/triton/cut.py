@@ -57,9 +57,11 @@ def cut_tokens(
     input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, argmax: bool = False
 ) -> Cut:
     want_input, want_weight, _ = output_mask
+    vocab, hidden = linear_weight.shape
     problem = Problem(
         input.shape[0],
-        *linear_weight.shape,
+        vocab,
+        hidden,
         input.dtype.itemsize,
         want_input,
         want_weight,
@@ -153,7 +155,7 @@ def best_cut(problem: Problem, smoothed: bool) -> Cut:
             scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2
             steps_after, chunks_after = problem.chunks(rows)
             total = problem.steps(rows, scratch) + steps_after
-            if found.rows > fitting and (lead is None or total < steps):
+            if found.rows > fitting and total < steps:
                 steps, chunks, lead = total, chunks_after, found
     start = lead.rows if lead else 0
     if len(chunks) > 1 and chunks[0].stop - chunks[0].start < RECOMPUTE_BELOW:

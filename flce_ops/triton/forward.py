@@ -9,6 +9,7 @@ from flce_ops import meta
 from flce_ops.meta.arguments import Forward, takes
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, record_triton_path, slices, with_contiguous_vectors
+from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
@@ -63,6 +64,7 @@ def finish_forward_kernel(
 
 
 @takes(Forward)
+@with_even_features
 def launch_forward(call: Forward) -> ForwardOutputs:
     outputs = meta.forward_outputs(call)
     input, linear_weight = call.operands[:2]

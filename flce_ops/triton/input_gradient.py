@@ -45,8 +45,8 @@ class Finish(NamedTuple):
     v: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
-        *vectors, v = self
-        return Finish(*(None if vector is None else vector[rows] for vector in vectors), v)
+        row_factor, u = (None if vector is None else vector[rows] for vector in (self.row_factor, self.u))
+        return Finish(row_factor, self.column[rows], self.residual[rows], u, self.v)
 
 
 @triton.jit

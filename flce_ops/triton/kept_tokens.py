@@ -2,7 +2,7 @@
 
     order   the kept tokens' indices in ascending order,       kernels walk it, n places at a time
             then the ignored ones'
-    count   how many there are, a number on the device         kernels stop there
+    total   how many there are, a number on the device         kernels stop there
     place   each token's place in `order`, -1 where ignored    brings rows back in the end                spread_rows.py
 
 The host launches the chunks that all N tokens would take. A kernel of a chunk without kept tokens leaves at once.
@@ -26,17 +26,17 @@ class Kept(NamedTuple):
     """The places [start, start + n) of `order`; one argument of a kernel."""
 
     order: Tensor  # (n,) int32
-    count: Tensor  # () int32, of all chunks
+    total: Tensor  # () int32, kept tokens of all chunks
     start: int
 
     def of(self, rows: slice) -> "Kept":
-        return Kept(self.order[rows], self.count, self.start + rows.start)
+        return Kept(self.order[rows], self.total, self.start + rows.start)
 
 
 @triton.jit
 def kept_rows(kept, n):
     """How many of a chunk's n rows hold a token."""
-    return tl.minimum(tl.maximum(tl.load(kept.count) - kept.start, 0), n)
+    return tl.minimum(tl.maximum(tl.load(kept.total) - kept.start, 0), n)
 
 
 @triton.jit

@@ -180,5 +180,5 @@ class OnePassStep:
 
 def store_by_token(out: Tensor, values: Tensor, kept: Kept) -> None:
     """out[order_i] = values_i of the kept tokens, -1 of the others."""
-    held = torch.arange(values.shape[0], device=values.device) < kept.count - kept.start
+    held = torch.arange(values.shape[0], device=values.device) < kept.total - kept.start
     out.index_copy_(0, kept.order.long(), torch.where(held, values, -1))

@@ -52,5 +52,5 @@ def launch_spread_rows(matrix: Tensor, kept: Kept, place: Tensor) -> None:
     tokens, columns = matrix.shape
     block_d = 64 if interpreted(matrix) else 32  # 64 bytes of half numbers; 128 programs at D = 4096
     spread_rows_kernel[(triton.cdiv(columns, block_d),)](
-        matrix, place, kept.count, tokens, columns, matrix.stride(0), BLOCK_N=256, BLOCK_D=block_d, num_warps=8
+        matrix, place, kept.total, tokens, columns, matrix.stride(0), BLOCK_N=256, BLOCK_D=block_d, num_warps=8
     )

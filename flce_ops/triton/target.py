@@ -44,7 +44,11 @@ def input_tiles_for(linear_weight: Tensor) -> GradientTiles:
 
 def takes_tma(matrix: Tensor) -> bool:
     """Its layout and the device allow tensor maps."""
-    return data_centre_chip(capability_of(matrix.device)) and (matrix.is_meta or fits_tma(matrix))
+    return on_tma_device(matrix) and (matrix.is_meta or fits_tma(matrix))
+
+
+def on_tma_device(tensor: Tensor) -> bool:
+    return not interpreted(tensor) and data_centre_chip(capability_of(tensor.device))
 
 
 @functools.cache

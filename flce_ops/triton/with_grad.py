@@ -12,6 +12,7 @@ from flce_ops.math.loss import class_weight_of
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.triton.chunks import with_contiguous_vectors
 from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
 from flce_ops.triton.gradients import wanted_gradients
@@ -26,6 +27,7 @@ from flce_ops.triton.spread_rows import launch_spread_rows
 
 
 @takes(WithGrad)
+@with_even_features
 def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.with_grad_outputs(call)
     loss, losses, *grads, columns = outputs

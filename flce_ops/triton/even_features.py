@@ -1,0 +1,41 @@
+"""D features that no tensor map can address, because rows are not multiples of 16 bytes: zeros are put behind them.
+
+input, linear_weight and their gradients exist a second time then, so this is done where half the workspace holds the
+copies. H200, 4096x1001x32000: 9.1 ms by pointers, 2.3 ms at D = 1000.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_ops.support.path import last_path, record_path
+from flce_ops.support.workspace import get_workspace, reserved
+from flce_ops.triton.target import on_tma_device
+
+# N tokens, D hidden, V vocabulary
+
+
+def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
+    """A launcher whose results of two dimensions are (N, D) or (V, D)."""
+
+    @functools.wraps(launch)
+    def run(call: Any) -> tuple[Tensor, ...]:
+        input, linear_weight = call.operands[:2]
+        hidden, size = input.shape[1], input.element_size()
+        missing = -hidden % (16 // size)
+        copies = 2 * (input.shape[0] + linear_weight.shape[0]) * (hidden + missing) * size
+        if not missing or copies > get_workspace() // 2 or not on_tma_device(input):
+            return launch(call)
+        input, linear_weight = (torch.nn.functional.pad(matrix, (0, missing)) for matrix in (input, linear_weight))
+        call.operands = call.operands._replace(input=input, linear_weight=linear_weight)
+        with reserved(copies):
+            results = launch(call)
+        path = last_path()
+        record_path(replace(path, reason=f"{path.reason}, {missing} features of zeros added"))
+        return tuple(result[:, :hidden].contiguous() if result.dim() == 2 else result for result in results)
+
+    return run
