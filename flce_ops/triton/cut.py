@@ -96,7 +96,7 @@ class Problem(NamedTuple):
         )
 
     def product_bytes(self, rows: int) -> int:
-        return product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.itemsize)
+        return product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.hidden, self.itemsize)
 
     def steps(self, rows: int, numbers: int) -> float:
         """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""

@@ -125,7 +125,7 @@ class WeightGradient:
     ) -> None:
         self.out, self.class_factor, self.outer = out, *(outer or (None, None))
         self.sum = torch.empty_like(out, dtype=torch.float32) if in_float32 else out
-        self.tiles = weight_tiles_for(out)
+        self.tiles = weight_tiles_for(out, in_float32=in_float32)
 
     def close(self) -> None:
         if self.sum is not self.out:
