@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import flce_ops
 from flce_ops.triton.chunks import product_bytes, rows_that_fit
 from flce_ops.triton.cut import cut_tokens
-from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory, shortest_steps
+from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory, steps_and_parts
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.spread_rows import launch_spread_rows
 from flce_ops.triton.tiles import INPUT_TILES
@@ -102,7 +102,7 @@ def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
     tiles = -(-count // 32)
     steps = {s: -(-tiles * s // 4) * (-(-13 // s) + 8) for s in range(1, 17) if s == 1 or s * count * d <= numbers}
     assert steps[parts] == min(steps.values())
-    assert min(steps.values()) == shortest_steps(count, d, 13, numbers, 4, INPUT_TILES["interpreter"])
+    assert (steps[parts], parts) == steps_and_parts(count, d, 13, numbers, 4, INPUT_TILES["interpreter"])
 
 
 @interpreter

@@ -94,7 +94,7 @@ def run_backward(
         factors, entry, residual = launch_gradient_factors(
             per_token, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
-        column, input_gradient = at_target[2], None
+        column, input_gradient = at_target.column, None
         if grad_input is not None:
             finish = Finish(None, column, residual)
             input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)

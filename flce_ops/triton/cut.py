@@ -15,7 +15,7 @@ from torch import Tensor
 from flce_ops.support.path import Path, record_path
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices, triton_reason
-from flce_ops.triton.input_gradient import shortest_steps
+from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.target import input_tiles_for, multiprocessors
 from flce_ops.triton.tiles import GradientTiles
@@ -24,6 +24,7 @@ from flce_ops.triton.tiles import GradientTiles
 
 RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
 CHUNKS_MORE = 2  # than the fewest, at most
+PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
 LEAD_STEP = 512  # tokens between the lead chunks that are compared
 ADDITION_STEPS = (
     8  # of its main loop that adding to a tile of grad_linear_weight is worth: 1 in time, the rest for rounding
@@ -96,14 +97,22 @@ class Problem(NamedTuple):
         )
 
     def product_bytes(self, rows: int) -> int:
-        return product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.hidden, self.itemsize)
+        """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
+        if not self.want_input:
+            return 0
+        room = product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.hidden, self.itemsize)
+        _, parts = self.input_steps(rows, room // 4)
+        return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
+
+    def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
+        depth = triton.cdiv(self.vocab, self.tiles.block_k)
+        return steps_and_parts(rows, self.hidden, depth, numbers, self.programs, self.tiles)
 
     def steps(self, rows: int, numbers: int) -> float:
         """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
         steps = 0.0
         if self.want_input:
-            depth = triton.cdiv(self.vocab, self.tiles.block_k)
-            steps += shortest_steps(rows, self.hidden, depth, numbers, self.programs, self.tiles)
+            steps += self.input_steps(rows, numbers)[0]
         if self.want_weight:
             steps += ADDITION_STEPS * self.vocab * self.hidden / (128 * 256) / self.programs
         return steps

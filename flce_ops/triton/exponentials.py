@@ -113,6 +113,7 @@ def launch_exponentials(
     kept: Kept,
     *,
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
+    guard: Tensor,  # () int32, 0
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     logit_sum: bool,
     expected: bool = False,
@@ -140,7 +141,7 @@ def launch_exponentials(
         argmax=per_tile_if(argmax, torch.int32),
     )
 
-    def exponentiate(sums: ExpSum, guard: Tensor | None = None) -> None:
+    def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
         for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
             _, class_weight, *of_every_tile = sums
@@ -156,13 +157,12 @@ def launch_exponentials(
                 logit_options,
                 kept,
                 out=out,
-                guard=guard,
+                guard=guarded,
             )
             if sums.argmax is not None and cols.start:
                 sums.argmax[of_tiles] += cols.start
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
-    guard = torch.zeros((), dtype=torch.int32, device=input.device)
     # all tiles of 16 rows in one or two reads, as most have left the L2: 7 us at 1024 x 256000, 32 x 32 takes 21
     blocks = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
     grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)

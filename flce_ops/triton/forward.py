@@ -89,21 +89,22 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = memory[:n]
-        target_logit2, _, column = launch_gather_tokens(here, operands, call.logits, rows, vocab_start=call.vocab_start)
+        at_target = launch_gather_tokens(here, operands, call.logits, rows, vocab_start=call.vocab_start)
         sums: RowSums = launch_exponentials(
             rows,
             linear_weight,
             linear_bias,
             class_weight,
             here,
-            reference_logit=target_logit2.clone(),
+            reference_logit=at_target.reference,
+            guard=at_target.guard,
             expected=call.expected_logit,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
             argmax=call.argmax,
         )
         finish_forward_kernel[(triton.cdiv(n, 64),)](
-            target_logit2, column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
+            at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
         )
     return chunks
 

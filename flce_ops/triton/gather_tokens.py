@@ -11,6 +11,8 @@
 And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,16 @@ from flce_ops.triton.logits_gemm import base2_logits, number_at
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 
+class AtTarget(NamedTuple):
+    """(n,) each, of the kept tokens."""
+
+    logit: Tensor  # base 2
+    dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap
+    column: Tensor  # int64, the target's, -1 if it is not here
+    reference: Tensor  # a copy of `logit`, for a rescue to change
+    guard: Tensor  # () int32, 0
+
+
 @triton.jit
 def gather_tokens_kernel(
     kept,  # Kept
@@ -32,6 +44,8 @@ def gather_tokens_kernel(
     target_ptr,  # (N,)
     rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
     logit_ptr,  # (n,) out, base 2
+    reference_ptr,  # (n,) out, the same: a rescue overwrites it
+    guard_ptr,  # () int32 out, 0
     dz_du_ptr,  # (n,) out, dz/du / logit_scale; written with a softcap
     column_ptr,  # (n,) out, int64: the target's among these columns, -1 elsewhere
     n,
@@ -49,6 +63,8 @@ def gather_tokens_kernel(
     """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
     row = tl.program_id(0)
     count = kept_rows(kept, n)
+    if row == 0:
+        tl.store(guard_ptr, 0)
     if row < count:
         token = tl.load(kept.order + row).to(tl.int64)
         column = tl.load(target_ptr + token).to(tl.int64) - vocab_start
@@ -68,6 +84,7 @@ def gather_tokens_kernel(
         logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
         z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_options, logit_scale, softcap)
         tl.store(logit_ptr + row, z2)
+        tl.store(reference_ptr + row, z2)
         if logit_options.softcap is not None:
             tl.store(dz_du_ptr + row, dz_du)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
@@ -84,12 +101,12 @@ def launch_gather_tokens(
     rows: Tensor,  # (n, D) out
     *,
     vocab_start: int,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(n,) each: the logit in base 2, with a softcap dz/du / logit_scale, and the target's column (-1 if not here)."""
+) -> AtTarget:
     assert rows.stride(1) == 1
     input, linear_weight, target, linear_bias, _ = operands
     n, hidden = rows.shape
-    logit = input.new_empty(n, dtype=torch.float32)
+    logit, reference = input.new_empty(2, n, dtype=torch.float32).unbind()
+    guard = input.new_empty((), dtype=torch.int32)
     dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
     column = input.new_empty(n, dtype=torch.int64)
     gather_tokens_kernel[(n,)](
@@ -100,6 +117,8 @@ def launch_gather_tokens(
         target,
         rows,
         logit,
+        reference,
+        guard,
         dz_du,
         column,
         n,
@@ -113,4 +132,4 @@ def launch_gather_tokens(
         BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
         num_warps=4,
     )
-    return logit, dz_du, column
+    return AtTarget(logit, dz_du, column, reference, guard)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.epilogues import Gradient
+from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import LOG2E, number_at
 
@@ -106,7 +107,7 @@ def gradient_factors_kernel(
 
 def launch_gradient_factors(
     tokens: PerToken,
-    at_target: tuple[Tensor, Tensor | None, Tensor],  # of gather_tokens.py
+    at_target: AtTarget,
     class_weight: Tensor | None,  # (V,) float32
     dtype: torch.dtype,  # of G
     kept: Kept,
@@ -114,7 +115,7 @@ def launch_gradient_factors(
     logit_scale: Tensor | None,  # ()
 ) -> tuple[Gradient, Tensor, Tensor]:
     """The epilogue's operands; (n,) each: G at the target in float32, and what its rounding takes."""
-    target_logit2, dz_du, column = at_target
+    target_logit2, dz_du, column, *_ = at_target
     n = column.shape[0]
     lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = tokens.lse.new_empty(6, n).unbind()
     rows = Gradient(

@@ -60,12 +60,14 @@ def parts_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.const
     return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
 
 
-def shortest_steps(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: GradientTiles) -> int:
-    """Of the main loop, in the parts that the device would take for so many tokens."""
+def steps_and_parts(
+    rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: GradientTiles
+) -> tuple[int, int]:
+    """Steps of the main loop and S as the device takes them for so many tokens."""
     count = triton.cdiv(rows, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
     most = min(max(numbers // (rows * hidden), 1), MOST_PARTS.value)
     return min(
-        triton.cdiv(count * parts, programs) * (triton.cdiv(depth, parts) + TILE_OVERHEAD.value)
+        (triton.cdiv(count * parts, programs) * (triton.cdiv(depth, parts) + TILE_OVERHEAD.value), parts)
         for parts in range(1, most + 1)
     )
 

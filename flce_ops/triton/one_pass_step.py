@@ -112,14 +112,15 @@ class OnePassStep:
         """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
         kept, (weight, row_scale, losses, argmax) = self.kept.of(chunk), self.per_token
         at_target = launch_gather_tokens(kept, self.operands, self.logit_options, rows, vocab_start=self.vocab_start)
-        tokens = Tokens(kept, *at_target, weight, row_scale, losses)
+        tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, row_scale, losses)
         sums = launch_exponentials(
             rows,
             self.operands.linear_weight,
             self.operands.linear_bias,
             None if self.smoothing is None else self.smoothing.class_weight,
             kept,
-            reference_logit=tokens.target_logit.clone(),
+            reference_logit=at_target.reference,
+            guard=at_target.guard,
             pieces=pieces,
             logit_sum=self.smoothing is not None,
             argmax=argmax is not None,

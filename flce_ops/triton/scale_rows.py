@@ -30,11 +30,10 @@ def scale_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     count = kept_rows(kept, n)
-    mask = (cols < C) & (row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE)
-    factor = tl.load(factor_ptr + row, mask=row < count, other=0.0)
-    value = (
-        tl.load(matrix_ptr + row * stride_matrix_n + cols, mask=mask & (row < count), other=0.0).to(tl.float32) * factor
-    )
+    # not (cols < C) & (row < ...): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
+    mask = cols < tl.where(row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, C, 0)
+    factor = tl.where(row < count, tl.load(factor_ptr + row), 0.0)
+    value = tl.load(matrix_ptr + row * stride_matrix_n + cols, mask=mask, other=0.0).to(tl.float32) * factor
     rounded = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_n + cols, rounded, mask=mask)
     if rest_ptr is not None:
