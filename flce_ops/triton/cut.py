@@ -59,7 +59,8 @@ def cut_tokens(
     want_input, want_weight, _ = output_mask
     problem = Problem(
         input.shape[0],
-        *linear_weight.shape,
+        linear_weight.shape[0],
+        linear_weight.shape[1],
         input.dtype.itemsize,
         want_input,
         want_weight,

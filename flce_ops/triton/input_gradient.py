@@ -46,7 +46,7 @@ class Finish(NamedTuple):
 
     def of(self, rows: slice) -> "Finish":
         *vectors, v = self
-        return Finish(*(None if vector is None else vector[rows] for vector in vectors), v)
+        return Finish._make([*(None if vector is None else vector[rows] for vector in vectors), v])
 
 
 @triton.jit

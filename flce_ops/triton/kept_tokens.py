@@ -26,7 +26,7 @@ class Kept(NamedTuple):
     """The places [start, start + n) of `order`; one argument of a kernel."""
 
     order: Tensor  # (n,) int32
-    count: Tensor  # () int32, of all chunks
+    count: Tensor  # type: ignore[assignment]  # () int32, of all chunks; a tuple's method has its name
     start: int
 
     def of(self, rows: slice) -> "Kept":

@@ -123,7 +123,8 @@ class WeightGradient:
         in_float32: bool,  # the sum over chunks
         outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
     ) -> None:
-        self.out, self.class_factor, self.outer = out, *(outer or (None, None))
+        self.out = out
+        self.class_factor, self.outer = (None, None) if outer is None else outer
         self.sum = torch.empty_like(out, dtype=torch.float32) if in_float32 else out
         self.tiles = weight_tiles_for(out, in_float32=in_float32)
 
