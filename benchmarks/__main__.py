@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import os
 import secrets
 import sys
@@ -15,12 +16,21 @@ STARTED = "FLCE_BENCHMARK_STARTED"  # kept over a restart, so that the budget is
 GRACE_S = 60  # past the budget, a run that hangs in someone's kernel is ended
 
 
+def shares(text: str) -> list[float]:
+    found = [float(word) for word in text.split(",")]
+    if not all(0 <= share < 1 for share in found):
+        raise ValueError(f"expected shares in [0, 1), got {text!r}")
+    return list(dict.fromkeys(found))
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--shapes", default="key", help="groups of benchmarks/shapes.py and NxDxV, with commas")
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
     parser.add_argument("--without", default="", help="providers to leave out, in the same notation")
+    parser.add_argument("--ignored", type=shares, default="0.02", help="shares of the tokens, with commas")
+    parser.add_argument("--prior", default="shuffled", choices=("shuffled", "ordered"), help="over the token ids")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", type=float, default=400, help="back-to-back time of a provider in a round")
@@ -46,13 +56,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
     import torch
 
     from . import providers, run
-    from .modes import MODES
+    from .data import IGNORED
+    from .modes import MODES, Mode
     from .report import Report, environment, say
-    from .shapes import parse_shapes
+    from .shapes import Shape, parse_shapes
 
     quick_without = ",".join(providers.QUICK_LEAVES_OUT) if options.quick else ""
     names = providers.choose(options.providers, without=f"{options.without},{quick_without}")
-    units = [(MODES[mode], shape) for mode in options.modes.split(",") for shape in parse_shapes(options.shapes)]
+    modes, shapes = (MODES[mode] for mode in options.modes.split(",")), parse_shapes(options.shapes)
+    units = list(itertools.product(modes, shapes, options.ignored))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _one_compilation_per_shape()
     here = environment(device, options.commit)
@@ -62,21 +74,27 @@ def main(argv: Sequence[str] | None = None) -> Path:
     def spent() -> float:
         return time.time() - started
 
+    def text(mode: Mode, shape: Shape, ignored: float) -> str:
+        share = "" if options.ignored == [IGNORED] else f" ({ignored:.0%} ignored)"
+        return f"{mode.name} {shape}{share}"
+
     faulthandler.dump_traceback_later(max(1.0, options.budget_s + GRACE_S - spent()), exit=True, file=sys.__stderr__)
     try:
-        for done, (mode, shape) in enumerate(units):
+        for done, (mode, shape, ignored) in enumerate(units):
             if done < (options.resume_after or 0):
                 continue
             if spent() > options.budget_s:
-                say("time budget spent, left out: " + ", ".join(f"{mode.name} {shape}" for mode, shape in units[done:]))
+                say("time budget spent, left out: " + ", ".join(text(*unit) for unit in units[done:]))
                 break
-            say(f"\n{spent():.0f} s: {mode.name} {shape} {options.dtype}")
+            say(f"\n{spent():.0f} s: {text(mode, shape, ignored)} {options.dtype}")
             settings = run.Settings(
                 device=device,
                 dtype=getattr(torch, options.dtype),
                 rounds=options.rounds,
                 ms=options.ms,
                 seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
+                ignored=ignored,
+                prior=options.prior,
             )
             try:
                 rows = run.measure(shape, mode, names, settings, here, out_of_time=lambda: spent() > options.budget_s)
@@ -84,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
                 report.add([lost.row])
                 _restart_without(lost.provider, done, started, argv, options)
             except torch.cuda.OutOfMemoryError:
-                say(f"{shape} {mode.name}: the inputs and the reference alone do not fit in memory")
+                say(f"{text(mode, shape, ignored)}: the inputs and the reference alone do not fit in memory")
                 continue
             report.add(rows)
     finally:

@@ -1,7 +1,10 @@
 """Inputs that look like a language model's, not like randn.
 
-N tokens, D hidden, V vocabulary. The logits are a Zipf prior over the vocabulary (log p_k = -log k, in random order)
-plus context noise. Targets are drawn from the softmax, so the loss is its entropy: 4.2 at V = 32k, 5.4 at 256k.
+N tokens, D hidden, V vocabulary. The logits are a Zipf prior over the vocabulary (log p_k = -log k) plus context noise.
+Targets are drawn from the softmax, so the loss is its entropy: 4.2 at V = 32k, 5.4 at 256k.
+
+The prior is shuffled over the token ids, or ordered by them: tokenizers number tokens as they merge them, frequent ones
+first, so whole tiles of rare tokens have gradients near 0.
 
     input  = randn (N, D) + u                      u = 1/2 everywhere
     weight = sigma / sqrt(D) randn (V, D) + log_prior (V, 1) u / |u|^2
@@ -20,7 +23,8 @@ from .shapes import Shape
 
 SIGMA = 3.0  # of the context noise: entropy falls by about sigma^2 / 2 from the prior's 8 nats at V = 128k
 OFFSET = 0.5
-IGNORED = 0.02
+IGNORED = 0.02  # share of the tokens
+PRIORS = ("shuffled", "ordered")
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
 
@@ -30,13 +34,17 @@ class Problem:
     shape: Shape
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (N,) int64, 2 % ignored
+    target: Tensor  # (N,) int64, IGNORE_INDEX where ignored
     cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
     seed: int
 
     def clear_gradients(self) -> None:
         self.input.grad = None
         self.linear_weight.grad = None
+
+    @property
+    def kept(self) -> Tensor:  # (N,) bool
+        return self.target != IGNORE_INDEX
 
     def row_chunks(self) -> Iterator[slice]:
         """Slices of tokens whose logits fit in CHUNK_ELEMENTS."""
@@ -45,13 +53,22 @@ class Problem:
             yield slice(start, min(start + rows, self.shape.N))
 
 
-def make_problem(shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int) -> Problem:
+def make_problem(
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    ignored: float = IGNORED,
+    prior: str = PRIORS[0],
+) -> Problem:
     generator = torch.Generator(device=device).manual_seed(seed)
     options = {"device": device, "generator": generator}
     n, d, v = shape
 
     log_prior = -torch.arange(1, v + 1, device=device, dtype=torch.float32).log()
-    log_prior = log_prior[torch.randperm(v, **options)]
+    if prior == "shuffled":
+        log_prior = log_prior[torch.randperm(v, **options)]
     weight = torch.randn(v, d, **options).mul_(SIGMA * d**-0.5)
     weight.add_((log_prior - log_prior.mean())[:, None] / (OFFSET * d))
     weight = weight.to(dtype)
@@ -65,5 +82,12 @@ def make_problem(shape: Shape, *, dtype: torch.dtype, device: torch.device, seed
         # Gumbel's trick: the first of V exponential clocks with rates p_j is j with probability p_j.
         clocks = torch.empty_like(probabilities).exponential_(generator=generator)
         target[rows] = probabilities.div_(clocks).argmax(-1)
-    target[torch.rand(n, **options) < IGNORED] = IGNORE_INDEX
+    left_out = torch.rand(n, **options) < ignored
+    left_out[0] = False  # the mean over no token is nan
+    target[left_out] = IGNORE_INDEX
     return problem
+
+
+def is_usual(row: dict[str, str]) -> bool:
+    """Whether a row of a CSV is of the default data, as all are where the CSV has no such columns."""
+    return float(row.get("ignored") or IGNORED) == IGNORED and (row.get("prior") or PRIORS[0]) == PRIORS[0]

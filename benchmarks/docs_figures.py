@@ -5,8 +5,8 @@ docs/figures/memory_against_vocabulary.svg temporary memory of a training step: 
 docs/figures/time_against_tokens.svg       its time per token, likewise
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
 
-Measured are the rows of mode fwd_bwd in every CSV of benchmarks/results/nvidia-h200 that has fwd_bwd.csv's columns. The
-planner needs triton: the chunk sizes are the kernels' own (flce_ops/plan).
+Measured are the rows of mode fwd_bwd and the default data in every CSV of benchmarks/results/nvidia-h200 that has
+fwd_bwd.csv's columns. The planner needs triton: the chunk sizes are the kernels' own (flce_ops/plan).
 """
 
 # N tokens, D hidden, V vocabulary
@@ -24,6 +24,7 @@ import flce_ops
 from flce_ops.plan import Head, cuts, device_of
 from flce_ops.plan.seconds import seconds
 
+from .data import is_usual
 from .numerics_table import PROVIDERS
 from .report import REPOSITORY
 
@@ -57,13 +58,17 @@ PEERS = {
 COLUMNS = {"N", "D", "V", "mode", "provider", "ms", "beyond_gradients_MiB"}
 
 
+def is_of_training(row: dict[str, str]) -> bool:
+    return bool(row["mode"] == "fwd_bwd" and row["ms"] and is_usual(row))
+
+
 def measured(folder: Path) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             if COLUMNS <= set(reader.fieldnames or ()):
-                rows += [row for row in reader if row["mode"] == "fwd_bwd" and row["ms"]]
+                rows += filter(is_of_training, reader)
     return rows
 
 
@@ -92,7 +97,7 @@ def draw(plt, axes, sizes: list[int], shape_of: Callable, value_of: Callable, do
 def time_against_memory(plt, path: Path):
     """One run of one shape: ours as a line over its workspaces, every other provider that has a time as a point."""
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["mode"] == "fwd_bwd" and row["ms"]]
+        rows = list(filter(is_of_training, csv.DictReader(file)))
     at_shape = {  # (ms, MiB)
         row["provider"]: (float(row["ms"]), float(row["beyond_gradients_MiB"]))
         for row in rows

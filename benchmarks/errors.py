@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .data import IGNORE_INDEX, Problem
+from .data import Problem
 from .modes import Mode
 
 
@@ -52,7 +52,7 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
     losses = torch.zeros(problem.shape.N, dtype=dtype, device=weight.device)
     grad_input = torch.empty_like(problem.input, dtype=dtype) if mode.input_grad else None
     grad_weight = torch.zeros_like(weight) if mode.weight_grad else None
-    kept = problem.target != IGNORE_INDEX
+    kept = problem.kept
     scale = problem.cotangent.to(dtype) if mode.reduction == "none" else torch.full_like(losses, 1) / kept.sum()
 
     with _no_tf32():

@@ -32,8 +32,9 @@ class Mode(NamedTuple):
     def gradient_bytes(self, shape: Shape, itemsize: int) -> int:
         return itemsize * shape.D * (shape.N * self.input_grad + shape.V * self.weight_grad)
 
-    def tflop(self, shape: Shape) -> float:
-        return self.gemms * 2 * shape.N * shape.D * shape.V / 1e12
+    def tflop(self, shape: Shape, kept: int) -> float:
+        """Of the floor: of the tokens that are kept."""
+        return self.gemms * 2 * kept * shape.D * shape.V / 1e12
 
 
 MODES = {

@@ -1,8 +1,9 @@
 """python -m benchmarks.overhead: what a training step costs beside its mathematics.
 
 On a CPU, 8 x 8 x 16: microseconds and Python calls of forward and backward, eager and compiled. On CUDA also the host's
-time from the call to its return, at shapes whose GEMMs take less. To compare two commits run both in turn,
-several times: the clock moves more than they differ.
+milliseconds from the call of forward to backward's return, eager and compiled, at the shapes of the group "small" and
+at two whose GEMMs take less than that. To compare two commits run both in turn, several times: the clock moves more
+than they differ.
 """
 
 import functools
@@ -13,7 +14,9 @@ import time
 import torch
 
 import flce_ops
+from benchmarks.shapes import GROUPS, Shape
 
+SHAPES = (Shape(128, 512, 32000), Shape(256, 2048, 32000), *GROUPS["small"])
 STEPS = 300
 ROUNDS = 9
 
@@ -49,11 +52,25 @@ def python_calls(run) -> int:
         nonlocal calls
         calls += event == "call"
 
-    torch.autograd.set_multithreading_enabled(False)  # backward's calls are counted too
-    sys.setprofile(count)
-    run()
-    sys.setprofile(None)
+    with torch.autograd.set_multithreading_enabled(False):  # backward's calls are counted too
+        sys.setprofile(count)
+        run()
+        sys.setprofile(None)
     return calls
+
+
+def launch_ms(loss_function, arguments) -> float:
+    """Median time from the call of a step to its return."""
+    for _ in range(5):
+        step(loss_function, *arguments)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(50):  # one step at a time: a full queue would make the host wait
+        began = time.perf_counter()
+        step(loss_function, *arguments)
+        times.append((time.perf_counter() - began) * 1e3)
+        torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -69,18 +86,12 @@ def main() -> None:
         print(f"cpu 8x8x16 {name}: {microseconds(run, 'cpu'):.0f} us, {python_calls(run)} calls")
     if not torch.cuda.is_available():
         return
-    for shape in ((128, 512, 32000), (256, 2048, 32000)):
+    for shape in SHAPES:
         arguments = operands(*shape, torch.bfloat16, "cuda")
-        for _ in range(5):
-            step(flce_ops.linear_cross_entropy, *arguments)
-        torch.cuda.synchronize()
-        host = []
-        for _ in range(50):  # one step at a time: a full queue would make the host wait
-            began = time.perf_counter()
-            step(flce_ops.linear_cross_entropy, *arguments)
-            host.append((time.perf_counter() - began) * 1e6)
-            torch.cuda.synchronize()
-        print(f"cuda {'x'.join(map(str, shape))} bfloat16, host: {statistics.median(host):.0f} us")
+        torch._dynamo.reset()  # past its limit of shapes it would run eagerly
+        compiled = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, dynamic=False)
+        eager_ms, compiled_ms = (launch_ms(f, arguments) for f in (flce_ops.linear_cross_entropy, compiled))
+        print(f"cuda {shape} bfloat16, host: {eager_ms:.3f} ms eager, {compiled_ms:.3f} ms compiled", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@
 <csv>_memory_<mode>.png    time over the floor against memory beyond the gradients, a panel per shape
 <csv>_sweep_<N|D|V>.png    where one size varies and the other two stay: time over the floor and memory
 <csv>_error.png            error of dX and dW, forward and backward
+
+Rows of other data than the default have figures of their own, named after it: <csv>_time_<mode>_50%_ordered.png.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from .data import IGNORED, PRIORS
 
 TITLES = {
     "fwd_bwd": "forward + backward",
@@ -33,6 +37,7 @@ class Point(NamedTuple):
     beyond_MiB: float
     err_dx: float | None
     err_dw: float | None
+    data: tuple[float, str]  # share of the tokens that are ignored, prior
 
 
 def read(path: Path) -> tuple[list[Point], str]:
@@ -48,6 +53,7 @@ def read(path: Path) -> tuple[list[Point], str]:
             float(row["beyond_gradients_MiB"]),
             float(row["err_dx"]) if row["err_dx"] else None,
             float(row["err_dw"]) if row["err_dw"] else None,
+            (float(row.get("ignored") or IGNORED), row.get("prior") or PRIORS[0]),  # older CSVs have neither
         )
         for row in rows
         if row["x_floor"]
@@ -166,6 +172,14 @@ def sweep_of(points: list[Point], axis: int) -> list[Point]:
     return best if len({point.shape for point in best}) >= 3 else []
 
 
+def words_of(ignored: float, prior: str) -> tuple[str, str]:
+    """What the data adds to the names of figures and to their titles."""
+    share = "" if ignored == IGNORED else f"{100 * ignored:g}%"
+    order = "" if prior == PRIORS[0] else prior
+    words = (share and f"{share} of the tokens ignored", order and f"{order} prior")
+    return "".join(f"_{word}" for word in (share, order) if word), "".join(f", {word}" for word in words if word)
+
+
 def draw(path: Path, folder: Path) -> list[Path]:
     import matplotlib
 
@@ -175,24 +189,27 @@ def draw(path: Path, folder: Path) -> list[Path]:
     points, source = read(path)
     points = [point for point in points if point.provider != "floor"]
     colour, written = colours(points), []
-
-    def save(figure, name: str, title: str) -> None:
-        figure.suptitle(f"{title}\n{source}", fontsize=8)
-        written.append(folder / f"{path.stem}_{name}.png")
-        figure.savefig(written[-1], dpi=140)
-        plt.close(figure)
-
     folder.mkdir(parents=True, exist_ok=True)
-    for mode in dict.fromkeys(point.mode for point in points):
-        of_mode = [point for point in points if point.mode == mode]
-        save(draw_time(plt, of_mode, colour), f"time_{mode}", TITLES.get(mode, mode))
-        save(draw_memory(plt, of_mode, colour), f"memory_{mode}", TITLES.get(mode, mode))
-    training = [point for point in points if point.mode == "fwd_bwd"]
-    for axis, letter in enumerate("NDV"):
-        if sweep := sweep_of(training, axis):
-            save(draw_sweep(plt, sweep, axis, colour), f"sweep_{letter}", TITLES["fwd_bwd"])
-    if training:
-        save(draw_error(plt, training, colour), "error", TITLES["fwd_bwd"])
+    for data in dict.fromkeys(point.data for point in points):
+        suffix, said = words_of(*data)
+
+        def save(figure, name: str, mode: str, suffix: str = suffix, said: str = said) -> None:
+            figure.suptitle(f"{TITLES.get(mode, mode)}{said}\n{source}", fontsize=8)
+            written.append(folder / f"{path.stem}_{name}{suffix}.png")
+            figure.savefig(written[-1], dpi=140)
+            plt.close(figure)
+
+        of_data = [point for point in points if point.data == data]
+        for mode in dict.fromkeys(point.mode for point in of_data):
+            of_mode = [point for point in of_data if point.mode == mode]
+            save(draw_time(plt, of_mode, colour), f"time_{mode}", mode)
+            save(draw_memory(plt, of_mode, colour), f"memory_{mode}", mode)
+        training = [point for point in of_data if point.mode == "fwd_bwd"]
+        for axis, letter in enumerate("NDV"):
+            if sweep := sweep_of(training, axis):
+                save(draw_sweep(plt, sweep, axis, colour), f"sweep_{letter}", "fwd_bwd")
+        if training:
+            save(draw_error(plt, training, colour), "error", "fwd_bwd")
     return written
 
 

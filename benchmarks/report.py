@@ -29,6 +29,8 @@ class Row:
     N: int
     D: int
     V: int
+    ignored: float  # share of the tokens
+    prior: str  # over the vocabulary, data.py
     dtype: str
     mode: str
     provider: str

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from . import providers
-from .data import Problem, make_problem
+from .data import IGNORED, PRIORS, Problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
@@ -28,6 +28,8 @@ class Settings(NamedTuple):
     rounds: int
     ms: float
     seed: int
+    ignored: float = IGNORED  # share of the tokens
+    prior: str = PRIORS[0]
 
 
 class LostDevice(RuntimeError):
@@ -50,7 +52,9 @@ def measure(
     out_of_time: Callable[[], bool],
 ) -> list[Row]:
     device = settings.device
-    problem = make_problem(shape, dtype=settings.dtype, device=device, seed=settings.seed)
+    data = {"seed": settings.seed, "ignored": settings.ignored, "prior": settings.prior}
+    problem = make_problem(shape, dtype=settings.dtype, device=device, **data)
+    kept = int(problem.kept.sum())
     prepare(problem, mode)
     reference = make_reference(problem, mode)
     say(f"loss {_mean_loss(reference):.2f}, seed {settings.seed}:", end=" ")
@@ -58,7 +62,7 @@ def measure(
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
     for name in names:
-        row = rows[name] = empty_row(name, shape, mode, settings.dtype, seed=settings.seed, environment=environment)
+        row = rows[name] = empty_row(name, shape, mode, settings.dtype, environment=environment, **data)
         if out_of_time():
             row.reason = "time budget spent"
             continue
@@ -86,7 +90,7 @@ def measure(
     )
     for name, timing in timings.items():
         rows[name].ms, rows[name].spread = timing
-        rows[name].tflops = mode.tflop(shape) / (timing.ms / 1e3)
+        rows[name].tflops = mode.tflop(shape, kept) / (timing.ms / 1e3)
     if "floor" in timings:
         for name in timings:
             rows[name].floor_ms = timings["floor"].ms
@@ -121,10 +125,22 @@ def _set_up(name: str, problem: Problem, mode: Mode, reference: Reference, row: 
     return step
 
 
-def empty_row(name: str, shape: Shape, mode: Mode, dtype: torch.dtype, *, seed: int, environment: Environment) -> Row:
+def empty_row(
+    name: str,
+    shape: Shape,
+    mode: Mode,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    environment: Environment,
+    ignored: float = IGNORED,
+    prior: str = PRIORS[0],
+) -> Row:
     return Row(
         **environment.__dict__,
         **shape._asdict(),
+        ignored=ignored,
+        prior=prior,
         dtype=str(dtype).removeprefix("torch."),
         mode=mode.name,
         provider=name,

@@ -32,6 +32,24 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
     "sweep_n": tuple(Shape(n, 4096, 128256) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
     "sweep_v": tuple(Shape(8192, 4096, v) for v in (32000, 64000, 102400, 128256, 151936, 201088, 256000)),
     "sweep_d": tuple(Shape(8192, d, 128256) for d in (512, 1024, 2048, 3072, 4096, 6144, 8192)),
+    "odd": (  # sizes that no multiple of 8 divides, each beside what one would pad it to
+        Shape(12288, 1536, 50257),  # GPT-2's vocabulary
+        Shape(12288, 1536, 50304),
+        Shape(20000, 1024, 32001),  # Llama 2 and a token that was added
+        Shape(20000, 1024, 32064),
+        Shape(4096, 4096, 151669),  # Qwen 2.5's tokens, without the padding of its head
+        Shape(4096, 4096, 151680),
+        Shape(8192, 2048, 100003),  # a prime
+        Shape(8192, 2052, 32000),  # rows of D half numbers do not start on 16 bytes: no tensor maps
+    ),
+    "small": (  # few tokens, or a small head: the host's launches count
+        *(Shape(n, 4096, 151936) for n in (128, 256, 1024, 2048)),
+        Shape(2048, 2048, 128256),
+        Shape(1024, 2048, 128256),
+        Shape(256, 4096, 128256),
+        Shape(2048, 512, 32000),
+    ),
+    "masked": (Shape(8192, 4096, 128256), Shape(16384, 2048, 128256)),  # for --ignored
     "ragged": (Shape(4095, 4096, 128259), Shape(1021, 2056, 50257)),  # nothing divides a tile
     "toy": (Shape(64, 32, 501), Shape(252, 123, 507)),  # seconds on a CPU
 }

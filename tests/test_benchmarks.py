@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import plot, providers, run
 from benchmarks.__main__ import main
-from benchmarks.data import IGNORE_INDEX, make_problem
+from benchmarks.data import IGNORE_INDEX, is_usual, make_problem
 from benchmarks.errors import make_reference
 from benchmarks.memory import MIB, peak_bytes
 from benchmarks.modes import MODES, prepare, step_of
@@ -56,6 +56,68 @@ def test_the_command_writes_a_row_per_shape_mode_and_provider_and_plots_come_fro
     pictures = plot.main([str(path)])
     assert {picture.name for picture in pictures} >= {"run_time_fwd_bwd.png", "run_memory_none.png", "run_sweep_N.png"}
     assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def run_toy(tmp_path, *options):
+    argv = ["--modes", "fwd_bwd,none", "--rounds", "1", "--ms", "1", "--dtype", "float32", "--device", "cpu"]
+    return rows_of(main([*argv, "--seed", "3", "--out", str(tmp_path), *options]))
+
+
+def test_shares_of_ignored_tokens_are_rows_of_their_own_and_the_floor_is_the_kept_tokens(tmp_path, capsys):
+    providers = ["--providers", "floor,ours,ours_compacted"]
+    rows = run_toy(tmp_path, "--shapes", "toy", "--ignored", "0,0.5,0.9", *providers)
+    shapes, shares = GROUPS["toy"], ("0", "0.5", "0.9")
+    units = [(mode, str(shape.N), share) for mode in ("fwd_bwd", "none") for shape in shapes for share in shares]
+    assert [(row["mode"], row["N"], row["ignored"]) for row in rows[::3]] == units
+    for floor, ours, compacted in zip(rows[::3], rows[1::3], rows[2::3]):
+        assert (compacted["reason"] == "few tokens are ignored") == (floor["ignored"] == "0")
+        for row in (ours, compacted):
+            if row["ms"]:
+                assert max(float(row["err_loss"]), float(row["err_dx"]), float(row["err_dw"])) < 1e-5
+    flop = [float(row["tflops"]) * float(row["ms"]) for row in rows[: 3 * len(shares) : 3]]
+    assert flop[1] < 0.7 * flop[0] and flop[2] < 0.3 * flop[0]
+    assert "fwd_bwd 64x32x501 (90% ignored)" in capsys.readouterr().out
+
+
+def test_the_floor_multiplies_the_kept_rows_filled_up_to_a_multiple_of_eight(monkeypatch):
+    problem = make_problem(Shape(252, 32, 507), dtype=torch.float32, device=CPU, seed=0, ignored=0.5)
+    prepare(problem, MODES["fwd_bwd"])
+    step, shapes, mm = providers.provide("floor", problem, MODES["fwd_bwd"]), [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: shapes.append((a.shape, b.shape)) or mm(a, b))
+    step()
+    kept = int(problem.kept.sum())
+    rows = -(-kept // 8) * 8
+    assert 0 < kept < 252 and shapes == [((rows, 32), (32, 507)), ((rows, 507), (507, 32)), ((507, rows), (rows, 32))]
+
+
+def test_an_ordered_prior_falls_with_the_token_id_and_is_a_column(tmp_path):
+    for prior in ("shuffled", "ordered"):
+        problem = make_problem(Shape(2000, 64, 3001), dtype=torch.float32, device=CPU, seed=1, prior=prior)
+        assert ((problem.target[problem.kept] < 300).float().mean() > 0.5) == (prior == "ordered")
+    rows = run_toy(tmp_path, "--shapes", "24x16x40", "--providers", "ours", "--prior", "ordered")
+    assert {row["prior"] for row in rows} == {"ordered"} and {row["ignored"] for row in rows} == {"0.02"}
+
+
+def test_figures_of_other_data_have_names_of_their_own_and_older_csvs_are_of_the_default(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = run_toy(tmp_path, "--shapes", "24x16x40", "--ignored", "0.02,0.5", "--providers", "floor,ours")
+    (path,) = tmp_path.glob("*/run.csv")
+    names = {picture.name for picture in plot.main([str(path)])}
+    assert {"run_time_fwd_bwd.png", "run_time_fwd_bwd_50%.png"} <= names
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, [name for name in rows[0] if name not in ("ignored", "prior")], extrasaction="ignore"
+        )
+        writer.writeheader()
+        writer.writerows(rows[:2])
+    assert {point.data for point in plot.read(path)[0]} == {(0.02, "shuffled")}
+    old, new = rows_of(path), rows
+    assert [is_usual(row) for row in (*old, *new[:4])] == [True, True, True, True, False, False]
+
+
+def test_a_share_is_below_one():
+    with pytest.raises(SystemExit):
+        main(["--ignored", "0.5,1"])
 
 
 def test_a_spent_budget_starts_nothing_and_says_what_was_left_out(tmp_path, capsys):
@@ -131,6 +193,7 @@ def test_shapes_and_providers_are_chosen_by_name_group_or_pattern():
     assert parse_shapes("toy,8x16x32,toy") == [*GROUPS["toy"], Shape(8, 16, 32)]
     with pytest.raises(ValueError, match="expected NxDxV"):
         parse_shapes("8x16")
+    assert {Shape(12288, 1536, 50257), Shape(2048, 512, 32000)} <= set(parse_shapes("odd,small,masked"))
     assert providers.choose("liger*,floor", without="*fp32") == ["floor", "liger"]
     with pytest.raises(ValueError, match="expected one of"):
         providers.choose("tiger")

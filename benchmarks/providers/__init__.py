@@ -27,6 +27,7 @@ FILES = {
     "ours_64MiB": "ours",
     "ours_6MiB": "ours",
     "ours_recompute": "ours",
+    "ours_compacted": "ours",
     "torch_compile": "torch_dense",
     "torch_eager": "torch_dense",
     "torch_chunked": "torch_chunked",

@@ -1,12 +1,14 @@
-"""flce_ops: eager, compiled, with other workspaces, and with the two-pass backward that recomputes the logits."""
+"""flce_ops: eager, compiled, with other workspaces, recomputing the logits in backward, on rows compacted by hand."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
-from ..modes import Mode, Step, step_of
+from ..modes import Loss, Mode, Step, step_of
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
@@ -19,6 +21,31 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 
     losses = linear_cross_entropy(input, linear_weight, target, reduction="none")
     return losses.sum() / (target != IGNORE_INDEX).sum()
+
+
+def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
+    """The kept rows were gathered before the step; it puts their gradients where they belong."""
+    rows = problem.kept.nonzero()[:, 0]
+    if rows.shape[0] > 0.9 * problem.shape.N:
+        raise Unavailable("few tokens are ignored")
+    part = replace(
+        problem,
+        shape=problem.shape._replace(N=rows.shape[0]),
+        input=problem.input.detach()[rows].requires_grad_(mode.input_grad),
+        target=problem.target[rows],
+        cotangent=problem.cotangent[rows],
+    )
+    compacted = step_of(loss, part, mode)
+
+    def step() -> Tensor | None:
+        problem.clear_gradients()
+        value = compacted()
+        if mode.input_grad:
+            problem.input.grad = torch.zeros_like(problem.input).index_copy_(0, rows, part.input.grad)
+            part.input.grad = None
+        return value.new_zeros(problem.shape.N).index_copy_(0, rows, value) if mode.reduction == "none" else value
+
+    return step
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
@@ -35,6 +62,9 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if mode.name in ("fwd", "none"):
             raise Unavailable("the same as ours in this mode")
         return step_of(_recompute_loss, problem, mode)
+
+    if name == "ours_compacted":
+        return _compacted_step(loss, problem, mode)
 
     if name == "ours_6MiB" and problem.input.is_cuda:
         raise Unavailable("for processors: a GPU's smallest chunk exceeds it")

@@ -1,21 +1,27 @@
-"""Triton kernels, each followed by its launcher, and the CUDA kernels of the operators made of them and cuBLAS.
+"""Triton kernels, each followed by its launcher, and the CUDA kernels of the operators made of them.
 
     forward.py, with_grad.py, backward.py     one operator each
-        one_pass_step.py                      the chunks of with_grad, and of ranks that share the vocabulary
-        chunks.py, gemm.py                    rows at a time; the gradient GEMMs
+    vocab_parallel_with_grad.py               with_grad on ranks that share the vocabulary
+        one_pass_step.py                      the chunks of both
+        chunks.py                             rows at a time
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
+        kept_tokens.py                        the tokens that count, and how many, on the device
+        gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
-            target.py, tiles.py               the device; tile shapes
-        reference_logit.py, finish_rows.py    per row, before and after the GEMM
+        finish_rows.py                        per row, after that GEMM
             row_loss.py                       the loss of a row and its derivatives
         finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
-        grad_input.py                         E @ linear_weight in float32 blocks, and where they wait
-            finish_product.py                 a block to grad_input
+        gradient_factors.py                   per row, before the GEMM of backward, where lse is known
+        weight_gradient.py                    E.T @ (c input), summed over chunks
+        input_gradient.py                     E @ linear_weight, in parts of the vocabulary
+        gradients.py                          which of them are made
         smoothing.py, columns.py              rank-1 terms, column sums
-        scale_rows.py, split_product.py       c input; few rows in two half numbers
+        scale_rows.py                         c input, and what its rounding took
         set_entries.py                        the target's entry of a gradient
+            gemm_operands.py                  matrices as tensor maps
+            target.py, tiles.py               the device; tile shapes
     upstream.py                               the scalar that arrives in backward
 
 Imported only when a CUDA kernel of an operator runs.

@@ -76,7 +76,7 @@ def triton_reason(linear_weight: Tensor) -> str:
 
 
 def padded(columns: int, itemsize: int) -> int:
-    """Columns of a row that starts on 16 bytes, as TMA and cuBLAS want it."""
+    """Columns of a row that starts on 16 bytes, as TMA wants it."""
     multiple = 16 // itemsize
     return triton.cdiv(columns, multiple) * multiple
 
