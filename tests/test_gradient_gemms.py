@@ -151,9 +151,14 @@ def test_float32_memory_lies_in_the_tensor(dtype, start):
 
 def test_what_chunks_leave_of_the_workspace_goes_to_the_product():
     fitting = rows_that_fit(8192, 32000, 2, 0)
-    assert product_bytes(fitting, fitting, 32000, 2) == 8 * MiB
-    assert product_bytes(fitting, 4096, 32000, 2) == 8 * MiB + (fitting - 4096) * 64000
-    assert 4096 * 64000 + product_bytes(fitting, 4096, 32000, 2) <= 512 * MiB
+    assert product_bytes(fitting, fitting, 32000, 4096, 2) == 8 * MiB
+    assert product_bytes(fitting, 4096, 32000, 4096, 2) == 8 * MiB + (fitting - 4096) * 64000
+    assert 4096 * 64000 + product_bytes(fitting, 4096, 32000, 4096, 2) <= 512 * MiB
+
+
+def test_a_product_takes_no_more_memory_than_its_most_parts():
+    fitting = rows_that_fit(100, 32000, 2, 0)
+    assert product_bytes(fitting, 100, 32000, 4096, 2) == 16 * 100 * 4096 * 4
 
 
 @pytest.mark.parametrize("workspace", [64, 512], ids="{} MiB".format)

@@ -59,31 +59,14 @@ class Live(TorchDispatchMode):
 
 @pytest.fixture
 def launchers(monkeypatch):
-    """flce_ops.triton with kernels that do nothing, Hopper's tiles, and GEMMs that write where they are told."""
-    triton = pytest.importorskip("triton")
-    from flce_ops.triton import (
-        backward,
-        exponentials,
-        forward,
-        grad_input,
-        logits_gemm,
-        one_pass_step,
-        split_product,
-        tiles,
-        with_grad,
-    )
+    """flce_ops.triton with kernels that do nothing; the device's tiles for `meta` are Hopper's."""
+    pytest.importorskip("triton")
+    from flce_ops.triton import backward, exponentials, kept_tokens, with_grad
     from flce_ops.triton import vocab_parallel_with_grad as one_pass_triton
 
     kernels = type(exponentials.combine_kernel)
     monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)
-    for module in (one_pass_step, backward, grad_input, split_product):
-        monkeypatch.setattr(module, "accumulate", lambda *args, **options: None)
-    for module in (forward, with_grad, one_pass_triton):
-        monkeypatch.setattr(module, "check_target_range", lambda *args: None)
-    for module in (exponentials, forward, logits_gemm):
-        monkeypatch.setattr(module, "tiles_for", lambda *args: tiles.HOPPER)
-    monkeypatch.setattr(logits_gemm, "fits_tma", lambda tensor: False)
-    assert triton
+    monkeypatch.setattr(kept_tokens, "assert_in_range", lambda *args: None)
     return {"one pass": with_grad, "two passes": backward, "vocabulary": one_pass_triton}
 
 
@@ -178,6 +161,14 @@ PROVIDERS = {
 }
 
 
+# fwd_bwd.csv is of commit 7c22e5e, whose chunks and products of grad_input were others: to be measured again
+MEASURED_WITH_OTHER_CHUNKS = ("ours", "ours_compiled", "ours_2GiB", "ours_128MiB", "ours_64MiB")
+PROVIDERS_OF_THE_CSV = [
+    pytest.param(name, marks=pytest.mark.xfail(name in MEASURED_WITH_OTHER_CHUNKS, reason="other chunks", strict=True))
+    for name in PROVIDERS
+]
+
+
 def measured(file: str, mode: str) -> list[dict]:
     with (RESULTS / file).open(newline="") as rows:
         return [row for row in csv.DictReader(rows) if row["ms"] and row["mode"] == mode]
@@ -189,7 +180,7 @@ def planned_for(row: dict, cut, workspace: int) -> tuple[Head, cuts.Cut]:
         return head, cut(head)
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", PROVIDERS_OF_THE_CSV)
 def test_time_and_memory_are_those_measured_on_an_h200(provider):
     """Time within 10 %, the spread of one row and of the card from run to run, 3.5 % over all; memory within 2 %."""
     pytest.importorskip("triton")

@@ -53,7 +53,7 @@ def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
     device = pytest.importorskip("flce_ops.triton.target")
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(64, 4096))
     with pytest.raises(NotImplementedError, match="made for NVIDIA's GPUs"):
-        device.tiles_for(tensor, tensor)
+        device.tiles_for(tensor)
 
 
 def test_the_path_says_whose_gpu_it_is(torch_for_amd):

@@ -1,16 +1,16 @@
-"""Times the three GEMMs of a chunk against its rows: where the model of flce_ops/triton/chunks.py comes from.
+"""Times the three GEMMs of a chunk against its rows: what chunks of few rows cost.
 
     python -m benchmarks.kernels.chunk_rows [--ms 60]
 
-Microseconds per row of the exponentials' GEMM, E @ W into float32, and dW += E.T @ x.
+Microseconds per row of the exponentials' GEMM, of grad_input = E @ W and of grad_linear_weight += E.T @ x.
 """
 
 import argparse
 
 import torch
 
-from benchmarks.kernels.tiles import candidate_step, measure
-from flce_ops.triton.target import tiles_for
+from benchmarks.kernels.tiles import candidate_step, input_step, measure, weight_step
+from flce_ops.triton.target import input_tiles_for, tiles_for, weight_tiles_for
 
 # D hidden, V vocabulary
 SHAPES = ((4096, 128256), (2304, 256000), (2048, 128256), (896, 151936), (5120, 151936), (8192, 128256))
@@ -28,12 +28,12 @@ def main() -> None:
         for rows in ROWS:
             x = torch.randn(rows, hidden, device="cuda").bfloat16()
             e = torch.empty(rows, num_classes, device="cuda", dtype=torch.bfloat16)
-            logits = candidate_step(tiles_for(x, w), "exp_sum", True, x, w, e)
+            logits = candidate_step(tiles_for(x), "exp_sum", True, x, w, e)
             logits()
             steps = {
                 "E": logits,
-                "dX": lambda e=e, w=w: torch.mm(e, w, out_dtype=torch.float32),
-                "dW": lambda e=e, x=x, grad=grad: grad.addmm_(e.T, x),
+                "dX": input_step(input_tiles_for(w), e, w),
+                "dW": weight_step(weight_tiles_for(grad, in_float32=False), e, x, grad, first=False),
             }
             times = {name: measure(step, options.ms) * 1e3 / rows for name, step in steps.items()}
             cells = "  ".join(f"{name} {time:6.3f}" for name, time in times.items())

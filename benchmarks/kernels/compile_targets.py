@@ -1,12 +1,15 @@
-"""Compiles the logits GEMM ahead of time for architectures that need not be here; prints shared memory and its limit.
+"""Compiles the three GEMMs ahead of time for architectures that need not be here; prints shared memory and its limit.
 
     python -m benchmarks.kernels.compile_targets [--every]
 
-One epilogue per architecture, or each with --every. Exits with an error where a kernel does not fit.
+For each architecture one epilogue of the logits GEMM and the gradient GEMMs whose memory differs. With --every all
+epilogues, first and later chunks, and pointers where tensor maps are. Exits with an error where a kernel does not fit.
 """
 
 import argparse
 import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -14,8 +17,19 @@ from triton.compiler import ASTSource
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
+from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
-from flce_ops.triton.tiles import Tiles, tiles_of_architecture
+from flce_ops.triton.tiles import (
+    INPUT_TILES,
+    WEIGHT_TILES,
+    GradientTiles,
+    Tiles,
+    data_centre_chip,
+    tiles_of_architecture,
+    weight_tiles_of_architecture,
+)
+from flce_ops.triton.weight_gradient import weight_gradient_kernel
 
 # the pointers of each epilogue, what may be absent being absent
 OPERANDS = {
@@ -23,6 +37,8 @@ OPERANDS = {
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
 }
+KEPT = Kept("*i32", "*i32", "i32")
+FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
 # compute capability: (epilogue by default, shared memory a block may use, in bytes)
 TARGETS = {
     80: ("gradient", 163 << 10),  # A100
@@ -31,46 +47,133 @@ TARGETS = {
     100: ("gradient", 227 << 10),  # B200
     120: ("exp_sum", 99 << 10),  # RTX 5090
 }
+# As the launcher finds matrices of usual shapes, whose rows are contiguous too: else no load is asynchronous.
+ALIGNED = [["tt.divisibility", 16]]
 
 
-def source(tiles: Tiles, operands: ExpSum | MaxSum | Gradient) -> ASTSource:
-    out_columns = tiles.block_v // 2 if tiles.store_halves else tiles.block_v
-    blocks = {
-        "input_ptr": (tiles.block_n, tiles.block_d),
-        "weight_ptr": (tiles.block_v, tiles.block_d),
-        "out_ptr": (tiles.block_n, out_columns),
+class Variant(NamedTuple):
+    name: str
+    source: ASTSource
+    tiles: Tiles | GradientTiles
+    num_stages: int
+
+
+def source(
+    kernel: Any,
+    tiles: Tiles | GradientTiles,
+    constants: Mapping[str, Any],
+    blocks: Mapping[str, tuple[str, list[int]]],  # dtype and tile of each matrix that tensor maps may bring
+    types: Mapping[str, Any],  # of the other arguments but integers; "constexpr" for what is absent
+) -> ASTSource:
+    unit = {name: 1 for name in kernel.arg_names if name.startswith("stride_") and name.endswith("_d")}
+    values = {**constants, **unit, "USE_TMA": tiles.tma, "PROGRAMS": 132, "PRECISION": "tf32"}
+    signature: dict[str, Any] = {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in values:
+            signature[name] = "constexpr"
+        elif name in blocks:
+            dtype, block = blocks[name]
+            signature[name] = f"tensordesc<{dtype}{block}>" if tiles.tma else f"*{dtype}"
+        else:
+            signature[name] = kind = types.get(name, "i32")
+            if kind == "constexpr":
+                values[name] = None
+            elif isinstance(kind, tuple):
+                values |= {(place, i): None for i, part in enumerate(kind) if part == "constexpr"}
+    attributes = {
+        (place,): ALIGNED for place, kind in enumerate(signature.values()) if kind == "i32" or str(kind).startswith("*")
     }
+    return ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+
+
+def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
     constants = {
-        "EPILOGUE": EPILOGUES[type(operands)],
-        "USE_TMA": tiles.tma,
         "EVEN_V": False,
         "BLOCK_N": tiles.block_n,
         "BLOCK_V": tiles.block_v,
         "BLOCK_D": tiles.block_d,
         "GROUP": tiles.group,
-        "PROGRAMS": 132,
         "FLATTEN": tiles.flatten,
         "WARP_SPECIALIZE": tiles.warp_specialize,
         "STORE_HALVES": tiles.store_halves,
-        "PRECISION": "tf32",
     }
-    absent = {"bias_ptr": None, "guard_ptr": None}
-    if isinstance(operands, MaxSum):
-        absent["out_ptr"] = None
-    tuples = {"logit_options": LogitOptions("constexpr", "constexpr"), "operands": operands}
-    signature = {}
-    for name in logits_gemm_kernel.arg_names:
-        if name in constants or name in absent:
-            signature[name] = "constexpr"
-        elif name in blocks:
-            rows, columns = blocks[name]
-            signature[name] = f"tensordesc<bf16[{rows}, {columns}]>" if tiles.tma else "*bf16"
-        else:
-            signature[name] = tuples.get(name, "i32")
-    for name, types in tuples.items():
-        place = logits_gemm_kernel.arg_names.index(name)
-        absent |= {(place, i): None for i, kind in enumerate(types) if kind == "constexpr"}
-    return ASTSource(fn=logits_gemm_kernel, signature=signature, constexprs=constants | absent)
+    out_columns = tiles.block_v // 2 if tiles.store_halves else tiles.block_v
+    blocks = {
+        "input_ptr": ("bf16", [tiles.block_n, tiles.block_d]),
+        "weight_ptr": ("bf16", [tiles.block_v, tiles.block_d]),
+        "out_ptr": ("bf16", [tiles.block_n, out_columns]),
+    }
+    for name in epilogues:
+        operands = OPERANDS[name]
+        types = {
+            "bias_ptr": "constexpr",
+            "guard_ptr": "constexpr",
+            "logit_options": LogitOptions("constexpr", "constexpr"),
+            "operands": operands,
+            "kept": KEPT,
+        }
+        matrices = dict(blocks)
+        if isinstance(operands, MaxSum):
+            types["out_ptr"] = "constexpr"
+            del matrices["out_ptr"]
+        epilogue = {"EPILOGUE": EPILOGUES[type(operands)]}
+        of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
+        yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
+
+
+def gradient_blocks(tiles: GradientTiles) -> dict[str, int]:
+    return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+
+
+def weight_variant(tiles: GradientTiles, *, first: bool, dtype: str, low: bool = False) -> Variant:
+    """`dtype` of the sum over chunks; `low` where c input takes two numbers, which is of one chunk."""
+    of_rows = [tiles.block_k, tiles.block_n]
+    blocks = {
+        "exponentials_ptr": ("bf16", [tiles.block_k, tiles.block_m]),
+        "rows_ptr": ("bf16", of_rows),
+        "out_ptr": (dtype, [tiles.block_m, tiles.block_n // 2]),
+    }
+    if low:
+        blocks["low_ptr"] = ("bf16", of_rows)
+    types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "low_ptr": "constexpr", "kept": KEPT}
+    constants = {"FIRST": first, "GROUP": tiles.group, "FLATTEN": tiles.flatten, **gradient_blocks(tiles)}
+    name = f"weight, {'first' if first else 'later'}, {dtype}{', low' * low}"
+    return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages - low)
+
+
+def input_variant(tiles: GradientTiles, *, whole: bool) -> Variant:
+    """All of V at once, which is finished where it is made, or one piece of several."""
+    blocks = {
+        "exponentials_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
+        "classes_ptr": ("bf16", [tiles.block_k, tiles.block_n]),
+    }
+    types = {"weight_ptr": "*bf16", "product_ptr": "*fp32", "out_ptr": "*bf16", "finish": FINISH, "kept": KEPT}
+    constants = {"WHOLE": whole, "FIRST": whole, **gradient_blocks(tiles)}
+    name = f"input, {'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
+    return Variant(name, source(input_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
+
+
+def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
+    for dtype in ("bf16", "fp32"):
+        tiles = WEIGHT_TILES["ampere"]
+        if tma:
+            tiles = weight_tiles_of_architecture(capability, in_float32=dtype == "fp32")
+        for first in (True, False) if every else (False,):
+            yield weight_variant(tiles, first=first, dtype=dtype)
+        if dtype == "bf16":
+            yield weight_variant(tiles, first=True, dtype=dtype, low=True)
+    for name, tiles in INPUT_TILES.items():
+        if name != "interpreter" and tiles.tma == tma:
+            for whole in (True, False) if every else (True,):
+                yield input_variant(tiles, whole=whole)
+
+
+def variants(capability: int, epilogue: str, every: bool) -> Iterator[Variant]:
+    yield from logits_variants(tiles_of_architecture(capability, hidden=4096), list(OPERANDS) if every else [epilogue])
+    tma = data_centre_chip(capability)
+    yield from gradient_variants(capability, tma, every)
+    if tma and every:  # operands that tensor maps cannot address
+        yield from gradient_variants(capability, False, every)
 
 
 def main() -> int:
@@ -79,18 +182,15 @@ def main() -> int:
     every = parser.parse_args().every
     failed = 0
     for capability, (default, limit) in TARGETS.items():
-        for epilogue in OPERANDS if every else (default,):
-            tiles = tiles_of_architecture(capability, hidden=4096)
-            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-            kernel = triton.compile(
-                source(tiles, OPERANDS[epilogue]), target=GPUTarget("cuda", capability, 32), options=options
-            )
+        for name, of_kernel, tiles, stages in variants(capability, default, every):
+            options = {"num_warps": tiles.num_warps, "num_stages": stages}
+            kernel = triton.compile(of_kernel, target=GPUTarget("cuda", capability, 32), options=options)
             fits = kernel.metadata.shared <= limit
             failed += not fits
             tma = "TMA" if tiles.tma else "pointers"
             verdict = "fits" if fits else "DOES NOT FIT"
             print(
-                f"sm_{capability} {epilogue:8s} {tma:8s} {kernel.metadata.shared:6d} of {limit:6d} bytes: {verdict}",
+                f"sm_{capability} {name:24s} {tma:8s} {kernel.metadata.shared:6d} of {limit:6d} bytes: {verdict}",
                 flush=True,
             )
     return failed

@@ -1,4 +1,4 @@
-"""Times tile shapes of the logits GEMM against cuBLAS: where the lines of flce_ops/triton/tiles.py come from.
+"""Times tile shapes of the three GEMMs against cuBLAS: where the lines of flce_ops/triton/tiles.py come from.
 
     python -m benchmarks.kernels.tiles [--rounds 3] [--ms 100]
 
@@ -16,8 +16,11 @@ import triton
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import ExpSum, Gradient
+from flce_ops.triton.input_gradient import Finish, InputGradient
+from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.logits_gemm import launch_logits_gemm
-from flce_ops.triton.tiles import HOPPER, Tiles
+from flce_ops.triton.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, GradientTiles, Tiles
+from flce_ops.triton.weight_gradient import WeightGradient
 
 # n rows of a chunk, D hidden, V vocabulary
 SHAPES = ((2048, 4096, 128256), (2048, 2304, 256000), (4096, 896, 151936))
@@ -32,6 +35,20 @@ CANDIDATES = {
     "256x128x64 s3 flat": replace(HOPPER, block_n=256, block_v=128, store_halves=False),
     "128x128x64 w4 s3 x2 flat": replace(HOPPER, block_v=128, num_warps=4, programs_per_sm=2),
 }
+
+INPUT_CANDIDATES = {
+    "128x256x64 s4": INPUT_TILES["hopper"],
+    "128x256x64 s3": replace(INPUT_TILES["hopper"], num_stages=3),
+    "256x128x64 s4": INPUT_TILES["hopper, columns of 128"],
+    "128x128x32 pointers": INPUT_TILES["ampere"],
+}
+WEIGHT_CANDIDATES = {
+    "128x256x64 s3 flat": WEIGHT_TILES["hopper"],
+    "128x256x64 s3": replace(WEIGHT_TILES["hopper"], flatten=False),
+    "128x256x64 s3 flat g16": replace(WEIGHT_TILES["hopper"], group=16),
+    "128x128x32 pointers": WEIGHT_TILES["ampere"],
+}
+PARTS = 4  # of V that the memory of the input gradient's product holds
 
 
 def measure(step, ms: float) -> float:
@@ -52,12 +69,18 @@ def measure(step, ms: float) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events[len(events) // 3 :])
 
 
+def all_kept(n: int) -> Kept:
+    order = torch.arange(n, device="cuda", dtype=torch.int32)
+    return Kept(order, torch.full((), n, device="cuda", dtype=torch.int32), 0)
+
+
 def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
     n, num_classes = x.shape[0], w.shape[0]
     partial = torch.empty(triton.cdiv(num_classes, tiles.block_v), n, device="cuda")
     reference = torch.randn(n, device="cuda") + 10
     factor = torch.rand(n, device="cuda")
     operands = {"exp_sum": ExpSum(reference, None, partial), "gradient": Gradient(reference, factor)}
+    kept = all_kept(n)
 
     def step():
         launch_logits_gemm(
@@ -66,11 +89,71 @@ def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
             None,
             operands[epilogue],
             LogitOptions(),
+            kept,
             out=out if store else None,
             tiles=tiles,
         )
 
     return step
+
+
+def input_step(tiles: GradientTiles, e, w):
+    n, hidden = e.shape[0], w.shape[1]
+    finish = Finish(None, torch.zeros(n, device="cuda", dtype=torch.int64), torch.zeros(n, device="cuda"))
+    columns = slice(0, w.shape[0])
+    product = torch.empty(PARTS * n * hidden, device="cuda")
+    gradient = InputGradient(e.new_empty(n, hidden), w, finish, all_kept(n), [columns], product)
+    gradient.tiles, gradient.depth = tiles, triton.cdiv(w.shape[0], tiles.block_k)
+
+    def step():
+        gradient.add(columns, e)
+        gradient.close()
+
+    return step
+
+
+def weight_step(tiles: GradientTiles, e, x, grad, first: bool):
+    gradient, kept = WeightGradient(grad, in_float32=False), all_kept(e.shape[0])
+    gradient.tiles = tiles
+    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first)
+
+
+def steps_of_logits(x, w, out) -> dict:
+    steps = {("cublas", "-"): lambda: torch.mm(x, w.T, out=out)}
+    for name, tiles in CANDIDATES.items():
+        for epilogue, store in (("exp_sum", True), ("exp_sum", False), ("gradient", True)):
+            steps[name, epilogue + (" store" if store else "")] = candidate_step(tiles, epilogue, store, x, w, out)
+    return steps
+
+
+def steps_of_gradients(x, w, e) -> dict:
+    grad = torch.zeros_like(w)
+    steps = {("cublas", "input"): lambda: torch.mm(e, w)}
+    steps["cublas", "weight first"] = lambda: torch.mm(e.T, x, out=grad)
+    steps["cublas", "weight later"] = lambda: grad.addmm_(e.T, x)
+    for name, tiles in INPUT_CANDIDATES.items():
+        steps[name, "input"] = input_step(tiles, e, w)
+    for name, tiles in WEIGHT_CANDIDATES.items():
+        for first in (True, False):
+            steps[name, f"weight {'first' if first else 'later'}"] = weight_step(tiles, e, x, grad, first)
+    return steps
+
+
+def report(title: str, steps: dict, flops: float, rounds: int, ms: float) -> None:
+    times = {}
+    for key, step in steps.items():
+        try:
+            step()
+            torch.cuda.synchronize()
+            times[key] = []
+        except Exception as error:
+            print(f"{' '.join(key)}: {type(error).__name__} {str(error)[:80]}", flush=True)
+    for _ in range(rounds):
+        for key in random.sample(list(times), len(times)):
+            times[key].append(measure(steps[key], ms))
+    print(f"--- {title}, TFLOP/s")
+    for (name, what), found in times.items():
+        print(f"{name:28s} {what:14s} {flops / statistics.median(found):6.0f}", flush=True)
 
 
 def main() -> None:
@@ -81,32 +164,11 @@ def main() -> None:
     for n, hidden, num_classes in SHAPES:
         x = torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16)
         w = (torch.randn(num_classes, hidden, device="cuda") * 2 / hidden**0.5).bfloat16()
-        out = torch.empty(n, num_classes, device="cuda", dtype=torch.bfloat16)
-        steps = {("cublas", "-"): lambda x=x, w=w, out=out: torch.mm(x, w.T, out=out)}
-        for name, tiles in CANDIDATES.items():
-            for epilogue, store in (("exp_sum", True), ("exp_sum", False), ("gradient", True)):
-                step = candidate_step(tiles, epilogue, store, x, w, out)
-                try:
-                    step()
-                    torch.cuda.synchronize()
-                except Exception as error:
-                    print(f"{name} {epilogue}: {type(error).__name__} {str(error)[:80]}", flush=True)
-                    continue
-                steps[name, epilogue + (" store" if store else "")] = step
-        times = {key: [] for key in steps}
-        for _ in range(options.rounds):
-            for key in random.sample(list(steps), len(steps)):
-                times[key].append(measure(steps[key], options.ms))
+        e = torch.rand(n, num_classes, device="cuda", dtype=torch.bfloat16)
         flops = 2 * n * hidden * num_classes / 1e9
-        print(f"--- n={n} D={hidden} V={num_classes}  (TFLOP/s: exp_sum store | exp_sum | gradient)")
-        print(f"{'cublas':28s} {flops / statistics.median(times['cublas', '-']):6.0f}")
-        for name in CANDIDATES:
-            row = [times.get((name, e)) for e in ("exp_sum store", "exp_sum", "gradient store")]
-            if any(row):
-                print(
-                    f"{name:28s} " + " ".join(f"{flops / statistics.median(t):6.0f}" if t else "   -  " for t in row),
-                    flush=True,
-                )
+        for kind, steps_of in (("logits", steps_of_logits), ("gradients", steps_of_gradients)):
+            title = f"{kind}, n={n} D={hidden} V={num_classes}"
+            report(title, steps_of(x, w, e), flops, options.rounds, options.ms)
 
 
 if __name__ == "__main__":

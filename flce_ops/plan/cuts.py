@@ -4,18 +4,22 @@ The chunk sizes come from the functions that the kernels themselves call, so a p
 the figures: the workspace that cuBLAS keeps for the life of a process (32 MiB on Hopper), and bias or class weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.math.shards import shard_rows
 from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
-from flce_ops.support.workspace import float32_sum_fits
+
+if TYPE_CHECKING:
+    from flce_ops.triton.lead import Lead
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 VECTOR_BYTES = 24  # per token: losses, factors, the target's logit, lse
+BOTH = [True, True, False]  # gradients: of input, of linear_weight, of no bias
 PARTIAL_BYTES = 8  # per row and tile of the vocabulary: a float32 sum and a float32 maximum
 
 
@@ -87,82 +91,103 @@ def vocabulary_parallel(shard: Head) -> Cut:
         return one_pass_aten(shard)
     from flce_ops.triton.vocab_parallel_with_grad import cut_shard
 
-    cut = cut_shard(shard.meta_tensors()[0], shard.vocab, want_weight=True, argmax=False)
-    return chunks_of(shard, cut.chunks, cut.product_bytes, 2 * VECTOR_BYTES)
+    cut = cut_shard(shard.meta_tensors()[0], shard.vocab, BOTH, argmax=False)
+    return chunks_of(shard, cut.chunks, cut.in_float32, cut.product_bytes, 2 * VECTOR_BYTES)
 
 
 def one_pass_triton(head: Head) -> Cut:
     from flce_ops.triton.cut import cut_tokens
 
-    cut = cut_tokens(*head.meta_tensors(), [True, True, False])
-    lead, size = cut.lead, head.dtype.itemsize
-    if lead is None and cut.recompute:
+    cut = cut_tokens(*head.meta_tensors(), BOTH)
+    if cut.lead is None and cut.recompute:
         return two_passes_triton(head)
-    if lead is None:
-        return chunks_of(head, cut.chunks, cut.product_bytes, VECTOR_BYTES)
-    tokens = head.tokens - lead.rows
-    rest = Head(tokens, head.hidden, head.vocab, head.dtype)
-    after = two_passes_triton(rest) if cut.recompute else chunks_of(rest, cut.chunks, cut.product_bytes, VECTOR_BYTES)
-    first = lead.workspace_numbers * size + lead.rows * head.hidden * size * lead.scaled_apart
-    count = 1 if cut.recompute else len(cut.chunks)  # additions to what the lead chunk left
+    if cut.lead is None:
+        return chunks_of(head, cut.chunks, cut.in_float32, cut.product_bytes, VECTOR_BYTES)
+    first = lead_of(head, cut.lead)
+    rest = replace(head, tokens=head.tokens - first.rows)
+    if not rest.tokens:
+        return first
+    if cut.recompute:
+        after = two_passes_triton(rest)
+    else:
+        after = chunks_of(rest, cut.chunks, cut.in_float32, cut.product_bytes, VECTOR_BYTES)
     return Cut(
-        after.path if cut.recompute else "triton",
-        temporaries=max(first, after.temporaries if tokens else 0) + VECTOR_BYTES * lead.rows,
-        passes=(3 * lead.rows + after.passes * tokens) / head.tokens,
-        rows=max(lead.rows, after.rows),
-        addition_bytes=2 * size * count * head.vocab * head.hidden * bool(tokens),
+        after.path,
+        temporaries=max(first.temporaries, after.temporaries + VECTOR_BYTES * first.rows),
+        passes=(first.passes * first.rows + after.passes * rest.tokens) / head.tokens,
+        rows=max(first.rows, after.rows),
+        # the first of the others is added, too
+        addition_bytes=after.addition_bytes + 2 * head.weight_bytes,
         added_rows=after.rows,
-        sum_bytes=after.sum_bytes,
+        sum_bytes=first.sum_bytes + after.sum_bytes,
     )
 
 
-def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int) -> Cut:
+def lead_of(head: Head, lead: "Lead") -> Cut:
+    """The chunk whose exponentials wait in grad_linear_weight."""
+    size = head.dtype.itemsize
+    apart = lead.rows * head.hidden * size * lead.rows_apart  # the kept tokens, where grad_input has no rows for them
+    return Cut(
+        "triton",
+        temporaries=lead.workspace_numbers * size + apart + VECTOR_BYTES * head.tokens,
+        passes=3,
+        rows=lead.rows,
+        sum_bytes=8 * len(lead.columns) * lead.rows * head.hidden,
+    )
+
+
+def chunks_of(head: Head, chunks: list[slice], in_float32: bool, product_bytes: int, vector_bytes: int) -> Cut:
+    """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
     from flce_ops.triton.chunks import padded
-    from flce_ops.triton.grad_input import product_blocks
-    from flce_ops.triton.split_product import SPLIT_AT_MOST, split_bytes
+    from flce_ops.triton.one_pass_step import SPLIT_AT_MOST
 
     size, elements = head.dtype.itemsize, head.vocab * head.hidden
-    exact, several = float32_sum_fits(elements), len(chunks) > 1
-    rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    small = PARTIAL_BYTES * vocabulary_tiles(head) * rows
-    if head.tokens <= SPLIT_AT_MOST and rows:
-        small = max(small, split_bytes(rows, head.hidden, head.vocab, size))
-    for chunk in chunks:
-        later = (chunks[-1].stop - chunk.stop) * head.hidden * size // 4  # numbers that rows of grad_input hold
-        for block, columns in product_blocks(chunk.stop - chunk.start, head.hidden, max(later, product_bytes // 4)):
-            numbers = (block.stop - block.start) * (columns.stop - columns.start)
-            small = max(small, 4 * numbers * (numbers > later))
+    rows = chunks[0].stop - chunks[0].start
+    low = rows * head.hidden * size * (head.tokens <= SPLIT_AT_MOST)
+    partial = PARTIAL_BYTES * vocabulary_tiles(head) * rows
+    # the last chunk's products have no later rows of grad_input to wait in
+    small = max(partial, low, product_bytes)
     return Cut(
         "triton",
         temporaries=rows * padded(head.vocab, size) * size
         + small
-        + 4 * elements * (exact and several)
+        + 4 * elements * in_float32
         + vector_bytes * head.tokens,
         passes=3,
         rows=rows,
-        addition_bytes=several * len(chunks) * elements * (8 if exact else 2 * size),
+        addition_bytes=added_bytes(head, len(chunks), in_float32),
     )
 
 
-def two_passes_triton(head: Head) -> Cut:
-    from flce_ops.triton.backward import pieces
-    from flce_ops.triton.chunks import padded
-    from flce_ops.triton.forward import FORWARD_ROWS
+def added_bytes(head: Head, chunks: int, in_float32: bool) -> int:
+    """The first chunk writes grad_linear_weight; a float32 sum is read and rounded in the end."""
+    elements, size = head.vocab * head.hidden, head.dtype.itemsize
+    if in_float32:
+        return elements * (8 * (chunks - 1) + 4 + size)
+    return elements * 2 * size * (chunks - 1)
 
-    size, elements = head.dtype.itemsize, head.vocab * head.hidden
-    row_slices, column_slices = pieces(head.tokens, head.hidden, head.vocab, size, want_input=True)
+
+def two_passes_triton(head: Head) -> Cut:
+    from flce_ops.triton.backward import pieces, product_parts
+    from flce_ops.triton.chunks import padded, sums_in_float32
+    from flce_ops.triton.forward import forward_chunks
+
+    size, hidden = head.dtype.itemsize, head.hidden
+    row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, want_input=True)
     rows, columns = row_slices[0].stop, column_slices[0].stop
-    several = len(row_slices) > 1
-    exact = several and float32_sum_fits(elements)
-    backward = 4 * rows * head.hidden + rows * padded(columns, size) * size + 4 * elements * exact
-    forward = PARTIAL_BYTES * vocabulary_tiles(head) * min(head.tokens, FORWARD_ROWS)
+    in_float32 = len(row_slices) > 1 and sums_in_float32(head.vocab * hidden, size)
+    parts = product_parts(rows * hidden, len(column_slices))
+    backward = 4 * parts * rows * hidden + rows * padded(columns, size) * size
+    backward += 4 * head.vocab * hidden * in_float32
+    row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the kept token
+    forward = forward_chunks(head.tokens, row_bytes)[0].stop * row_bytes
     return Cut(
         "triton, logits twice",
         temporaries=max(backward, forward) + 2 * VECTOR_BYTES * head.tokens,
         passes=4,
         rows=rows,
-        addition_bytes=several * len(row_slices) * elements * (8 if exact else 2 * size),
-        sum_bytes=8 * len(column_slices) * head.tokens * head.hidden,
+        addition_bytes=added_bytes(head, len(row_slices), in_float32),
+        sum_bytes=8 * parts * len(column_slices) * head.tokens * hidden,
     )
 
 

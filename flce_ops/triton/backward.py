@@ -86,8 +86,9 @@ def run_backward(
     product = None
     if grad_input is not None:
         numbers = most_rows * hidden
-        parts = 1 if len(column_slices) > 1 else min(max(PARTS_NUMBERS // numbers, 1), 8)
-        product = torch.empty(parts * numbers, dtype=torch.float32, device=input.device)
+        product = torch.empty(
+            product_parts(numbers, len(column_slices)) * numbers, dtype=torch.float32, device=input.device
+        )
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
@@ -140,3 +141,8 @@ def pieces(
     left = matrix_bytes(rows) - row_bytes * count
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     return row_slices, slices(num_classes, most_columns)
+
+
+def product_parts(numbers: int, column_slices: int) -> int:
+    """How often a range's float32 product of so many numbers is held: of one slice, so that V can be split."""
+    return 1 if column_slices > 1 else min(max(PARTS_NUMBERS // numbers, 1), 8)

@@ -7,6 +7,7 @@ from flce_ops.math.options import Operands
 from flce_ops.support.path import Path, record_path
 from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
 from flce_ops.triton.gemm_operands import fits_tma
+from flce_ops.triton.input_gradient import MOST_PARTS
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -45,9 +46,13 @@ def sums_in_float32(elements: int, itemsize: int) -> bool:
     return itemsize < 4 and float32_sum_fits(elements)
 
 
-def product_bytes(fitting: int, rows: int, columns: int, itemsize: int) -> int:
-    """For the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over."""
-    return small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
+def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
+    """For the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over.
+
+    No more than the most parts take: 100 rows of 4096 features 25 MiB, where 459 MiB of the default would be left.
+    """
+    left = small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
+    return min(left, 4 * MOST_PARTS.value * rows * hidden)
 
 
 def slices(total: int, at_most: int) -> list[slice]:

@@ -102,7 +102,7 @@ class Problem(NamedTuple):
         """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
         if not self.want_input:
             return 0
-        room = product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.itemsize)
+        room = product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.hidden, self.itemsize)
         _, parts = self.input_steps(rows, room // 4)
         return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
 

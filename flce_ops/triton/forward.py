@@ -84,8 +84,7 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_v)
     sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
-    rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
-    chunks = slices(kept.order.shape[0], min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS))
+    chunks = forward_chunks(kept.order.shape[0], row_bytes)
     class_weight = weight.float() if weight is not None and call.logit_sum else None
     memory = input.new_empty(chunks[0].stop, input.shape[1])
     wanted = tuple(out if out.numel() else None for out in outputs)
@@ -110,3 +109,9 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
             at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
         )
     return chunks
+
+
+def forward_chunks(tokens: int, row_bytes: int) -> list[slice]:
+    """Of rows that hold so many bytes each: partial sums and the gathered token."""
+    rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
+    return slices(tokens, min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS))

@@ -82,4 +82,4 @@ def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, argmax: boo
         count, shard, hidden, size, want_input=want_input, want_weight=want_weight, argmax=argmax
     )
     chunks = slices(count, fitting)
-    return Cut(None, chunks, False, in_float32, product_bytes(fitting, chunks[0].stop, shard, size))
+    return Cut(None, chunks, False, in_float32, product_bytes(fitting, chunks[0].stop, shard, hidden, size))

@@ -126,7 +126,7 @@ class WeightGradient:
         self.out = out
         self.class_factor, self.outer = outer or (None, None)
         self.sum = torch.empty_like(out, dtype=torch.float32) if in_float32 else out
-        self.tiles = weight_tiles_for(out)
+        self.tiles = weight_tiles_for(out, in_float32=in_float32)
 
     def close(self) -> None:
         if self.sum is not self.out:
