@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
@@ -33,6 +34,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     accumulate = accumulation_dtype(input.dtype)
     valid = problem.valid
     token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
+    problem = without_weightless(problem, token_weight, call.linear_weight.shape[0])
 
     if call.reduction == "none":
         losses, largest = losses_from_forward(problem)

@@ -20,6 +20,7 @@ from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.plain import losses_from_forward, token_losses, weighted_loss
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import (
@@ -67,7 +68,9 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
                 denominator = nan_for_nothing(denominator)
     if token_weight is None:
         token_weight = torch.ones_like(valid, dtype=accumulate)
-    token_weight = token_weight.reshape(-1).to(accumulate)
+    else:
+        token_weight = token_weight.reshape(-1).to(accumulate)
+        problem = without_weightless(problem, token_weight, num_classes)
 
     if layout.splits_vocabulary:
         factor = row_factor(valid, token_weight, denominator)

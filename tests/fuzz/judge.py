@@ -160,11 +160,15 @@ def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Ten
     if "logits" in truth and "argmax" in found:
         z, largest = truth["logits"], found["argmax"]
         if largest.numel():
-            if largest.min() < 0 or largest.max() >= case.V:
+            none = ignored.reshape(largest.shape)
+            if (largest[none] != -1).any():
+                yield Failure("argmax", "a class where ignored")
+                return
+            if (largest[~none] < 0).any() or largest.max() >= case.V:
                 yield Failure("argmax", "no class")
                 return
-            gap = z.amax(-1) - z.gather(-1, largest.unsqueeze(-1)).squeeze(-1)
-            gap = torch.where(plain["logits"].isfinite().all(-1), gap, 0.0)
+            gap = z.amax(-1) - z.gather(-1, largest.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            gap = torch.where(plain["logits"].isfinite().all(-1) & ~none, gap, 0.0)
             rounding = (plain["logits"].double() - z).nan_to_num(0.0).abs().max() + 1e-6 * z.nan_to_num(0.0).abs().max()
             if gap.nan_to_num(0.0).max() > 2.0 * rounding:
                 yield Failure("argmax", "not the largest", float(gap.nan_to_num(0.0).max() / (2.0 * rounding)))
