@@ -30,7 +30,7 @@ def plain_composite(
     shape = operands.input.shape[:-1]
     operands = flatten_tokens(operands, target, ignore_index)
     denominator = None if reduction == "none" else denominator_of(operands, reduction, normalizer)
-    operands, token_weight = weigh_tokens(operands, token_weight)
+    operands, token_weight = weigh_tokens(operands, token_weight, denominator)
     if reduction == "none":
         return row_divergences(operands, options, row_factor(operands.valid, token_weight, None)).reshape(shape)
     return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
@@ -64,14 +64,19 @@ def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None
     return mean_denominator(reduction, normalizer, valid, accumulation_dtype(operands.input.dtype))
 
 
-def weigh_tokens(operands: Operands, token_weight: Tensor | None) -> tuple[Operands, Tensor]:  # (...) -> (N,)
-    """Behind the denominator, which counts tokens of weight 0 too."""
+def weigh_tokens(
+    operands: Operands,
+    token_weight: Tensor | None,  # (...)
+    denominator: Tensor | None,  # ()
+) -> tuple[Operands, Tensor]:
+    """Without the tokens of weight 0, which the denominator counts; (N,) weights."""
     input = operands.input
     dtype = accumulation_dtype(input.dtype)
     if token_weight is None:
         return operands, torch.ones(input.shape[0], dtype=dtype, device=input.device)
     token_weight = token_weight.reshape(token_weight.numel()).to(dtype)
-    return operands._replace(valid=valid_and_weighted(operands.valid, token_weight)), token_weight
+    factor = row_factor(operands.valid, token_weight, denominator)
+    return operands._replace(valid=valid_and_weighted(operands.valid, token_weight, factor)), token_weight
 
 
 def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)

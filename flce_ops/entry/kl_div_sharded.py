@@ -67,7 +67,7 @@ def dtensor_composite(
         denominator = denominator_of(operands, reduction, local_normalizer)
         if denominator is not None and normalizer is None:
             denominator = sum_over_tokens(layout, denominator).to_local()
-    operands, local_weight = weigh_tokens(operands, local_weight)
+    operands, local_weight = weigh_tokens(operands, local_weight, denominator)
     if reduction != "none":
         return quotient_over_tokens(layout, *weighted_loss(operands, options, local_weight, denominator), denominator)
     factor = row_factor(operands.valid, local_weight, None)

@@ -34,12 +34,13 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     accumulate = accumulation_dtype(input.dtype)
     valid = problem.valid
     token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
-    problem = without_weightless(problem, token_weight, call.linear_weight.shape[0])
 
     if call.reduction == "none":
+        factor = None if token_weight is None else torch.where(valid, token_weight, 0.0)
+        if factor is not None:
+            problem = without_weightless(problem, token_weight, factor, call.linear_weight.shape[0])
         losses, largest = losses_from_forward(problem)
-        if token_weight is not None:
-            losses = losses * torch.where(valid, token_weight, 0.0)
+        losses = losses if factor is None else losses * factor
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
 
     denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate, target, call.weight)
@@ -64,6 +65,7 @@ def weighted_loss(
     """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
     input, linear_weight, _, linear_bias, _ = problem.operands
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
+    problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
         losses, largest = losses_from_forward(problem)
         return (row_scale * losses).sum(), weighted_sum(valid, token_weight, losses), largest
