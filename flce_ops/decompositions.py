@@ -110,7 +110,8 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     num_classes = linear_weight.shape[0]
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
     check_target_range(target, vocab_size, call.ignore_index, on_device=True)
-    _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
     linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
     target_logit = sums = torch.zeros_like(target, dtype=dtype)
@@ -141,12 +142,20 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     argmax = target.new_zeros(0, dtype=torch.int64)
     if call.expected_logit:
         first_moment = distance.exp() * (torch.stack(moment_of, 1) + distance * sum_of_blocks)
-        expected = first_moment.sum(1) / row_sum + row_max
+        expected = torch.where(valid, first_moment.sum(1) / row_sum + row_max, 0.0)
     if call.argmax:
         max_logit, block = torch.stack(largest_of, 1).max(1)
         argmax = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
+        max_logit, argmax = torch.where(valid, max_logit, 0.0), torch.where(valid, argmax, -1)
     target_logit = torch.where(hit, target_logit, 0.0)
-    return target_logit, lse, sums if call.logit_sum else lse.new_zeros(0), expected, max_logit, argmax, lse_rest
+    lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
+    sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
+    return target_logit, lse, sums, expected, max_logit, argmax, lse_rest
+
+
+def zeroed_where_ignored(input: Tensor, valid: Tensor) -> Tensor:  # (N, D)
+    """Whatever ignored rows hold, nan included, stays out. How many there are is data: they are computed."""
+    return torch.where(valid.unsqueeze(1), input, 0.0)
 
 
 def at_target(column: Tensor, classes: slice, values: Tensor) -> Tensor:  # (N, v)
@@ -164,6 +173,7 @@ def backward(call: Backward) -> Gradients:
     dtype = call.lse.dtype
     want_input, want_weight, want_bias = call.output_mask
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
+    input = zeroed_where_ignored(input, valid)
     cotangents = call.cotangents.kept(hit, valid, dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)

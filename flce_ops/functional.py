@@ -22,7 +22,7 @@ class LinearCrossEntropyMetrics(NamedTuple):
     """By-products of the loss; constants, no gradient flows through them."""
 
     token_accuracy: Tensor  # (), float32: share of the tokens not ignored whose target has the largest logit
-    argmax: Tensor  # target's shape, int64: class of the largest logit, at ignored tokens too
+    argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
 
 
 def linear_cross_entropy(
@@ -62,14 +62,16 @@ def linear_cross_entropy(
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
             ignored, or by the sum of their class weights. "sum".
-        ignore_index: target value that contributes neither loss nor gradient. None is -100, as torch's.
+        ignore_index: target value that contributes neither loss nor gradient, whatever input holds there. None is -100,
+            as torch's.
         label_smoothing: in [0, 1].
         softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
             gets its gradient and is multiplied into input and linear_bias.
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
-        token_weight: factor per token, (...); it does not enter the denominator of "mean".
+        token_weight: factor per token, (...); it does not enter the denominator of "mean". Tokens of weight 0 are left
+            out like ignored ones, unless token_weight gets a gradient or the metrics their argmax.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
@@ -130,7 +132,7 @@ class LinearLogProbs(NamedTuple):
     log_probs: Tensor  # log p(target), nats; 0 at ignored tokens
     lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
     entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
-    argmax: Tensor | None  # class of the largest logit, at ignored tokens too
+    argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
 
 
 def linear_log_probs(
@@ -159,7 +161,7 @@ def linear_log_probs(
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
         target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``.
         linear_bias: (V,), in input's dtype.
-        ignore_index: target value of tokens without results: 0, and no gradient. None is -100.
+        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias.
@@ -248,7 +250,8 @@ def linear_kl_div(
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
         target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
         ignore_index: None is -100.
-        token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable.
+        token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable. Tokens of
+            weight 0 are left out like ignored ones, unless it gets a gradient.
         reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
             tokens not ignored (F.kl_div's "batchmean" of flattened tokens; nan without one). "sum".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".

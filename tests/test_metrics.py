@@ -36,12 +36,14 @@ def with_metrics(*args, **options):
 
 
 def apart_and_argmax(inputs, options):
-    """Dense float64 argmax, and where it is beyond the rounding of the operands' dtype."""
+    """Dense float64 argmax, -1 where ignored, and where it is beyond the rounding of the operands' dtype."""
     logits = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
     exact = inputs.clone(torch.float64)
     z = dense_logits(exact.input, exact.linear_weight, exact.linear_bias, **logits).detach()
     two = z.topk(2, -1).values
-    return two[..., 0] - two[..., 1] > 4 * torch.finfo(inputs.input.dtype).eps * z.abs().amax(-1), z.argmax(-1)
+    return two[..., 0] - two[..., 1] > 4 * torch.finfo(inputs.input.dtype).eps * z.abs().amax(-1), z.argmax(-1).where(
+        inputs.target != inputs.ignore_index, -1
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,7 +146,8 @@ def test_shapes_of_a_batch_and_the_modules(device):
         assert isinstance(of_module, flce_ops.LinearCrossEntropyMetrics)
         assert torch.equal(of_module.argmax, metrics.argmax)  # a positive scale keeps the order
         assert torch.equal(of_module.token_accuracy, metrics.token_accuracy)
-    assert torch.equal(head(args[0]).argmax(-1), metrics.argmax)
+    valid = args[2] != -100
+    assert torch.equal(head(args[0]).argmax(-1).where(valid, -1), metrics.argmax)
 
 
 # ---------------------------------------------------------------- cost

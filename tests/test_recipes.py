@@ -55,7 +55,7 @@ def test_fine_tuning_under_trainer_follows_the_dense_losses(lora):
     theirs = finetune_trainer.main(6, lora=lora, patched=False)
     flce_ops.linear_cross_entropy(torch.randn(5, 2).double(), torch.randn(3, 2).double(), torch.zeros(5).long())
     ours = finetune_trainer.main(6, lora=lora)
-    assert flce_ops.last_path().reason == "cpu tensors in torch.float32"
+    assert flce_ops.last_path().reason.startswith("cpu tensors in torch.float32")
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
     assert lora or ours[-1] < ours[0] - 0.1
 

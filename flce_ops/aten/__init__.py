@@ -1,6 +1,7 @@
 """Kernels of the inner operators in plain ATen, a chunk of rows at a time: every device and dtype Triton does not take.
 
 forward.py, backward.py, with_grad.py, double_backward.py, kl_div.py    one operator each
+    kept_tokens.py                     which rows they are given: ignored tokens left out, or as zeros
     logits.py                          logits of a chunk, their softmax, the gradient's terms
     chunks.py, gradients.py            how rows are cut; the gradient GEMMs and their sums over chunks
 vocab_parallel_with_grad.py            with_grad where ranks share the vocabulary

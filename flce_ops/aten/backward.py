@@ -1,8 +1,13 @@
 """Kernel of linear_cross_entropy_backward: logits again, then their gradient, then two GEMMs."""
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
+from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -22,6 +27,11 @@ from flce_ops.support.readable import copy_bytes
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
     grads = meta.backward_outputs(call)
+    on_kept_tokens(backward_of_rows, call, grads, (ZERO, None, None))
+    return grads
+
+
+def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
@@ -43,4 +53,3 @@ def backward(call: Backward) -> Gradients:
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    return grads

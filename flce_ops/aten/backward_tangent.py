@@ -14,10 +14,12 @@ direction in the backward operator's arguments to the change of its results. Wit
 (f' and f'' are dz/du and its derivative, and a prime on anything else is a dot.)
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.options import Cotangents
@@ -41,11 +43,16 @@ class Direction(NamedTuple):
 
 def backward_tangent(direction: Direction, call: DoubleBackward) -> Gradients:
     """Change of the gradients of the backward operator at the arguments of `call`, whose `grad_grads` are not read."""
-    _, linear_weight, target, linear_bias, weight = call.operands
+    out = gradient_outputs(call.operands, [True, True, call.operands.linear_bias is not None])
+    on_kept_tokens(tangent_of_rows, call, out, (ZERO, None, None), direction)
+    return out
+
+
+def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], direction: Direction) -> None:
+    _, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
     change_of = Cotangents(*direction[:3]).kept(hit, valid, call.lse.dtype).filled(call.lse)
-    out = gradient_outputs(call.operands, [True, True, linear_bias is not None])
     sums = SecondOrder(call, direction[3:], out)
     for rows in sums.chunks("linear_cross_entropy_backward_tangent"):
         u_dot = sums.change_of_logits(rows)
@@ -62,4 +69,3 @@ def backward_tangent(direction: Direction, call: DoubleBackward) -> Gradients:
         sums.add(rows, change, apply_slope(d, slope))
         del u_dot, z, slope, p, z_dot, d_dot, d, change  # before the next chunk's are allocated
     sums.finish()
-    return out

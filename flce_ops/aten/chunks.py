@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flce_ops.aten.kept_tokens import RowsByChunk, tokens_of
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.support.path import Path, record_path
 from flce_ops.support.readable import copied_row_bytes, readable, readable_rows
@@ -59,7 +60,7 @@ def chunk_product(input: Tensor, linear_weight: Tensor, out: Tensor | None = Non
 
 
 def block_bytes(input: Tensor) -> int:
-    share = matrix_bytes(input.shape[0]) // BLOCK_SHARE
+    share = matrix_bytes(tokens_of(input)) // BLOCK_SHARE
     return min(share, CPU_BLOCK_BYTES) if input.device.type == "cpu" else share
 
 
@@ -73,8 +74,9 @@ def rows_per_chunk(
     """
     accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
-    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize) + copied_row_bytes(input)
-    rows = (matrix_bytes(input.shape[0]) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
+    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
+    row_bytes += copied_row_bytes(input) if read_in_place(input) else input.shape[1] * input.dtype.itemsize
+    rows = (matrix_bytes(tokens_of(input)) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
@@ -82,9 +84,17 @@ def rows_per_chunk(
     return max(1, min(max(rows, least), input.shape[0]))
 
 
+def read_in_place(input: Tensor) -> bool:
+    """Whether chunks are rows of input itself: on a CPU, where no token is ignored (kept_tokens.py)."""
+    return input.device.type == "cpu" and not isinstance(input, RowsByChunk)
+
+
 def row_chunks(op: str, input: Tensor, rows: int) -> Iterator[slice]:
     total = input.shape[0]
-    record_path(Path(op, "aten", f"{device_name(input)} tensors in {input.dtype}", rows, -(-total // rows)))
+    reason = f"{device_name(input)} tensors in {input.dtype}"
+    if isinstance(input, RowsByChunk) and input.said:
+        reason = f"{reason}, {input.said}"
+    record_path(Path(op, "aten", reason, rows, -(-total // rows)))
     for start in range(0, total, rows):
         yield slice(start, min(start + rows, total))
 

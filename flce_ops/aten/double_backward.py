@@ -19,10 +19,13 @@ through it stands in S. Apart, and rounded, it would not cancel the rest of S wh
 A, C and c alone have derivatives in turn (flce_ops/aten/backward_tangent.py): third derivatives are refused by name.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope, weighted_logits
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.shards import target_columns
@@ -34,11 +37,16 @@ from flce_ops.meta.arguments import DoubleBackward, takes
 @takes(DoubleBackward)
 def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.double_backward_outputs(call)
+    on_kept_tokens(double_backward_of_rows, call, outputs, (ZERO, ZERO, ZERO, ZERO, None, None))
+    return outputs
+
+
+def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
     out_target, out_lse_cotangent, out_sum, *out = outputs
     input, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
-    sums = SecondOrder(call, call.grad_grads, tuple(out))
+    sums = SecondOrder(call, call.grad_grads, out)
     for rows in sums.chunks("linear_cross_entropy_double_backward"):
         h = sums.change_of_logits(rows)
         z, slope, p = sums.logits(rows)
@@ -56,4 +64,3 @@ def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tenso
         sums.add(rows, grad_u.to(input.dtype), apply_slope(d, slope))
         del h, z, slope, p, k, d, grad_u  # before the next chunk's are allocated
     sums.finish()
-    return outputs

@@ -1,10 +1,13 @@
 """Kernel of linear_cross_entropy_forward: the numbers of a row that the loss needs."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
+from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens
 from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
@@ -18,10 +21,16 @@ from flce_ops.support.target_range import check_target_range
 @takes(Forward)
 def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.forward_outputs(call)
+    target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
+    check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
+    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, ZERO, ZERO, ZERO, ZERO, NO_CLASS, ZERO))
+    return outputs
+
+
+def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, lse_rest = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
-    check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
     _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + call.expected_logit
@@ -41,4 +50,3 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
                 row_max, row_sum = exponentiate_rows(logits)
             lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
             del logits  # before the next block is allocated
-    return outputs

@@ -1,5 +1,7 @@
 """The two gradient GEMMs of a chunk, and the sums over chunks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class GradientAccumulator:
         self,
         input: Tensor,  # (N, D)
         linear_weight: Tensor,  # (V, D)
-        grads: tuple[Tensor, Tensor, Tensor],
+        grads: Sequence[Tensor],  # three, as meta.outputs.Gradients
         mask: list[bool],
         rows: int,  # of a chunk
     ) -> None:

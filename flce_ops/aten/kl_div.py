@@ -7,10 +7,10 @@
     divergence, G = flce_ops/math/divergences.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
 
-All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs. Rows
-of ignored tokens are replaced by zeros before anything reads them, so whatever they hold, nan included, stays out.
+All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flce_ops.aten.chunks import chunk_product, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator
+from flce_ops.aten.kept_tokens import ZERO, ZERO_COLUMN, on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
 from flce_ops.math.divergences import MATRICES, divergence_and_gradient
 from flce_ops.math.kl_div_arguments import Operands, Options
@@ -36,6 +37,7 @@ from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
 CPU_CHUNK_BYTES = 32 << 20
 # Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
 ROWS_AT_LEAST = 128
+STATISTICS = (ZERO_COLUMN, ZERO_COLUMN, ZERO)  # as meta.row_statistics makes them
 
 
 def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) -> int:
@@ -46,10 +48,10 @@ def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) 
     half = own < accumulate
     matrices = MATRICES[options.kind] + (options.softcap is not None)  # dz/du
     row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a mask of bool; G rounded
-    row_bytes += operands.input.shape[1] * own  # the copy in which ignored rows are 0
+    row_bytes += operands.input.shape[1] * own  # a copy: kept_tokens.py
     if operands.teacher_input is not None:
-        row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.itemsize
-    available = matrix_bytes(input.shape[0])
+        row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.dtype.itemsize
+    available = matrix_bytes(tokens_of(input))
     if options.vocab_size is None:
         available -= copy_bytes(linear_weight, operands.teacher_weight)
     gradient_elements = classes * input.shape[1]
@@ -59,11 +61,6 @@ def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) 
     if input.device.type == "cpu":
         rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
     return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
-
-
-def kept_rows(tensor: Tensor, rows: slice, valid: Tensor | None, fill: float = 0.0) -> Tensor:
-    """tensor[rows] with the ignored ones replaced."""
-    return tensor[rows] if valid is None else torch.where(valid[rows, None], tensor[rows], fill)
 
 
 def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
@@ -76,7 +73,7 @@ def student_logits(
     operands: Operands, options: Options, rows: slice, *, slope: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The chunk of input, (n, D), its logits, (n, V), and where wanted dz/du / logit_scale, (n, V) under a softcap."""
-    input = kept_rows(operands.input, rows, operands.valid)
+    input = operands.input[rows]
     product, bias = chunk_product(input, operands.linear_weight), operands.linear_bias
     if options.softcap is None or not slope:
         return input, activate(product, bias, LogitOptions(options.softcap, options.logit_scale)), None
@@ -85,7 +82,7 @@ def student_logits(
 
 def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:  # (n, V)
     logits = chunk_logits(
-        kept_rows(operands.teacher_input, rows, operands.valid),
+        operands.teacher_input[rows],
         operands.teacher_weight,
         operands.teacher_bias,
         LogitOptions(options.teacher_softcap, options.teacher_logit_scale),
@@ -94,29 +91,37 @@ def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:
 
 
 def log_teacher_probs(operands: Operands, rows: slice) -> Tensor:  # (n, V)
-    probs = kept_rows(operands.teacher_probs, rows, operands.valid, fill=1.0)  # log 1 = 0, where log 0 = -inf
-    return probs.to(accumulation_dtype(operands.input.dtype)).log()
+    return operands.teacher_probs[rows].to(accumulation_dtype(operands.input.dtype)).log()
 
 
 @takes(KlDivForward)
 def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.forward_outputs(call)
-    stream_rows("linear_kl_div_forward", call.operands, call.options, *outputs)
+    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, *STATISTICS))
     return outputs
+
+
+def forward_of_rows(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
+    divergence, shift, teacher_shift, student_kl = outputs
+    stream_rows("linear_kl_div_forward", call.operands, call.options, divergence, shift, teacher_shift, student_kl)
 
 
 @takes(KlDivWithGrad)
 def with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    operands, options = call.operands, call.options
     outputs = meta.with_grad_outputs(call)
+    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None))
+    return outputs
+
+
+def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
+    operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
     per_row = (divergence, *meta.row_statistics(operands, options))
     rows = rows_per_chunk(operands, options, call.output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, tuple(grads), call.output_mask, rows)
+    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
     scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
     stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
-    return outputs
 
 
 def scale_of_products(row_scale: Tensor, options: Options) -> Tensor:  # (N,)
@@ -189,10 +194,14 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Op
 @takes(KlDivBackward)
 def backward(call: KlDivBackward) -> meta.Gradients:
     grads = meta.backward_outputs(call)
+    on_kept_tokens(backward_of_rows, call, grads, (ZERO, None, None))
+    return grads
+
+
+def backward_of_rows(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
     operands, options, shift = call.operands, call.options, call.shift
     scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
     rows = rows_per_chunk(operands, options, call.output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
     known = (None, shift, call.teacher_shift, call.student_kl)
     stream_rows("linear_kl_div_backward", operands, options, *known, gradients, scale)
-    return grads

@@ -153,7 +153,10 @@ class SoftmaxFactors(NamedTuple):
 
 
 def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
-    """`grad_lse` as Cotangents.kept left it."""
+    """`grad_lse` as Cotangents.kept left it.
+
+    exp(z) of an ignored row, whose lse is 0, may be inf, and inf times its factor of 0 nan: its lse is inf here.
+    """
     lse, factor, expected = call.lse, grad_lse, call.grad_expected_logit
     if expected is not None:
         expected = torch.where(valid, expected, 0.0).to(lse.dtype)
@@ -161,7 +164,7 @@ def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> S
     if call.lse_rest is not None:
         share = torch.exp(-call.lse_rest)
         factor, expected = (None if number is None else number * share for number in (factor, expected))
-    return SoftmaxFactors(lse, factor, expected)
+    return SoftmaxFactors(torch.where(valid, lse, torch.inf), factor, expected)
 
 
 def softmax_gradient(logits: Tensor, factors: SoftmaxFactors) -> Tensor:  # (n, V), in place

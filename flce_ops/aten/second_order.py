@@ -7,7 +7,7 @@ With dots for a direction in input, linear_weight and linear_bias, G the logit g
     out_linear_bias = S.T @ 1
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
 from flce_ops.aten.logits import chunk_logits_with_slope, probabilities
 from flce_ops.math.options import LogitOptions
 from flce_ops.meta.arguments import DoubleBackward
-from flce_ops.meta.outputs import Gradients
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -28,10 +27,11 @@ class SecondOrder:
         self,
         call: DoubleBackward,
         direction: tuple[Tensor | None, Tensor | None, Tensor | None],  # (N, D), (V, D), (V,)
-        out: Gradients,
+        out: Sequence[Tensor],  # three, as meta.outputs.Gradients
     ) -> None:
         self.call, self.out = call, out
         self.input, self.linear_weight, _, self.linear_bias, _ = call.operands
+        self.lse = torch.where(call.operands.target != call.ignore_index, call.lse, torch.inf)  # p is 0 where ignored
         self.along_input, self.along_weight, self.along_bias = direction
         self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
         self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)
@@ -60,7 +60,7 @@ class SecondOrder:
         """
         call = self.call
         z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits)
-        p = probabilities(z, call.lse[rows], None if call.lse_rest is None else call.lse_rest[rows])
+        p = probabilities(z, self.lse[rows], None if call.lse_rest is None else call.lse_rest[rows])
         return z, slope, p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
 
     def add(self, rows: slice, change: Tensor, gradient: Tensor) -> None:

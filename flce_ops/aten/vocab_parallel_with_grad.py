@@ -1,11 +1,14 @@
 """ATen kernel of linear_cross_entropy_vocab_parallel_with_grad: flce_ops/distributed/one_pass.py says what it does."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import product_is_rounded, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
+from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens
 from flce_ops.aten.logits import (
     add_target_and_sum,
     apply_slope,
@@ -25,11 +28,17 @@ def vocab_parallel_with_grad(
     call: VocabParallelWithGrad,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.vocab_parallel_with_grad_outputs(call)
+    check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
+    # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
+    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS))
+    return outputs
+
+
+def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, argmax = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, output_mask = call.vocab_start, call.output_mask
     own = linear_weight.shape[0]
-    check_target_range(target, call.vocab_size, call.ignore_index)
     valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
     accumulate = losses.dtype
     scale = torch.where(valid, call.row_scale, 0.0).to(accumulate)
@@ -37,7 +46,7 @@ def vocab_parallel_with_grad(
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(accumulate)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None)
     step = rows_beside_gradients(input, shard_rows(call.vocab_size, call.ranks), output_mask[1], matrices=matrices)
-    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for rows in row_chunks("linear_cross_entropy_vocab_parallel_with_grad", input, step):
         logits, slope = chunk_logits_with_slope(input[rows], linear_weight, linear_bias, call.logits)
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
@@ -64,4 +73,3 @@ def vocab_parallel_with_grad(
         del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
     torch.sum(call.row_scale * losses, dim=0, out=loss)
-    return outputs

@@ -1,11 +1,14 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
+from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -27,12 +30,16 @@ from flce_ops.support.target_range import check_target_range
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.with_grad_outputs(call)
+    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS))
+    return outputs
+
+
+def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, argmax = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
-    ignore_index, output_mask = call.ignore_index, call.output_mask
-    num_classes = linear_weight.shape[0]
-    check_target_range(target, num_classes, ignore_index)
-    valid, _, column = target_columns(target, ignore_index, 0, num_classes)
+    num_classes, output_mask = linear_weight.shape[0], call.output_mask
+    valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
     accumulate = losses.dtype
     scale = torch.where(valid, call.row_scale, 0.0).to(accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
@@ -41,7 +48,7 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     step = rows_beside_gradients(
         input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
-    gradients = GradientAccumulator(input, linear_weight, tuple(grads), output_mask, step)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):
             terms = loss_of_tokens.of(rows)
@@ -61,4 +68,3 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
         gradients.add_products(chunk, product)
     gradients.finish()
     torch.sum(call.row_scale * losses, dim=0, out=loss)
-    return outputs

@@ -106,6 +106,7 @@ def vocab_parallel_rows(
         expected = (share * gathered[:, 2 + logit_sum]).sum(0)
     if argmax:
         largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
+        largest = torch.where(target != ignore_index, largest, -1)
     return RowStatistics(target_logit, lse, sums, expected, largest)
 
 

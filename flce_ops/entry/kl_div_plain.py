@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.kl_div_checks import check_arguments
+from flce_ops.entry.weightless import valid_and_weighted
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, quotient, row_factor, weighted_sum
@@ -28,10 +29,10 @@ def plain_composite(
     check_arguments(operands, target, token_weight, reduction, normalizer)
     shape = operands.input.shape[:-1]
     operands = flatten_tokens(operands, target, ignore_index)
-    token_weight = flat_token_weight(operands, token_weight)
+    denominator = None if reduction == "none" else denominator_of(operands, reduction, normalizer)
+    operands, token_weight = weigh_tokens(operands, token_weight, denominator)
     if reduction == "none":
         return row_divergences(operands, options, row_factor(operands.valid, token_weight, None)).reshape(shape)
-    denominator = denominator_of(operands, reduction, normalizer)
     return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
 
 
@@ -63,12 +64,19 @@ def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None
     return mean_denominator(reduction, normalizer, valid, accumulation_dtype(operands.input.dtype))
 
 
-def flat_token_weight(operands: Operands, token_weight: Tensor | None) -> Tensor:  # (...) -> (N,)
+def weigh_tokens(
+    operands: Operands,
+    token_weight: Tensor | None,  # (...)
+    denominator: Tensor | None,  # ()
+) -> tuple[Operands, Tensor]:
+    """Without the tokens of weight 0, which the denominator counts; (N,) weights."""
     input = operands.input
     dtype = accumulation_dtype(input.dtype)
     if token_weight is None:
-        return torch.ones(input.shape[0], dtype=dtype, device=input.device)
-    return token_weight.reshape(token_weight.numel()).to(dtype)
+        return operands, torch.ones(input.shape[0], dtype=dtype, device=input.device)
+    token_weight = token_weight.reshape(token_weight.numel()).to(dtype)
+    factor = row_factor(operands.valid, token_weight, denominator)
+    return operands._replace(valid=valid_and_weighted(operands.valid, token_weight, factor)), token_weight
 
 
 def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)

@@ -27,9 +27,9 @@ from flce_ops.entry.kl_div_checks import OP, check_arguments
 from flce_ops.entry.kl_div_plain import (
     autocast_pairs,
     denominator_of,
-    flat_token_weight,
     flatten_tokens,
     row_divergences,
+    weigh_tokens,
     weighted_loss,
 )
 from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
@@ -60,15 +60,17 @@ def dtensor_composite(
     operands = local_operands(layout, operands)
     local_shape = operands.input.shape[:-1]
     operands = flatten_tokens(operands, localize(layout, target, layout.tokens), ignore_index)
-    token_weight = flat_token_weight(operands, localize(layout, token_weight, layout.tokens))
+    local_weight, denominator = localize(layout, token_weight, layout.tokens), None
     if reduction != "none":
         number_gradient = layout.placements(tokens=Partial())
         local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
         denominator = denominator_of(operands, reduction, local_normalizer)
         if denominator is not None and normalizer is None:
             denominator = sum_over_tokens(layout, denominator).to_local()
-        return quotient_over_tokens(layout, *weighted_loss(operands, options, token_weight, denominator), denominator)
-    factor = row_factor(operands.valid, token_weight, None)
+    operands, local_weight = weigh_tokens(operands, local_weight, denominator)
+    if reduction != "none":
+        return quotient_over_tokens(layout, *weighted_loss(operands, options, local_weight, denominator), denominator)
+    factor = row_factor(operands.valid, local_weight, None)
     return per_token(layout, row_divergences(operands, options, factor).reshape(local_shape), shape)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
@@ -35,9 +36,11 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
 
     if call.reduction == "none":
+        factor = None if token_weight is None else torch.where(valid, token_weight, 0.0)
+        if factor is not None:
+            problem = without_weightless(problem, token_weight, factor, call.linear_weight.shape[0])
         losses, largest = losses_from_forward(problem)
-        if token_weight is not None:
-            losses = losses * torch.where(valid, token_weight, 0.0)
+        losses = losses if factor is None else losses * factor
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
 
     denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate, target, call.weight)
@@ -62,6 +65,7 @@ def weighted_loss(
     """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
     input, linear_weight, _, linear_bias, _ = problem.operands
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
+    problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
         losses, largest = losses_from_forward(problem)
         return (row_scale * losses).sum(), weighted_sum(valid, token_weight, losses), largest

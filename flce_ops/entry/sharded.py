@@ -20,6 +20,7 @@ from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.plain import losses_from_forward, token_losses, weighted_loss
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import (
@@ -65,12 +66,11 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
             denominator = sum_over_tokens(layout, denominator).to_local()
             if weight is not None:
                 denominator = nan_for_nothing(denominator)
-    if token_weight is None:
-        token_weight = torch.ones_like(valid, dtype=accumulate)
-    token_weight = token_weight.reshape(-1).to(accumulate)
+    token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
 
     if layout.splits_vocabulary:
-        factor = row_factor(valid, token_weight, denominator)
+        factor = row_factor(valid, token_weight, denominator, accumulate)
+        problem = without_weightless(problem, token_weight, factor, num_classes)
         if reduction != "none" and one_pass.applies(layout, problem.operands, num_classes):
             local_loss, losses, largest = one_pass.loss(layout, problem, num_classes, factor)
         else:
@@ -78,8 +78,9 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
         total = None if reduction == "none" else weighted_sum(valid, token_weight, losses)
     elif reduction == "none":
-        losses, largest = losses_from_forward(problem)
-        local_loss = losses * torch.where(valid, token_weight, 0.0)
+        factor = row_factor(valid, token_weight, None, accumulate)
+        losses, largest = losses_from_forward(without_weightless(problem, token_weight, factor, num_classes))
+        local_loss = losses * factor
     else:
         local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator)
     largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None

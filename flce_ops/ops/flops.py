@@ -1,6 +1,7 @@
 """Floating-point operations of each inner operator for torch.utils.flop_counter: GEMM passes of 2 N D V.
 
-Elementwise work over the logits is left out, as the counter does for ATen's softmax.
+Elementwise work over the logits is left out, as the counter does for ATen's softmax. All N tokens are counted: how many
+of them are ignored, and cost nothing where kernels leave them out, is data, of which a formula sees shapes only.
 """
 
 from collections.abc import Callable

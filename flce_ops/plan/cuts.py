@@ -209,7 +209,9 @@ def aten(head: Head, passes: int, bytes_per_logit: int) -> Cut:
     rounded = size if size < 4 else 0
     return Cut(
         "aten",
-        temporaries=rows * head.vocab * (4 + rounded) + 4 * elements * exact + 2 * VECTOR_BYTES * head.tokens,
+        temporaries=rows * (head.vocab * (4 + rounded) + head.hidden * size)
+        + 4 * elements * exact
+        + 2 * VECTOR_BYTES * head.tokens,
         passes=passes,
         rows=rows,
         addition_bytes=(chunks > 1) * chunks * elements * (8 if exact else 2 * size),

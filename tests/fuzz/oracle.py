@@ -23,8 +23,8 @@ def call(case: Case, at: Tensors) -> Tensors:
         at = {name: tensor * factor if name in ("input", "bias") else tensor for name, tensor in at.items()}
         scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
     valid = at["target"] != case.ignore_index
-    if case.function == "kl_div":  # what ignored rows hold does not matter, nan and infinite divergences included
-        at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
+    # what ignored rows hold does not matter, nan and infinite divergences included
+    at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
     cap = learnt.get("softcap", case.softcap)
     z = logits(at["input"], at["weight"], at.get("bias"), scale, cap) / temperature
     classes = torch.where(valid, at["target"], 0).long()

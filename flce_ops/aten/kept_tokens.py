@@ -1,0 +1,139 @@
+"""Ignored tokens: on a CPU they cost nothing, elsewhere what they hold is harmless.
+
+A kernel allocates its results and hands the work to a body over chunks of rows, which reads every row it is given:
+
+    a CPU        kept = 1 3 4 6            the tokens that count, by index
+                 body on those rows        matrices are gathered a chunk at a time, vectors at once
+                 row k -> row kept[k]      in place; the rows between are filled
+    elsewhere    body on all rows          a chunk of input is copied, its ignored rows as zeros
+                 results are filled where ignored
+
+How many tokens count is data. A CPU may look, a GPU's host would wait for everything that is queued. There zeros in
+input are the cheapest way to keep nan and inf out: they take D numbers a row where a mask of the logits takes V, and
+the product that makes grad_linear_weight reads them too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.meta.arguments import Arguments
+
+# N tokens, n of them that are not ignored, D hidden, V vocabulary
+
+# What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
+MATRICES = {"input": 0.0, "grad_grad_input": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
+VECTORS = {  # (..., N)
+    *("target", "row_scale", "lse", "lse_rest", "expected_logit"),
+    *("grad", "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
+    *("shift", "teacher_shift", "student_kl"),
+}
+SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
+
+
+class PerToken(NamedTuple):
+    """A result with an entry for each token: what it is at ignored ones."""
+
+    fill: float
+    dim: int = 0  # that counts the tokens
+
+
+ZERO, NO_CLASS, ZERO_COLUMN = PerToken(0.0), PerToken(-1), PerToken(0.0, dim=1)
+
+
+class RowsByChunk:
+    """Stands in for an (N, D) matrix in what the bodies, chunks.py and gradients.py ask of it.
+
+    Rows are made when they are read. A copy of all of them would not fit a workspace that is smaller than input.
+    """
+
+    def __init__(self, matrix: Tensor, rows: int, make: Callable[[slice], Tensor], said: str = "") -> None:
+        self.dtype, self.device, self.new_empty = matrix.dtype, matrix.device, matrix.new_empty
+        self.shape = torch.Size((rows, matrix.shape[1]))
+        self.tokens = matrix.shape[0]
+        self.make = make
+        self.said = said  # by last_path()
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.make(rows)
+
+
+def tokens_of(input: Tensor) -> int:
+    """N, ignored ones included: vectors of so many numbers exist beside a chunk."""
+    return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
+
+
+Body = Callable[..., None]  # of a call, the results that it fills in, and perhaps a direction
+Results = Sequence[Tensor]
+Fills = Sequence[PerToken | None]  # None for a result that is not by token
+
+
+def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:
+    valid = counted(call)
+    if valid is None:
+        body(call, results, *direction)
+    elif valid.device.type != "cpu":
+        with_zeroed_rows(body, call, results, fills, ~valid, *direction)
+    elif bool(valid.all()):
+        body(call, results, *direction)
+    else:
+        with_kept_rows(body, call, results, fills, valid, *direction)
+
+
+def counted(call: Any) -> Tensor | None:  # (N,) bool, None for all
+    if "target" in call.index:
+        return call.operands.target != call.ignore_index
+    return call.operands.valid
+
+
+def with_kept_rows(body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor, *direction: Any) -> None:
+    kept = valid.nonzero().squeeze(1)
+    by_token = [(r, fill) for r, fill in zip(results, fills) if fill is not None and r.shape[fill.dim]]
+    first = {id(r): r.narrow(fill.dim, 0, len(kept)) for r, fill in by_token}
+
+    def of_kept(name: str, value: Any) -> Any:
+        if name == "valid" or not isinstance(value, Tensor):
+            return None if name == "valid" else value
+        if name in MATRICES:
+            gather = lambda rows: value.index_select(0, kept[rows])  # noqa: E731
+            return RowsByChunk(value, len(kept), gather, said="without ignored tokens")
+        return value.index_select(-1, kept) if name in VECTORS and value.shape[-1] else value
+
+    body(by_name(call, of_kept), [first.get(id(r), r) for r in results], *(by_name(d, of_kept) for d in direction))
+    ignored = (~valid).nonzero().squeeze(1)
+    for result, fill in by_token:
+        spread(result.movedim(fill.dim, 0), kept)
+        result.index_fill_(fill.dim, ignored, fill.fill)
+
+
+def spread(rows: Tensor, kept: Tensor) -> None:
+    """Row k to row kept[k] >= k, in place: from the last to the first, none is overwritten that has yet to move."""
+    step = max(SPREAD_BYTES // max(rows[0].numel() * rows.element_size(), 1), 1)
+    for start in reversed(range(0, len(kept), step)):
+        to = kept[start : start + step]
+        rows.index_copy_(0, to, rows[start : start + len(to)].clone())
+
+
+def with_zeroed_rows(
+    body: Body, call: Arguments, results: Results, fills: Fills, ignored: Tensor, *direction: Any
+) -> None:
+    def zeroed(name: str, value: Any) -> Any:
+        if name not in MATRICES or not isinstance(value, Tensor):
+            return value
+        make = lambda rows: value[rows].masked_fill(ignored[rows, None], MATRICES[name])  # noqa: E731
+        return RowsByChunk(value, value.shape[0], make)
+
+    body(by_name(call, zeroed), results, *(by_name(d, zeroed) for d in direction))
+    for result, fill in zip(results, fills):
+        # rows of grad_input are zeros times linear_weight; a shift fits the row of zeros it was made of
+        if fill is not None and result.dim() == 1 and len(result):
+            result.masked_fill_(ignored, fill.fill)
+
+
+def by_name(values: Any, change: Callable[[str, Any], Any]) -> Any:
+    """A call, or a named tuple, with its values changed."""
+    if isinstance(values, Arguments):
+        return type(values).of([change(name, value) for name, value in zip(values.index, values.values())])
+    return type(values)(*(change(name, value) for name, value in values._asdict().items()))
