@@ -97,7 +97,7 @@ def test_workspace_that_is_not_positive_is_refused(bytes):
 
 def test_default_workspace_makes_large_chunks(device):
     """Many small chunks starve the matrix products; 128 rows are the least that feed them."""
-    inputs = make_inputs((300, 2, 151936), device=device, dtype=torch.float32, requires_grad=False)
+    inputs = make_inputs((300, 2, 151936), device=device, dtype=torch.float32, requires_grad=False, ignored=0.0)
     flce_ops.linear_cross_entropy(*inputs.args)
     path = flce_ops.last_path()
     assert path.rows_per_chunk >= 128, path
