@@ -70,7 +70,12 @@ def cut_tokens(
         multiprocessors(linear_weight),
         input_tiles_for(linear_weight),
     )
-    return best_cut(problem, smoothed)
+    cut = best_cut(problem)
+    if len(cut.chunks) > 1 and cut.chunks[0].stop - cut.chunks[0].start < RECOMPUTE_BELOW:
+        # a lead chunk would add label smoothing's part of all tokens
+        lead = None if smoothed else cut.lead
+        return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, False, 0)
+    return cut
 
 
 class Problem(NamedTuple):
@@ -133,13 +138,13 @@ class Problem(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def best_cut(problem: Problem, smoothed: bool) -> Cut:
+def best_cut(problem: Problem) -> Cut:
     tokens, hidden, (fitting, in_float32) = problem.tokens, problem.hidden, problem.fitting()
     steps, chunks = problem.chunks(0)
     lead = None
     if fitting < tokens and problem.want_weight and not in_float32:
         most = min(tokens, hidden + fitting)
-        for rows in {min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}:
+        for rows in sorted({min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}):
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
             found = lead_chunk(
                 rows,
@@ -157,10 +162,5 @@ def best_cut(problem: Problem, smoothed: bool) -> Cut:
             total = problem.steps(rows, scratch) + steps_after
             if found.rows > fitting and total < steps:
                 steps, chunks, lead = total, chunks_after, found
-    start = lead.rows if lead else 0
-    if len(chunks) > 1 and chunks[0].stop - chunks[0].start < RECOMPUTE_BELOW:
-        if smoothed:  # a lead chunk would add label smoothing's part of all tokens
-            lead, start = None, 0
-        return Cut(lead, [slice(start, tokens)], True, False, 0)
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
     return Cut(lead, chunks, False, in_float32, room)

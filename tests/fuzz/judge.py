@@ -112,10 +112,11 @@ def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int
         found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
-    from flce_ops.triton import backward, chunks, cut, forward, grad_input, lead
+    from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step
 
+    cut.best_cut.cache_clear()  # of cases with other constants
     if case.short_chunks:
-        modules = (backward, chunks, forward, grad_input, lead)
+        modules = (backward, chunks, cut, forward, one_pass_step)
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
         if device == "interpreter":  # its tiles are 64 wide
             found += [(module, "BLOCK_V", 64) for module in (lead, backward)]
