@@ -9,6 +9,8 @@ from reference_loss import error
 pytest.importorskip("triton")
 
 import flce_ops
+from flce_ops import aten
+from flce_ops.triton import launch_with_grad
 from flce_ops.triton.chunks import product_bytes, rows_that_fit
 from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory, steps_and_parts
@@ -178,3 +180,20 @@ def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
     if not cut.recompute and cut.chunks:
         rows = cut.chunks[0].stop - cut.chunks[0].start
         assert rows * (vocab + 8) * 2 <= workspace * MiB
+
+
+@interpreter
+@pytest.mark.parametrize("workspace, padded", [(512 * MiB, True), (4096, False)])
+def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies_fit(workspace, padded, monkeypatch):
+    """As on a GPU with tensor maps; the results are those of the operands as they are."""
+    x, w, target = torch.randn(40, 35), torch.randn(67, 35), torch.randint(67, (40,))
+    args = (x, w, target, None, None, torch.rand(40))
+    mask = {"output_mask": [True, True, False]}
+    truth = aten.with_grad(*(t.double() if t is not None and t.is_floating_point() else t for t in args), **mask)
+    monkeypatch.setattr("flce_ops.triton.even_features.on_tma_device", lambda tensor: True)
+    with flce_ops.workspace(workspace):
+        found = launch_with_grad(*args, **mask)
+    assert ("1 features of zeros added" in flce_ops.last_path().reason) is padded
+    for ours, exact in zip(found[:4], truth[:4]):
+        assert ours.shape == exact.shape and ours.is_contiguous()
+        assert error(ours, exact) <= 2e-6
