@@ -2,6 +2,7 @@
 
     forward.py, with_grad.py, backward.py     one operator each
     vocab_parallel_with_grad.py               with_grad on ranks that share the vocabulary
+        even_features.py                      a D that is no multiple of 8: copies with zeros behind, where they fit
         one_pass_step.py                      the chunks of both
         chunks.py                             rows at a time
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight

@@ -55,8 +55,7 @@ class GradientTiles:
 #   input       712 / 661 / 551   these tiles, V in three parts; cuBLAS 713 / 794 / 628
 #               719 / 440 / 346   256x128, one part
 #   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
-#               644 / 632 / 563   a later chunk; cuBLAS, which rounds the sum, 663 / 396 / 649
-#               566 / 623 / 530   a later chunk, not flattened
+#               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
 # "input" walks few long tiles, whose ends need no overlap.
 INPUT_TILES = {
     "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=4),
