@@ -30,14 +30,13 @@ def copied_row_bytes(matrix: Tensor) -> int:
     return 0 if readable(matrix) else matrix.shape[1] * matrix.element_size()
 
 
-def readable_rows(matrix: Tensor, nbytes: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the rows that BLAS can read: all at once, or copies that share one memory of about `nbytes`."""
+def readable_rows(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the rows that BLAS can read: all at once, or copies that share one memory."""
     rows, columns = matrix.shape
     if readable(matrix):
         yield slice(0, rows), matrix
         return
-    nbytes = copy_bytes(matrix) if nbytes is None else nbytes
-    count = min(max(nbytes // max(columns * matrix.element_size(), 1), VECTORS_AT_LEAST), rows)
+    count = min(max(copy_bytes(matrix) // max(columns * matrix.element_size(), 1), VECTORS_AT_LEAST), rows)
     memory = matrix.new_empty(count, columns)
     for start in range(0, rows, count):
         part = slice(start, min(start + count, rows))

@@ -28,12 +28,11 @@ from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.gradient_factors import PerToken, launch_gradient_factors
-from flce_ops.triton.gradients import Gradients, wanted_gradients
+from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.triton.spread_rows import launch_spread_rows
 from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -52,10 +51,7 @@ def launch_backward(call: Backward) -> meta.Gradients:
         kept, place = keep_tokens(call.operands.target, call.ignore_index, linear_weight.shape[0], check=False)
         gradients = wanted_gradients(outputs, call.output_mask)
         row_slices = run_backward(call, kept, gradients, None)
-        if gradients.bias_sum is not None:
-            outputs[2].copy_(gradients.bias_sum)
-        if gradients.input is not None:
-            launch_spread_rows(gradients.input, kept, place)
+        finish_gradients(outputs, gradients, kept, place)
     record_triton_path("linear_cross_entropy_backward", linear_weight, row_slices)
     return outputs
 

@@ -26,9 +26,8 @@ RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at
 CHUNKS_MORE = 2  # than the fewest, at most
 PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
 LEAD_STEP = 512  # tokens between the lead chunks that are compared
-ADDITION_STEPS = (
-    8  # of its main loop that adding to a tile of grad_linear_weight is worth: 1 in time, the rest for rounding
-)
+# Of its main loop that adding to a tile of grad_linear_weight is worth: 1 in time, the rest for its rounding.
+ADDITION_STEPS = 8
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
-from flce_ops.triton.gradients import wanted_gradients
+from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, PerToken
 from flce_ops.triton.row_loss import RowLoss
-from flce_ops.triton.spread_rows import launch_spread_rows
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -66,10 +65,7 @@ def launch_vocab_parallel_with_grad(
         )
         step.run_chunks(cut.chunks)
         step.finish()
-        if gradients.bias_sum is not None:
-            grads[2].copy_(gradients.bias_sum)
-        if gradients.input is not None:
-            launch_spread_rows(gradients.input, kept, place)
+        finish_gradients(grads, gradients, kept, place)
         torch.sum(row_scale * losses, dim=0, out=loss)
     return outputs
 

@@ -15,13 +15,12 @@ from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
-from flce_ops.triton.gradients import wanted_gradients
+from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, PerToken
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.smoothing import SmoothingTerms
-from flce_ops.triton.spread_rows import launch_spread_rows
 
 # N tokens, D hidden, V vocabulary
 
@@ -76,12 +75,9 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         else:
             step.run_chunks(cut.chunks)
             step.finish()
-        if gradients.bias_sum is not None:
-            if smoothing is not None:
-                smoothing.subtract_from_bias(gradients.bias_sum)
-            grads[2].copy_(gradients.bias_sum)
-        if gradients.input is not None:
-            launch_spread_rows(gradients.input, kept, place)
+        if smoothing is not None and gradients.bias_sum is not None:
+            smoothing.subtract_from_bias(gradients.bias_sum)
+        finish_gradients(grads, gradients, kept, place)
         torch.sum(row_scale * losses, dim=0, out=loss)
     cut.record(linear_weight, recomputed)
     return outputs
