@@ -196,7 +196,7 @@ def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient
 def test_the_upstream_factor_scales_in_place(factor):
     grad = torch.randn(9001)
     expected = grad * factor
-    launch_scale_in_place(grad, torch.tensor(factor))
+    launch_scale_in_place([grad], torch.tensor(factor))
     assert torch.equal(grad, expected)
 
 
@@ -275,5 +275,5 @@ def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
         output_mask=mask,
         **logit_options({"softcap": 4.0}),
     )
-    launch_scale_in_place(x, torch.tensor(2.0))
+    launch_scale_in_place([x, w], torch.tensor(2.0))
     assert {str(dtype) for dtype in seen} == {"bool"}

@@ -161,5 +161,5 @@ def test_one_pass_over_a_shard_does_not_depend_on_the_layout(case, poisoned_memo
 def test_a_gradient_that_a_hook_laid_out_anew_is_scaled_where_it_is(layout):
     grad = torch.randn(40, 24, device="cuda" if ON_GPU else "cpu", dtype=DTYPE)
     view = strided(grad, layout)
-    launch_scale_in_place(view, torch.tensor(-2.5, device=grad.device))
+    launch_scale_in_place([view], torch.tensor(-2.5, device=grad.device))
     assert torch.equal(view, grad * -2.5)

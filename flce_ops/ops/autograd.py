@@ -311,14 +311,13 @@ def multiply_by_upstream(
         factor = torch.ops.flce.linear_cross_entropy_upstream(factor, leaf)
     if not plain or graph_is_kept_after_this_backward():
         return [None if grad is None else grad * factor for grad in grads]
-    for grad in grads:
-        if grad is None:
-            continue
-        if grad.device.type == "cuda" and made_by_nvidia() and grad.dtype in (torch.bfloat16, torch.float16):
-            from flce_ops.triton import launch_scale_in_place
+    here = [grad for grad in grads if grad is not None]
+    if here[0].device.type == "cuda" and made_by_nvidia() and here[0].dtype in (torch.bfloat16, torch.float16):
+        from flce_ops.triton import launch_scale_in_place
 
-            launch_scale_in_place(grad, factor)
-        else:
+        launch_scale_in_place(here, factor)
+    else:
+        for grad in here:
             grad.mul_(factor)
     return grads
 

@@ -13,6 +13,7 @@ whole.
 import torch
 
 from flce_ops import meta
+from flce_ops.math.options import Cotangents
 from flce_ops.meta.arguments import Backward, takes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.chunks import (
@@ -32,6 +33,7 @@ from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradie
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logits_gemm import launch_logits_gemm
+from flce_ops.triton.replay import repeated
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.weight_gradient import WeightGradient
 
@@ -47,13 +49,22 @@ def launch_backward(call: Backward) -> meta.Gradients:
     outputs = meta.backward_outputs(call)
     input, linear_weight = call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
+    call.cotangents = Cotangents(*contiguous(*call.cotangents))
+    call.lse, call.lse_rest, call.expected_logit, call.grad_expected_logit = contiguous(
+        call.lse, call.lse_rest, call.expected_logit, call.grad_expected_logit
+    )
     with torch.cuda.device_of(input):
-        kept, place = keep_tokens(call.operands.target, call.ignore_index, linear_weight.shape[0], check=False)
-        gradients = wanted_gradients(outputs, call.output_mask)
-        row_slices = run_backward(call, kept, gradients, None)
-        finish_gradients(outputs, gradients, kept, place)
+        row_slices = repeated(backward_step, call, outputs)
     record_triton_path("linear_cross_entropy_backward", linear_weight, row_slices)
     return outputs
+
+
+def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
+    kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
+    gradients = wanted_gradients(outputs, call.output_mask)
+    row_slices = run_backward(call, kept, gradients, None)
+    finish_gradients(outputs, gradients, kept, place)
+    return row_slices
 
 
 def run_backward(
@@ -74,9 +85,7 @@ def run_backward(
         in_float32 = len(row_slices) > 1 and sums_in_float32(grad_weight.numel(), size)
         own = weight_gradient = WeightGradient(grad_weight, in_float32=in_float32)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
-    per_token = PerToken(
-        *contiguous(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
-    )
+    per_token = PerToken(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
     apart = input.new_empty(most_rows, hidden) if grad_input is None else None
     product = None

@@ -6,10 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
 
 # R rows, C columns
 
 
+@Kernel
 @triton.jit
 def weighted_column_sum_kernel(
     matrix_ptr,  # (R, C)

@@ -21,11 +21,13 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import ExpSum, MaxSum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import tiles_for
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 
 
+@Kernel
 @triton.jit
 def sum_tiles_kernel(
     partial_ptr,  # (T, n)
@@ -56,6 +58,7 @@ def sum_tiles_kernel(
         tl.atomic_max(guard_ptr, tl.max(tl.where(rows < count, bits, 0), 0))
 
 
+@Kernel
 @triton.jit
 def combine_kernel(
     guard_ptr,  # ()

@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import number_at
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss, row_loss
 
 # n rows of a chunk, V vocabulary
@@ -126,6 +127,7 @@ def store_factors(
     tl.store(finished.residual + i, row_factor * (entry - rounded), mask=mask)
 
 
+@Kernel
 @triton.jit
 def finish_rows_kernel(
     tokens,  # Tokens

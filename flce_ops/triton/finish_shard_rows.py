@@ -20,6 +20,7 @@ from flce_ops.triton.finish_rows import (
     sums_of_rows,
 )
 from flce_ops.triton.kept_tokens import kept_rows
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss
 
 # n rows of a chunk, V vocabulary of all ranks, R ranks that share it, k numbers a row of each
@@ -28,6 +29,7 @@ from flce_ops.triton.row_loss import RowLoss
 LARGEST_EXPONENT = tl.constexpr(90.0)
 
 
+@Kernel
 @triton.jit
 def shard_numbers_kernel(
     tokens,  # Tokens
@@ -51,6 +53,7 @@ def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
     return numbers
 
 
+@Kernel
 @triton.jit
 def finish_shard_rows_kernel(
     lse2_ptr,  # (n,) of whole rows

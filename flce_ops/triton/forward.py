@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.meta.arguments import Forward, takes
+from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, record_triton_path, slices, with_contiguous_vectors
 from flce_ops.triton.even_features import with_even_features
@@ -14,6 +15,7 @@ from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logits_gemm import LN2
+from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
@@ -22,6 +24,7 @@ FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T,
 ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # as meta.forward_outputs has them
 
 
+@Kernel
 @triton.jit
 def finish_forward_kernel(
     target_logit2_ptr,  # (n,)
@@ -67,14 +70,19 @@ def finish_forward_kernel(
 @with_even_features
 def launch_forward(call: Forward) -> ForwardOutputs:
     outputs = meta.forward_outputs(call)
-    input, linear_weight = call.operands[:2]
+    input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
     num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
-    call.operands = with_contiguous_vectors(call.operands)
+    in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
-        kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes)
-        chunks = run_forward(call, kept, outputs)
+        chunks = repeated(forward_step, call, num_classes, in_range, outputs)
+        assert_in_range(in_range, target, num_classes, call.ignore_index)
     record_triton_path("linear_cross_entropy_forward", linear_weight, chunks)
     return outputs
+
+
+def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: ForwardOutputs) -> list[slice]:
+    kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
+    return run_forward(call, kept, outputs)
 
 
 def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slice]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
+from flce_ops.triton.replay import Kernel
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -35,6 +36,7 @@ class AtTarget(NamedTuple):
     guard: Tensor  # () int32, 0
 
 
+@Kernel
 @triton.jit
 def gather_tokens_kernel(
     kept,  # Kept

@@ -20,6 +20,7 @@ from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import LOG2E, number_at
+from flce_ops.triton.replay import Kernel
 
 # N tokens, n rows of a chunk, V vocabulary
 
@@ -43,6 +44,7 @@ def of_tokens(pointer, token, mask):
     return tl.load(pointer + token, mask=mask, other=0.0)
 
 
+@Kernel
 @triton.jit
 def gradient_factors_kernel(
     tokens,  # PerToken

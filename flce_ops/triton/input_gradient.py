@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import input_tiles_for, multiprocessors
 from flce_ops.triton.tiles import GradientTiles
 
@@ -103,6 +104,7 @@ def finished_tile(
     return product
 
 
+@Kernel
 @triton.jit
 def input_gradient_kernel(
     exponentials_ptr,  # (n, v): tensor descriptor with USE_TMA, else a pointer
@@ -179,6 +181,7 @@ def input_gradient_kernel(
             tl.store(product, acc, mask=mask)
 
 
+@Kernel
 @triton.jit
 def finish_product_kernel(
     product_ptr,  # (S, count, D) float32

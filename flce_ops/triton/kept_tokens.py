@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.replay import Kernel
 
 # N tokens, n places of a chunk
 
@@ -39,13 +39,14 @@ def kept_rows(kept, n):
     return tl.minimum(tl.maximum(tl.load(kept.total) - kept.start, 0), n)
 
 
+@Kernel
 @triton.jit
 def keep_tokens_kernel(
     target_ptr,  # (N,)
     order_ptr,  # (N,) int32, out
     place_ptr,  # (N,) int32, out
     count_ptr,  # () int32, out
-    in_range_ptr,  # () bool, out: whether all targets are classes
+    in_range_ptr,  # () bool, out: whether all targets are classes; or None
     N,
     ignore_index,
     num_classes,
@@ -62,24 +63,26 @@ def keep_tokens_kernel(
         behind = N - 1 - (i - place - 1)  # i - place - 1 ignored tokens stand before this one
         tl.store(order_ptr + tl.where(keep > 0, place, behind), i, mask=i < N)
         tl.store(place_ptr + i, tl.where(keep > 0, place, -1), mask=i < N)
-        outside = (target < 0) | (target >= num_classes)
-        wrong += tl.sum(keep * outside.to(tl.int32), 0)
+        if in_range_ptr is not None:
+            outside = (target < 0) | (target >= num_classes)
+            wrong += tl.sum(keep * outside.to(tl.int32), 0)
         count += tl.sum(keep, 0)
     tl.store(count_ptr, count)
-    tl.store(in_range_ptr, wrong == 0)
+    if in_range_ptr is not None:
+        tl.store(in_range_ptr, wrong == 0)
 
 
 def keep_tokens(
-    target: Tensor, ignore_index: int, num_classes: int, *, check: bool = True
+    target: Tensor,  # (N,)
+    ignore_index: int,
+    num_classes: int,
+    in_range: Tensor | None = None,  # () bool, out: whether all targets are in [0, num_classes)
 ) -> tuple[Kept, Tensor]:  # (N,)
-    """The kept tokens and every token's place. A target outside [0, num_classes) is refused, if it is to be checked."""
+    """The kept tokens and every token's place."""
     tokens = target.shape[0]
     order, place = target.new_empty(2, tokens, dtype=torch.int32).unbind()
     count = target.new_empty((), dtype=torch.int32)
-    in_range = target.new_empty((), dtype=torch.bool)
     keep_tokens_kernel[(1,)](
         target, order, place, count, in_range, tokens, ignore_index, num_classes, BLOCK=4096, num_warps=8
     )
-    if check:
-        assert_in_range(in_range, target, num_classes, ignore_index)
     return Kept(order, count, 0), place

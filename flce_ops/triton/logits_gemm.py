@@ -29,6 +29,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, tiles_for
 from flce_ops.triton.tiles import Tiles
 
@@ -78,6 +79,7 @@ def exceeds(guard_ptr):
     return (largest_sum > LARGEST_SUM) | (largest_sum != largest_sum)
 
 
+@Kernel
 @triton.jit
 def logits_gemm_kernel(
     input_ptr,  # (n, D): tensor descriptor with USE_TMA, else a pointer

@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.replay import Kernel
 
 # n rows, C columns
 
 
+@Kernel
 @triton.jit
 def scale_rows_kernel(
     matrix_ptr,  # (n, C)

@@ -5,10 +5,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
 
 # n rows of a chunk, C columns of a slice
 
 
+@Kernel
 @triton.jit
 def set_entries_kernel(
     matrix_ptr,  # (n, C)

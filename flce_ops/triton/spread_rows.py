@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import interpreted
 
 # N tokens, D hidden
 
 
+@Kernel
 @triton.jit
 def spread_rows_kernel(
     matrix_ptr,  # (N, D)

@@ -15,6 +15,7 @@ from flce_ops import meta
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
 from flce_ops.support.path import Path, record_path
+from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import product_bytes, rows_of_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums
@@ -24,6 +25,7 @@ from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, PerToken
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.sum_losses import launch_sum_losses
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -44,7 +46,9 @@ def launch_vocab_parallel_with_grad(
     op = "linear_cross_entropy_vocab_parallel_with_grad"
     record_path(Path(op, "triton", reason, cut.chunks[0].stop, len(cut.chunks)))
     with torch.cuda.device_of(input):
-        kept, place = keep_tokens(target, call.ignore_index, call.vocab_size)
+        in_range = target.new_empty((), dtype=torch.bool)
+        kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
+        assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
         exchange = Exchange(target, weight, call.group, call.ranks, call.vocab_size, call.loss, torch.float32)
         row_loss = RowLoss(None, call.vocab_size, call.loss)
 
@@ -66,7 +70,7 @@ def launch_vocab_parallel_with_grad(
         step.run_chunks(cut.chunks)
         step.finish()
         finish_gradients(grads, gradients, kept, place)
-        torch.sum(row_scale * losses, dim=0, out=loss)
+        launch_sum_losses(losses, row_scale, loss)
     return outputs
 
 

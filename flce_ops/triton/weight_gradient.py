@@ -18,11 +18,13 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, weight_tiles_for
 
 # n tokens of a chunk, D hidden, V vocabulary
 
 
+@Kernel
 @triton.jit
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer

@@ -4,14 +4,17 @@ one_pass_step.py says what is done for each chunk of n tokens. The first of them
 wait in grad_linear_weight (lead.py). cut.py says which tokens go how; ignored ones cost nothing (kept_tokens.py).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
 from flce_ops.meta.arguments import WithGrad, takes
+from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import with_contiguous_vectors
-from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
@@ -19,8 +22,10 @@ from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, PerToken
 from flce_ops.triton.recompute import recompute_step
+from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.smoothing import SmoothingTerms
+from flce_ops.triton.sum_losses import launch_sum_losses
 
 # N tokens, D hidden, V vocabulary
 
@@ -29,55 +34,78 @@ from flce_ops.triton.smoothing import SmoothingTerms
 @with_even_features
 def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.with_grad_outputs(call)
+    input, linear_weight, target, _, weight = call.operands = with_contiguous_vectors(call.operands)
+    call.row_scale = call.row_scale.contiguous()
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(input):
+        class_weights = None
+        if weight is not None:
+            class_weight = weight.float()
+            class_weights = ClassWeights(
+                class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
+            )
+        cut, recomputed = repeated(with_grad_step, call, class_weights, in_range, outputs)
+        assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
+    cut.record(linear_weight, recomputed)
+    return outputs
+
+
+class ClassWeights(NamedTuple):  # float32
+    of_target: Tensor  # (N,)
+    of_class: Tensor  # (V,)
+    sum: Tensor  # ()
+
+
+def with_grad_step(
+    call: WithGrad,
+    class_weights: ClassWeights | None,
+    in_range: Tensor,  # () bool, out
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> tuple[Cut, list[slice]]:
+    """How the tokens went, and the ranges of rows of those that were recomputed."""
     loss, losses, *grads, columns = outputs
-    call.operands = operands = with_contiguous_vectors(call.operands)
-    call.row_scale = row_scale = call.row_scale.contiguous()
-    input, linear_weight, target, _, weight = operands
+    operands, row_scale, loss_options, logit_options = call.operands, call.row_scale, call.loss, call.logits
+    input, linear_weight, target, _, _ = operands
     num_classes = linear_weight.shape[0]
-    loss_options, logit_options = call.loss, call.logits
     cut = cut_tokens(
         input, linear_weight, call.output_mask, smoothed=bool(loss_options.label_smoothing), argmax=call.argmax
     )
-    with torch.cuda.device_of(input):
-        kept, place = keep_tokens(target, call.ignore_index, num_classes)
-        gradients = wanted_gradients(grads, call.output_mask)
-        target_weight = class_weight = class_weight_sum = smoothing = None
-        if weight is not None:
-            target_weight, class_weight = class_weight_of(target, weight, torch.float32), weight.float()
-            class_weight_sum = class_weight.sum()
-        if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-            kappa: float | Tensor = loss_options.label_smoothing / num_classes
-            if logit_options.logit_scale is not None:
-                kappa = kappa * logit_options.logit_scale
-            valid_scale = torch.where(target != call.ignore_index, row_scale, 0.0)
-            smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
-        row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
+    kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
+    gradients = wanted_gradients(grads, call.output_mask)
+    target_weight, class_weight, class_weight_sum = class_weights or (None, None, None)
+    smoothing = None
+    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
+        kappa: float | Tensor = loss_options.label_smoothing / num_classes
+        if logit_options.logit_scale is not None:
+            kappa = kappa * logit_options.logit_scale
+        valid_scale = torch.where(target != call.ignore_index, row_scale, 0.0)
+        smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
+    row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
 
-        def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
-            finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
-            return finished, sums.argmax
+    def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
+        finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
+        return finished, sums.argmax
 
-        per_token = PerToken(target_weight, row_scale, losses, columns if call.argmax else None)
-        step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
-        recomputed: list[slice] = []
-        if cut.lead is not None:
-            step.run_lead(cut.lead)
-        if cut.recompute:
-            (rows,) = cut.chunks
-            recomputed = recompute_step(
-                call,
-                kept.of(rows),
-                place,
-                per_token,
-                gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
-                None if cut.lead is None else step.weight_gradient,
-            )
-        else:
-            step.run_chunks(cut.chunks)
-            step.finish()
-        if smoothing is not None and gradients.bias_sum is not None:
-            smoothing.subtract_from_bias(gradients.bias_sum)
-        finish_gradients(grads, gradients, kept, place)
-        torch.sum(row_scale * losses, dim=0, out=loss)
-    cut.record(linear_weight, recomputed)
-    return outputs
+    per_token = PerToken(target_weight, row_scale, losses, columns if call.argmax else None)
+    step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
+    recomputed: list[slice] = []
+    if cut.lead is not None:
+        step.run_lead(cut.lead)
+    if cut.recompute:
+        (rows,) = cut.chunks
+        recomputed = recompute_step(
+            call,
+            kept.of(rows),
+            place,
+            per_token,
+            gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
+            None if cut.lead is None else step.weight_gradient,
+        )
+    else:
+        step.run_chunks(cut.chunks)
+        step.finish()
+    if smoothing is not None and gradients.bias_sum is not None:
+        smoothing.subtract_from_bias(gradients.bias_sum)
+    finish_gradients(grads, gradients, kept, place)
+    launch_sum_losses(losses, row_scale, loss)
+    return cut, recomputed

@@ -1,0 +1,253 @@
+"""A step's kernel launches, written down once and repeated: the host's time of a step is theirs alone.
+
+    1st call of a kind    the step as it is written
+    2nd                   the same; every launch is written down: the compiled kernel, its grid, its arguments
+    from the 3rd          one allocation for all temporary memory, addresses, launches
+
+A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
+arguments, the workspace. What differs within one are addresses: a kernel's pointer is a Place, some bytes into a tensor
+of the arguments or into the temporary memory, where what is not in use together may share its bytes.
+
+H200's host: a launch through Triton takes 20 us in a loop and 40 in a step, a repeated one 10. The first call of a kind
+writes nothing down, because tokens of ever new numbers would be slower with it.
+
+Only a step of launches, allocations and views can be repeated; one that runs anything else of ATen, as class weights or
+a bias's gradient do, is run as it is written.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flce_ops.meta.arguments import Arguments
+from flce_ops.support.workspace import get_workspace
+
+aten = torch.ops.aten
+ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+VIEWS = (
+    aten.alias.default,
+    aten.detach.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.unbind.int,
+    aten.view.default,
+    aten.view.dtype,
+)
+KINDS_AT_MOST = 256
+ALIGNMENT = 512  # of an allocation, as the caching allocator has it
+
+
+class Place:
+    """A pointer of repeated launches. Triton asks it, as any argument that is a tensor, for its address."""
+
+    __slots__ = ("address",)
+
+    def __init__(self) -> None:
+        self.address = 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Launch(NamedTuple):
+    run: Callable  # a compiled kernel and its grid
+    arguments: tuple
+
+
+@dataclass
+class Temporary:
+    """Memory that the step allocated, and the launches between which it is in use."""
+
+    nbytes: int
+    first: int = -1
+    last: int = -1
+    offset: int = 0
+
+
+class Kernel:
+    """A Triton kernel, launched as ever; a Recording in this thread writes it down."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        launch = self.function[grid]
+        recording = _recording.get()
+        if recording is None:
+            return launch
+
+        def launch_and_write_down(*args, **options):
+            bound = self.function.signature.bind(*args, **{k: v for k, v in options.items() if k in self.arg_names})
+            bound.apply_defaults()
+            compiled = launch(*args, **options)
+            recording.add(compiled[(*grid, 1, 1)[:3]], bound.args)
+
+        return launch_and_write_down
+
+
+class Recording(TorchDispatchMode):
+    """Of one call: its launches, and where the memory is that they were given."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        # first byte, one past the last, which of the tensors
+        self.given = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
+        ends = [stop for _, stop, _ in self.given]
+        apart = all(stop <= start for stop, (start, *_) in zip(ends, self.given[1:]))
+        self.repeatable = apart  # else an address would not tell whose it is
+        self.temporaries: list[Temporary] = []
+        self.allocated: dict[int, Temporary] = {}  # by the address of its storage, the last one there
+        self.places: dict[tuple[int, int], Place] = {}  # by (index of a tensor, bytes into it)
+        self.temporary_places: list[tuple[Place, Temporary, int]] = []
+        self.launches: list[Launch] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in ALLOCATIONS:
+            storage = result.untyped_storage()
+            if storage.nbytes():
+                self.allocated[storage.data_ptr()] = temporary = Temporary(storage.nbytes())
+                self.temporaries.append(temporary)
+        elif func not in VIEWS:
+            self.repeatable = False
+        return result
+
+    def add(self, run: Callable, arguments: Sequence[Any]) -> None:
+        self.launches.append(Launch(run, tuple(map(self.placed, arguments))))
+
+    def placed(self, value: Any) -> Any:
+        """An argument of a launch, with Places for tensors."""
+        if isinstance(value, Tensor):
+            return self.place_of(value)
+        if isinstance(value, tuple):
+            parts = map(self.placed, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(getattr(value, "base", None), Tensor):  # a tensor map
+            value = copy.copy(value)
+            value.base = self.place_of(value.base)
+        return value
+
+    def place_of(self, tensor: Tensor) -> Place:
+        if not tensor.numel():
+            return Place()
+        address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+        for start, stop, index in self.given:
+            if start <= address < stop:
+                return self.places.setdefault((index, address - start), Place())
+        temporary = self.allocated.get(storage)
+        if temporary is None:  # something that was there before and is no argument, or what other work made
+            self.repeatable = False
+            return Place()
+        now = len(self.launches)
+        temporary.first = now if temporary.first < 0 else temporary.first
+        temporary.last = now
+        place = Place()
+        self.temporary_places.append((place, temporary, address - storage))
+        return place
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def share_memory(temporaries: Sequence[Temporary]) -> int:
+    """Gives each its offset; the bytes of all. The largest first, each at the lowest offset that is free for it."""
+    placed: list[Temporary] = []
+    for temporary in sorted(temporaries, key=lambda t: -t.nbytes):
+        offset = 0
+        for other in sorted(placed, key=lambda t: t.offset):
+            apart = temporary.last < other.first or other.last < temporary.first
+            if not apart and other.offset < offset + temporary.nbytes:
+                offset = max(offset, -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT)
+        temporary.offset = offset
+        placed.append(temporary)
+    return max((t.offset + t.nbytes for t in placed), default=0)
+
+
+class Replay:
+    """What a Recording found, ready to be repeated."""
+
+    def __init__(self, recording: Recording, result: Any) -> None:
+        self.nbytes = share_memory([t for t in recording.temporaries if t.first >= 0])
+        self.places = [(place, index, offset) for (index, offset), place in recording.places.items()]
+        self.temporary_places = [(place, t.offset + offset) for place, t, offset in recording.temporary_places]
+        self.launches = recording.launches
+        self.result = result
+        self.lock = threading.Lock()  # its Places are one thread's at a time
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
+        start = memory.data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        with self.lock:
+            for place, index, offset in self.places:
+                place.address = addresses[index] + offset
+            for place, offset in self.temporary_places:
+                place.address = start + offset
+            for launch, arguments in self.launches:
+                launch(*arguments, stream=stream)
+        return self.result
+
+
+SEEN_ONCE, NOT_REPEATABLE = object(), object()
+_known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
+_recording: ContextVar[Recording | None] = ContextVar("flce_ops recording", default=None)
+
+
+def repeated(step: Callable[..., Any], *arguments: Any) -> Any:
+    """step(*arguments), whose result holds no tensors. All memory it writes to, but its own, is in the arguments."""
+    tensors: list[Tensor] = []
+    features: list[Hashable] = [step, get_workspace()]
+    describe(arguments, tensors, features)
+    if not on_gpu(tensors[0]):
+        return step(*arguments)
+    kind = tuple(features)
+    known = _known.pop(kind, None)
+    _known[kind] = SEEN_ONCE if known is None else known
+    if isinstance(known, Replay):
+        return known.run(tensors)
+    if known is not SEEN_ONCE:
+        while len(_known) > KINDS_AT_MOST:
+            del _known[next(iter(_known))]
+        return step(*arguments)
+    recording = Recording(tensors)
+    token = _recording.set(recording)
+    try:
+        with recording:
+            result = step(*arguments)
+    finally:
+        _recording.reset(token)
+    _known[kind] = Replay(recording, result) if recording.repeatable else NOT_REPEATABLE
+    return result
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def describe(value: Any, tensors: list[Tensor], features: list[Hashable]) -> None:
+    """The tensors among the arguments, and everything of these but the addresses and the numbers in the tensors."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        features += (value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16)
+    elif isinstance(value, Arguments):
+        describe(value.values(), tensors, features)
+    elif isinstance(value, list | tuple):
+        features.append(len(value))
+        for part in value:
+            describe(part, tensors, features)
+    else:
+        features.append(value)

@@ -1,0 +1,227 @@
+"""Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
+
+import types
+
+import pytest
+import torch
+from test_triton_layouts import ON_GPU
+
+import flce_ops
+
+replay = pytest.importorskip("flce_ops.triton.replay")
+
+gpu = pytest.mark.skipif(not ON_GPU, reason="launches are repeated on a GPU")
+
+
+class Spy:
+    """A kernel whose launches, compiled or not, say what addresses they were given."""
+
+    arg_names = ("a", "b", "c")
+
+    def __init__(self):
+        self.seen = []
+
+    def signature_of(a, b, c=7):
+        pass
+
+    signature = __import__("inspect").signature(signature_of)
+
+    def __getitem__(self, grid):
+        def run(*args, stream=None, **options):
+            found = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in args]
+            self.seen.append((grid, found, stream))
+            return self
+
+        return run
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    monkeypatch.setattr(replay, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(replay, "_known", {})
+
+
+@pytest.fixture
+def spy():
+    return Spy()
+
+
+def launches_of(spy, step, *arguments):
+    spy.seen.clear()
+    replay.repeated(step, *arguments)
+    return list(spy.seen)
+
+
+def test_the_third_call_launches_what_was_written_down_at_its_own_addresses(on_any_device, spy):
+    kernel, calls = replay.Kernel(spy), []
+
+    def step(x, pair):
+        calls.append(1)
+        kernel[(3,)](x[1:], pair[0], c=4)
+        kernel[(3, 2)](pair[1].view(-1), 9)
+        return "result"
+
+    for expected_calls in (1, 2, 2, 2):
+        x, y = torch.zeros(4), torch.zeros(2, 3)
+        seen = launches_of(spy, step, x, (y, y.new_zeros(6)))
+        assert len(calls) == expected_calls
+        assert [addresses[0] for _, addresses, _ in seen][0] == x.data_ptr() + 4
+        assert seen[0][1][1] == y.data_ptr()
+    assert [(grid, stream) for grid, _, stream in seen] == [((3, 1, 1), 5), ((3, 2, 1), 5)]
+    assert seen[0][1][2] == 4 and seen[1][1][1:] == [9, 7]
+    assert replay.repeated(step, x, (y, y.new_zeros(6))) == "result"
+
+
+def test_memory_in_use_together_is_apart_and_other_memory_is_shared(on_any_device, spy):
+    kernel = replay.Kernel(spy)
+
+    def step(x):
+        first, second = x.new_empty(1000), x.new_empty(3000)
+        kernel[(1,)](x, first)
+        kernel[(1,)](first, second)
+        kernel[(1,)](second, x.new_empty(900))
+
+    x = torch.zeros(4)
+    for _ in range(3):
+        seen = launches_of(spy, step, x)
+    (known,) = replay._known.values()
+    (_, (_, first, _), _), (_, (_, second, _), _), (_, (_, third, _), _) = seen
+    assert {abs(first - second) >= 4000, abs(second - third) >= 3600} == {True}
+    assert first == third and known.nbytes < 4 * (1000 + 3000 + 900)
+
+
+def other_work(kernel, x):
+    kernel[(1,)](x + 1, x)
+
+
+def host_read(kernel, x):
+    kernel[(1,)](x, int(x[0]))
+
+
+@pytest.mark.parametrize("step", [other_work, host_read])
+def test_a_step_that_does_more_than_launch_is_run_as_it_is_written(on_any_device, spy, step):
+    kernel, x = replay.Kernel(spy), torch.zeros(4)
+    calls = []
+
+    def counted(x):
+        calls.append(1)
+        step(kernel, x)
+
+    for _ in range(4):
+        replay.repeated(counted, x)
+    assert len(calls) == 4 and list(replay._known.values()) == [replay.NOT_REPEATABLE]
+
+
+def test_arguments_that_share_memory_are_not_repeated(on_any_device, spy):
+    kernel, both = replay.Kernel(spy), torch.zeros(8)
+
+    def step(x, y):
+        kernel[(1,)](x, y)
+
+    for _ in range(3):
+        replay.repeated(step, both[:5], both[3:])
+    assert list(replay._known.values()) == [replay.NOT_REPEATABLE]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: (x.double(), 1),
+        lambda x: (torch.zeros(7, 4).T, 1),
+        lambda x: (torch.zeros(29)[1:].view(4, 7), 1),  # another alignment
+        lambda x: (x, 2),
+        lambda x: (torch.zeros(4, 8), 1),
+    ],
+)
+def test_another_kind_of_call_is_written_down_for_itself(on_any_device, spy, other):
+    kernel, x = replay.Kernel(spy), torch.zeros(4, 7)
+
+    def step(x, number):
+        kernel[(1,)](x, number)
+
+    for _ in range(3):
+        replay.repeated(step, x, 1)
+    y, number = other(x)
+    for _ in range(3):
+        ((_, found, _),) = launches_of(spy, step, y, number)
+    assert len(replay._known) == 2 and found[:2] == [y.data_ptr(), number]
+
+
+def test_another_workspace_is_another_kind(on_any_device, spy):
+    kernel, x = replay.Kernel(spy), torch.zeros(4)
+
+    def step(x):
+        kernel[(1,)](x, flce_ops.get_workspace() if hasattr(flce_ops, "get_workspace") else 0)
+
+    for nbytes in (1 << 20, 2 << 20):
+        with flce_ops.workspace(nbytes):
+            replay.repeated(step, x)
+    assert len(replay._known) == 2
+
+
+def test_old_kinds_are_forgotten(on_any_device, spy, monkeypatch):
+    monkeypatch.setattr(replay, "KINDS_AT_MOST", 3)
+    kernel = replay.Kernel(spy)
+
+    def step(x, number):
+        kernel[(1,)](x, number)
+
+    for number in (1, 2, 3, 1, 4, 5):
+        replay.repeated(step, torch.zeros(4), number)
+    assert [kind[-1] for kind in replay._known] == [1, 4, 5]
+
+
+OPTIONS = {
+    "plain": {},
+    "bias, softcap": {"linear_bias": True, "softcap": 8.0},
+    "z_loss, token_weight": {"z_loss": 1e-3, "token_weight": True},
+    "class weights": {"weight": True},
+    "smoothing": {"label_smoothing": 0.1},
+    "none": {"reduction": "none"},
+}
+
+
+def made(tokens, hidden, classes, dtype, options):
+    """Operands of a call, with a third of the tokens ignored and one whose loss asks for the rescue."""
+    x = torch.randn(tokens, hidden, device="cuda").to(dtype).requires_grad_()
+    w = (torch.randn(classes, hidden, device="cuda") / hidden**0.5).to(dtype).requires_grad_()
+    with torch.no_grad():
+        x[0] *= 60
+    target = torch.randint(classes, (tokens,), device="cuda")
+    target[torch.rand(tokens, device="cuda") < 0.3] = -100
+    options = dict(options)
+    for name, size in (("linear_bias", classes), ("weight", classes), ("token_weight", tokens)):
+        if options.pop(name, False):
+            options[name] = torch.rand(size, device="cuda", dtype=torch.float32 if name == "token_weight" else dtype)
+    return x, w, target, options
+
+
+def results(x, w, target, options):
+    for tensor in (x, w):
+        tensor.grad = None
+    loss = flce_ops.linear_cross_entropy(x, w, target, **options)
+    (loss if loss.dim() == 0 else loss.sum()).backward()
+    return [loss.detach().clone(), x.grad.clone(), w.grad.clone()]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("workspace", [512 << 20, 4 << 20, 1 << 20], ids=lambda n: f"{n >> 20}MiB")
+@pytest.mark.parametrize("shape", [(700, 136, 5003), (130, 512, 8000), (300, 67, 1001)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_repeated_steps_give_the_bits_of_a_step_as_it_is_written(options, shape, workspace, dtype, poisoned_memory):
+    with flce_ops.workspace(workspace):
+        calls = [made(*shape, dtype, OPTIONS[options]) for _ in range(4)]
+        expected = []
+        for call in calls:
+            replay._known.clear()
+            expected.append(results(*call))
+        replay._known.clear()
+        found = [results(*call) for call in calls]
+    for of_call, should in zip(found, expected):
+        for one, other in zip(of_call, should):
+            assert torch.equal(one, other) or torch.equal(one.isnan(), other.isnan())
+    if options in ("plain", "z_loss, token_weight", "none") and workspace == 512 << 20:
+        assert any(isinstance(known, replay.Replay) for known in replay._known.values())
