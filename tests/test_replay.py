@@ -1,6 +1,6 @@
 """Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
 
-import types
+import inspect
 
 import pytest
 import torch
@@ -13,23 +13,35 @@ replay = pytest.importorskip("flce_ops.triton.replay")
 gpu = pytest.mark.skipif(not ON_GPU, reason="launches are repeated on a GPU")
 
 
+class Launcher:
+    """As Triton's: called with what a compiled kernel is launched with, it calls `launch` with what that becomes."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *arguments):
+        self.launch(x, y, z, stream, function, *arguments)
+
+
 class Spy:
-    """A kernel whose launches, compiled or not, say what addresses they were given."""
+    """A kernel whose launches say what addresses they were given."""
 
     arg_names = ("a", "b", "c")
+    signature = inspect.signature(lambda a, b, c=7: None)
+    function, packed_metadata = "function", None
 
     def __init__(self):
         self.seen = []
+        self.run = Launcher(self.launch)
 
-    def signature_of(a, b, c=7):
-        pass
-
-    signature = __import__("inspect").signature(signature_of)
+    def launch(self, x, y, z, stream, function, *arguments):
+        assert function == self.function
+        found = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in arguments]
+        self.seen.append(((x, y, z), found, stream))
 
     def __getitem__(self, grid):
-        def run(*args, stream=None, **options):
-            found = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in args]
-            self.seen.append((grid, found, stream))
+        def run(*args, **options):
+            self.launch(*(*grid, 1, 1)[:3], None, self.function, *args, *options.values())
             return self
 
         return run
@@ -38,7 +50,7 @@ class Spy:
 @pytest.fixture
 def on_any_device(monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(replay, "current_stream", lambda device: 5)
     monkeypatch.setattr(replay, "_known", {})
 
 
@@ -146,6 +158,21 @@ def test_another_kind_of_call_is_written_down_for_itself(on_any_device, spy, oth
     for _ in range(3):
         ((_, found, _),) = launches_of(spy, step, y, number)
     assert len(replay._known) == 2 and found[:2] == [y.data_ptr(), number]
+
+
+def test_launches_that_somebody_watches_are_not_repeated(on_any_device, spy, monkeypatch):
+    kernel, calls = replay.Kernel(spy), []
+
+    def step(x):
+        calls.append(1)
+        kernel[(1,)](x, 1)
+
+    x = torch.zeros(4)
+    for _ in range(3):
+        replay.repeated(step, x)
+    monkeypatch.setattr(replay.triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    replay.repeated(step, x)
+    assert len(calls) == 3
 
 
 def test_another_workspace_is_another_kind(on_any_device, spy):
