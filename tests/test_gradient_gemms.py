@@ -109,20 +109,18 @@ def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
 
 
 @interpreter
-@pytest.mark.parametrize("in_float32", [False, True], ids=["own dtype", "float32 sum"])
 @pytest.mark.parametrize("count", [0, 1, 128, 200, 256])
-def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count, in_float32):
+def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count):
     n, d, v = 128, 70, 67
     e, x = torch.rand(2 * n, v), torch.randn(2 * n, d)
     x[count:], outer = 0.0, (torch.rand(v), torch.randn(d))
     e[-(-count // 32) * 32 :] = torch.nan  # behind the last tile of kept rows nothing is read
     e[count : -(-count // 32) * 32] = 0.0
     out = torch.full((v, d), torch.nan)
-    gradient = WeightGradient(out, in_float32=in_float32, outer=outer)
+    gradient = WeightGradient(out, chunks=2, outer=outer)
     for start in (0, n):
         rows = slice(start, start + n)
-        gradient.add(slice(0, v), e[rows], x[rows], kept_of(count, n, start), first=start == 0)
-    gradient.close()
+        gradient.add(slice(0, v), e[rows], x[rows], kept_of(count, n, start), first=start == 0, last=start == n)
     exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
     assert error(out, exact) <= 5e-7
 
@@ -135,7 +133,7 @@ def test_rows_in_two_half_numbers_lose_nothing():
     high = x.half()
     low = (x - high.float()).half()
     out = torch.empty(v, d)
-    WeightGradient(out, in_float32=False).add(slice(0, v), e, high, kept_of(n, n), first=True, low=low)
+    WeightGradient(out, chunks=1).add(slice(0, v), e, high, kept_of(n, n), first=True, last=True, low=low)
     assert error(out, e.double().T @ x.double()) <= 2.0**-21
 
 
@@ -198,3 +196,64 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
     for ours, exact in zip(found[:4], truth[:4]):
         assert ours.shape == exact.shape and ours.is_contiguous()
         assert error(ours, exact) <= 2e-6
+
+
+def summed_over_chunks(e, x, chunks, dtype, kept=None):  # (N, V), (N, D)
+    """By WeightGradient, of float32 numbers, and the exact sum."""
+    tokens, kept = e.shape[0], e.shape[0] if kept is None else kept
+    out = torch.full((e.shape[1], x.shape[1]), torch.nan, dtype=dtype)
+    gradient = WeightGradient(out, chunks=chunks)
+    size = tokens // chunks
+    for start in range(0, tokens, size):
+        rows = slice(start, start + size)
+        here = kept_of(kept, size, start)
+        gradient.add(slice(0, e.shape[1]), e[rows], x[rows], here, first=start == 0, last=start + size == tokens)
+    return out, e.double().T @ x.double()
+
+
+def cut_off(exact):
+    """To bfloat16 as the interpreter does it, towards zero."""
+    return (exact.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunks", [2, 16])
+def test_sums_over_chunks_are_as_exact_as_one_rounding(chunks, dtype):
+    e, x = torch.rand(32 * chunks, 67), torch.randn(32 * chunks, 70)
+    found, exact = summed_over_chunks(e, x, chunks, dtype)
+    once = cut_off(exact) if dtype == torch.bfloat16 else exact.to(dtype)
+    assert error(found, exact) <= 1.02 * error(once, exact) + 2e-4 * chunks**0.5
+
+
+@interpreter
+@pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
+def test_rows_of_any_size_are_summed_in_units_of_their_own(growth):
+    """A class that no token of the first chunks is likely to be, and one that only these are."""
+    e = torch.rand(160, 67) * torch.logspace(-20, 12, 67)
+    e[64:] *= torch.where(torch.arange(67) % 2 == 0, growth, 1.0)
+    e[:, 3], e[:96, 4] = 0.0, 0.0
+    x = torch.randn(160, 70)
+    found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
+    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
+    assert of_rows.max() <= 5e-3, of_rows  # cut off at 8 digits
+
+
+@interpreter
+@pytest.mark.parametrize("kept", [1, 32, 64])
+def test_a_first_chunk_with_all_kept_tokens_is_the_result(kept):
+    e, x = torch.rand(192, 67), torch.randn(192, 70)
+    e[kept:] = 0.0
+    found, exact = summed_over_chunks(e, x, 3, torch.bfloat16, kept)
+    assert torch.equal(found, summed_over_chunks(e[:64], x[:64], 1, torch.bfloat16, kept)[0])
+    assert error(found, exact) <= 1.02 * error(cut_off(exact), exact)
+
+
+@interpreter
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
+    e, x = torch.rand(96, 67), torch.randn(96, 70)
+    x[40, 5] = number
+    found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
+    others = torch.arange(70) != 5
+    assert not found[:, 5].isfinite().any() and error(found[:, others], exact[:, others]) <= 4e-3

@@ -33,7 +33,7 @@ def main() -> None:
             steps = {
                 "E": logits,
                 "dX": input_step(input_tiles_for(w), e, w),
-                "dW": weight_step(weight_tiles_for(grad, in_float32=False), e, x, grad, first=False),
+                "dW": weight_step(weight_tiles_for(grad), e, x, grad, first=False),
             }
             times = {name: measure(step, options.ms) * 1e3 / rows for name, step in steps.items()}
             cells = "  ".join(f"{name} {time:6.3f}" for name, time in times.items())

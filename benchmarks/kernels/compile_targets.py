@@ -27,7 +27,6 @@ from flce_ops.triton.tiles import (
     Tiles,
     data_centre_chip,
     tiles_of_architecture,
-    weight_tiles_of_architecture,
 )
 from flce_ops.triton.weight_gradient import weight_gradient_kernel
 
@@ -125,19 +124,39 @@ def gradient_blocks(tiles: GradientTiles) -> dict[str, int]:
     return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
 
 
-def weight_variant(tiles: GradientTiles, *, first: bool, dtype: str, low: bool = False) -> Variant:
-    """`dtype` of the sum over chunks; `low` where c input takes two numbers, which is of one chunk."""
+# Of several chunks of tokens: FIRST, LAST, MARKED
+WEIGHT_CHUNKS = {
+    "only": (True, True, False),
+    "first": (True, False, False),
+    "later": (False, False, False),
+    "marked": (False, False, True),
+    "last": (False, True, False),
+}
+
+
+def weight_variant(tiles: GradientTiles, chunk: str, *, low: bool = False) -> Variant:
+    """`low` where c input takes two numbers, which is of one chunk."""
+    first, last, marked = WEIGHT_CHUNKS[chunk]
     of_rows = [tiles.block_k, tiles.block_n]
     blocks = {
         "exponentials_ptr": ("bf16", [tiles.block_k, tiles.block_m]),
         "rows_ptr": ("bf16", of_rows),
-        "out_ptr": (dtype, [tiles.block_m, tiles.block_n // 2]),
+        "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
     if low:
         blocks["low_ptr"] = ("bf16", of_rows)
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "low_ptr": "constexpr", "kept": KEPT}
-    constants = {"FIRST": first, "GROUP": tiles.group, "FLATTEN": tiles.flatten, **gradient_blocks(tiles)}
-    name = f"weight, {'first' if first else 'later'}, {dtype}{', low' * low}"
+    types |= {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
+    if marked or not tiles.tma:
+        types["map_ptr"] = "constexpr"
+        del blocks["map_ptr"]
+    if first and last:
+        types |= {"exponent_ptr": "constexpr", "marked_ptr": "constexpr", "guard_ptr": "constexpr"}
+    else:
+        types |= {"exponent_ptr": "*u8", "marked_ptr": "*u8", "guard_ptr": "*i32"}
+    constants = {"FIRST": first, "LAST": last, "MARKED": marked, "GROUP": tiles.group, **gradient_blocks(tiles)}
+    constants["FLATTEN"] = tiles.flatten and not marked
+    name = f"weight, {chunk}{', low' * low}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages - low)
 
 
@@ -154,14 +173,11 @@ def input_variant(tiles: GradientTiles, *, whole: bool) -> Variant:
 
 
 def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
-    for dtype in ("bf16", "fp32"):
-        tiles = WEIGHT_TILES["ampere"]
-        if tma:
-            tiles = weight_tiles_of_architecture(capability, in_float32=dtype == "fp32")
-        for first in (True, False) if every else (False,):
-            yield weight_variant(tiles, first=first, dtype=dtype)
-        if dtype == "bf16":
-            yield weight_variant(tiles, first=True, dtype=dtype, low=True)
+    weight_tiles = WEIGHT_TILES["hopper" if tma else "ampere"]
+    for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
+        if (every or chunk == "later") and (tma or not marked):
+            yield weight_variant(weight_tiles, chunk)
+    yield weight_variant(weight_tiles, "only", low=True)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

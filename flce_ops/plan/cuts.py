@@ -92,7 +92,7 @@ def vocabulary_parallel(shard: Head) -> Cut:
     from flce_ops.triton.vocab_parallel_with_grad import cut_shard
 
     cut = cut_shard(shard.meta_tensors()[0], shard.vocab, BOTH, argmax=False)
-    return chunks_of(shard, cut.chunks, cut.in_float32, cut.product_bytes, 2 * VECTOR_BYTES)
+    return chunks_of(shard, cut.chunks, cut.product_bytes, 2 * VECTOR_BYTES)
 
 
 def one_pass_triton(head: Head) -> Cut:
@@ -102,7 +102,7 @@ def one_pass_triton(head: Head) -> Cut:
     if cut.lead is None and cut.recompute:
         return two_passes_triton(head)
     if cut.lead is None:
-        return chunks_of(head, cut.chunks, cut.in_float32, cut.product_bytes, VECTOR_BYTES)
+        return chunks_of(head, cut.chunks, cut.product_bytes, VECTOR_BYTES)
     first = lead_of(head, cut.lead)
     rest = replace(head, tokens=head.tokens - first.rows)
     if not rest.tokens:
@@ -110,7 +110,7 @@ def one_pass_triton(head: Head) -> Cut:
     if cut.recompute:
         after = two_passes_triton(rest)
     else:
-        after = chunks_of(rest, cut.chunks, cut.in_float32, cut.product_bytes, VECTOR_BYTES)
+        after = chunks_of(rest, cut.chunks, cut.product_bytes, VECTOR_BYTES, summed=True)
     return Cut(
         after.path,
         temporaries=max(first.temporaries, after.temporaries + VECTOR_BYTES * first.rows),
@@ -136,12 +136,13 @@ def lead_of(head: Head, lead: "Lead") -> Cut:
     )
 
 
-def chunks_of(head: Head, chunks: list[slice], in_float32: bool, product_bytes: int, vector_bytes: int) -> Cut:
+def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False) -> Cut:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
     from flce_ops.triton.chunks import padded
     from flce_ops.triton.one_pass_step import SPLIT_AT_MOST
+    from flce_ops.triton.weight_gradient import sum_bytes
 
-    size, elements = head.dtype.itemsize, head.vocab * head.hidden
+    size = head.dtype.itemsize
     rows = chunks[0].stop - chunks[0].start
     low = rows * head.hidden * size * (head.tokens <= SPLIT_AT_MOST)
     partial = PARTIAL_BYTES * vocabulary_tiles(head) * rows
@@ -151,34 +152,31 @@ def chunks_of(head: Head, chunks: list[slice], in_float32: bool, product_bytes: 
         "triton",
         temporaries=rows * padded(head.vocab, size) * size
         + small
-        + 4 * elements * in_float32
+        + sum_bytes(head.vocab, head.hidden) * (summed or len(chunks) > 1)
         + vector_bytes * head.tokens,
         passes=3,
         rows=rows,
-        addition_bytes=added_bytes(head, len(chunks), in_float32),
+        addition_bytes=added_bytes(head, len(chunks)),
     )
 
 
-def added_bytes(head: Head, chunks: int, in_float32: bool) -> int:
-    """The first chunk writes grad_linear_weight; a float32 sum is read and rounded in the end."""
-    elements, size = head.vocab * head.hidden, head.dtype.itemsize
-    if in_float32:
-        return elements * (8 * (chunks - 1) + 4 + size)
-    return elements * 2 * size * (chunks - 1)
+def added_bytes(head: Head, chunks: int) -> int:
+    """The first chunk writes grad_linear_weight."""
+    return 2 * head.weight_bytes * (chunks - 1)
 
 
 def two_passes_triton(head: Head) -> Cut:
     from flce_ops.triton.backward import pieces, product_parts
-    from flce_ops.triton.chunks import padded, sums_in_float32
+    from flce_ops.triton.chunks import padded
     from flce_ops.triton.forward import forward_chunks
+    from flce_ops.triton.weight_gradient import sum_bytes
 
     size, hidden = head.dtype.itemsize, head.hidden
     row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, want_input=True)
     rows, columns = row_slices[0].stop, column_slices[0].stop
-    in_float32 = len(row_slices) > 1 and sums_in_float32(head.vocab * hidden, size)
     parts = product_parts(rows * hidden, len(column_slices))
     backward = 4 * parts * rows * hidden + rows * padded(columns, size) * size
-    backward += 4 * head.vocab * hidden * in_float32
+    backward += sum_bytes(head.vocab, hidden) * (len(row_slices) > 1)
     row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the kept token
     forward = forward_chunks(head.tokens, row_bytes)[0].stop * row_bytes
     return Cut(
@@ -186,7 +184,7 @@ def two_passes_triton(head: Head) -> Cut:
         temporaries=max(backward, forward) + 2 * VECTOR_BYTES * head.tokens,
         passes=4,
         rows=rows,
-        addition_bytes=added_bytes(head, len(row_slices), in_float32),
+        addition_bytes=added_bytes(head, len(row_slices)),
         sum_bytes=8 * parts * len(column_slices) * head.tokens * hidden,
     )
 

@@ -22,7 +22,6 @@ from flce_ops.triton.chunks import (
     padded,
     record_triton_path,
     slices,
-    sums_in_float32,
     with_contiguous_vectors,
 )
 from flce_ops.triton.columns import weighted_column_sum
@@ -35,7 +34,7 @@ from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.triton.weight_gradient import WeightGradient
+from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
 # N tokens, n rows of a range, D hidden, V vocabulary
 
@@ -77,13 +76,12 @@ def run_backward(
     operands, logit_options = call.operands, call.logits
     input, linear_weight, _, linear_bias, weight = operands
     grad_input, grad_weight, bias_sum = gradients
-    (num_classes, hidden), size, count = linear_weight.shape, input.dtype.itemsize, kept.order.shape[0]
+    (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
+    size, count = input.dtype.itemsize, kept.order.shape[0]
     row_slices, column_slices = pieces(count, hidden, num_classes, size, want_input=grad_input is not None)
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
-    own = None
     if weight_gradient is None and grad_weight is not None:
-        in_float32 = len(row_slices) > 1 and sums_in_float32(grad_weight.numel(), size)
-        own = weight_gradient = WeightGradient(grad_weight, in_float32=in_float32)
+        weight_gradient = WeightGradient(grad_weight, chunks=len(row_slices))
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     per_token = PerToken(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
@@ -121,13 +119,11 @@ def run_backward(
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
             if weight_gradient is not None:
-                weight_gradient.add(cols, gradient, rows, here, first=here.start == 0)
+                weight_gradient.add(cols, gradient, rows, here, first=here.start == 0, last=here.start + n == tokens)
             if input_gradient is not None:
                 input_gradient.add(cols, gradient)
         if input_gradient is not None:
             input_gradient.close()
-    if own is not None:
-        own.close()
     return row_slices
 
 
@@ -143,7 +139,7 @@ def pieces(
     most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
     row_slices = slices(rows, min(most_rows, rows))
     count = row_slices[0].stop
-    left = matrix_bytes(rows) - row_bytes * count
+    left = matrix_bytes(rows) - row_bytes * count - sum_bytes(num_classes, hidden) * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     return row_slices, slices(num_classes, most_columns)
 

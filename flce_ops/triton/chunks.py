@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.support.path import Path, record_path
-from flce_ops.support.workspace import float32_sum_fits, get_workspace, matrix_bytes
+from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.gemm_operands import fits_tma
 from flce_ops.triton.input_gradient import MOST_PARTS
 from flce_ops.triton.target import tiles_for
@@ -30,20 +30,22 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_b
 
 
 def rows_of_chunks(
-    tokens: int, columns: int, hidden: int, itemsize: int, *, want_input: bool, want_weight: bool, argmax: bool
-) -> tuple[int, bool]:
-    """Rows of a one-pass chunk that fit, and whether grad_linear_weight is summed in float32: over one chunk it is
-    rounded once anyway."""
+    tokens: int,
+    columns: int,
+    hidden: int,
+    itemsize: int,
+    *,
+    want_input: bool,
+    sum_bytes: int,  # what a sum of grad_linear_weight over chunks takes beside it, 0 where it is not wanted
+    argmax: bool,
+) -> int:
+    """Rows of a one-pass chunk that fit."""
     reserved = small_bytes() * argmax  # argmax takes two more numbers a tile
     row_bytes = 0 if want_input else hidden * itemsize  # the kept tokens wait in grad_input
     fitting = rows_that_fit(tokens, columns, itemsize, reserved, row_bytes)
-    if want_weight and sums_in_float32(columns * hidden, itemsize) and fitting < tokens:
-        return rows_that_fit(tokens, columns, itemsize, reserved + 4 * columns * hidden, row_bytes), True
-    return fitting, False
-
-
-def sums_in_float32(elements: int, itemsize: int) -> bool:
-    return itemsize < 4 and float32_sum_fits(elements)
+    if fitting < tokens:
+        fitting = rows_that_fit(tokens, columns, itemsize, reserved + sum_bytes, row_bytes)
+    return fitting
 
 
 def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:

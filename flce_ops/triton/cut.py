@@ -19,6 +19,7 @@ from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.target import input_tiles_for, multiprocessors
 from flce_ops.triton.tiles import GradientTiles
+from flce_ops.triton.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -35,8 +36,16 @@ class Cut:
     lead: Lead | None
     chunks: list[slice]  # of the other tokens
     recompute: bool
-    in_float32: bool  # the sum of grad_linear_weight over chunks
     product_bytes: int  # workspace for float32 products with linear_weight
+
+    @property
+    def most_chunks(self) -> int:
+        """Ranges of rows that a recomputing step takes have at least MULTIPLE rows, but for the last."""
+        count = len(self.chunks)
+        if self.recompute:
+            (rows,) = self.chunks
+            count = triton.cdiv(rows.stop - rows.start, MULTIPLE)
+        return count + (self.lead is not None)
 
     def record(self, linear_weight: Tensor, recomputed: list[slice]) -> None:
         """For flce_ops.last_path(); `recomputed` are the ranges of rows of a recomputing step."""
@@ -73,7 +82,7 @@ def cut_tokens(
     if len(cut.chunks) > 1 and cut.chunks[0].stop - cut.chunks[0].start < RECOMPUTE_BELOW:
         # a lead chunk would add label smoothing's part of all tokens
         lead = None if smoothed else cut.lead
-        return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, False, 0)
+        return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
     return cut
 
 
@@ -91,14 +100,18 @@ class Problem(NamedTuple):
     programs: int
     tiles: GradientTiles  # of the input gradient's GEMM
 
-    def fitting(self) -> tuple[int, bool]:
+    def sum_bytes(self) -> int:
+        """Of a sum of grad_linear_weight over several chunks."""
+        return sum_bytes(self.vocab, self.hidden) if self.want_weight else 0
+
+    def fitting(self) -> int:
         return rows_of_chunks(
             self.tokens,
             self.vocab,
             self.hidden,
             self.itemsize,
             want_input=self.want_input,
-            want_weight=self.want_weight,
+            sum_bytes=self.sum_bytes(),
             argmax=self.argmax,
         )
 
@@ -106,7 +119,7 @@ class Problem(NamedTuple):
         """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
         if not self.want_input:
             return 0
-        room = product_bytes(max(self.fitting()[0], rows), rows, self.vocab, self.hidden, self.itemsize)
+        room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
         _, parts = self.input_steps(rows, room // 4)
         return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
 
@@ -125,7 +138,7 @@ class Problem(NamedTuple):
 
     def chunks(self, start: int) -> tuple[float, list[slice]]:
         """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
-        tokens, (fitting, _) = self.tokens - start, self.fitting()
+        tokens, fitting = self.tokens - start, self.fitting()
         if not tokens:
             return 0.0, []
         fewest = triton.cdiv(tokens, fitting)
@@ -138,10 +151,10 @@ class Problem(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def best_cut(problem: Problem) -> Cut:
-    tokens, hidden, (fitting, in_float32) = problem.tokens, problem.hidden, problem.fitting()
+    tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
     steps, chunks = problem.chunks(0)
     lead = None
-    if fitting < tokens and problem.want_weight and not in_float32:
+    if fitting < tokens and problem.want_weight:
         most = min(tokens, hidden + fitting)
         for rows in sorted({min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}):
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
@@ -151,6 +164,7 @@ def best_cut(problem: Problem) -> Cut:
                 hidden,
                 problem.vocab,
                 problem.itemsize,
+                sum_bytes=problem.sum_bytes() if rows < tokens else 0,
                 argmax=problem.argmax,
                 want_input=problem.want_input,
             )
@@ -162,4 +176,4 @@ def best_cut(problem: Problem) -> Cut:
             if found.rows > fitting and total < steps:
                 steps, chunks, lead = total, chunks_after, found
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
-    return Cut(lead, chunks, False, in_float32, room)
+    return Cut(lead, chunks, False, room)

@@ -39,7 +39,15 @@ class Lead:
 
 
 def lead_chunk(
-    rows: int, tokens: int, hidden: int, vocab: int, itemsize: int, *, argmax: bool, want_input: bool
+    rows: int,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    itemsize: int,
+    *,
+    sum_bytes: int,
+    argmax: bool,
+    want_input: bool,
 ) -> Lead | None:
     """A lead chunk of so many of the tokens, or None where the memory does not hold it."""
     if vocab < 2 * BLOCK_V:
@@ -47,7 +55,7 @@ def lead_chunk(
     rows_apart = not want_input or tokens < 2 * rows
     tiles = triton.cdiv(vocab, BLOCK_V)
     maxima = SUM_BYTES * tiles * rows * argmax
-    left = matrix_bytes(tokens) - small_bytes() - maxima - rows * hidden * itemsize * rows_apart
+    left = matrix_bytes(tokens) - small_bytes() - sum_bytes - maxima - rows * hidden * itemsize * rows_apart
     # at least two slices, so that the last one's place is free
     first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
     count = len(slice_tiles(tiles, first, rows, hidden))

@@ -77,7 +77,7 @@ class OnePassStep:
         self.weight_gradient = None
         if grad_weight is not None:
             outer = None if smoothing is None else smoothing.weight_terms()
-            self.weight_gradient = WeightGradient(grad_weight, in_float32=cut.in_float32, outer=outer)
+            self.weight_gradient = WeightGradient(grad_weight, chunks=cut.most_chunks, outer=outer)
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:
@@ -140,10 +140,12 @@ class OnePassStep:
         """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
         if self.weight_gradient is None:
             return
-        low = torch.empty_like(rows) if self.operands.input.shape[0] <= SPLIT_AT_MOST else None
+        start, count = tokens.kept.start, self.operands.input.shape[0]
+        last = start + rows.shape[0] == count
+        low = torch.empty_like(rows) if count <= SPLIT_AT_MOST else None
         launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=low)
         for cols, piece in pieces:
-            self.weight_gradient.add(cols, piece, rows, tokens.kept, first=tokens.kept.start == 0, low=low)
+            self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last, low=low)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
@@ -165,10 +167,6 @@ class OnePassStep:
             for cols, piece in pieces:
                 gradient.add(cols, piece[rows])
             gradient.close()
-
-    def finish(self) -> None:
-        if self.weight_gradient is not None:
-            self.weight_gradient.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""

@@ -15,7 +15,6 @@ from flce_ops.triton.tiles import (
     Tiles,
     data_centre_chip,
     tiles_of_architecture,
-    weight_tiles_of_architecture,
 )
 
 
@@ -29,12 +28,10 @@ def tiles_for(input: Tensor) -> Tiles:
     return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
 
 
-def weight_tiles_for(grad_weight: Tensor, *, in_float32: bool) -> GradientTiles:
+def weight_tiles_for(grad_weight: Tensor) -> GradientTiles:
     if interpreted(grad_weight):
         return WEIGHT_TILES["interpreter"]
-    if not takes_tma(grad_weight):
-        return WEIGHT_TILES["ampere"]
-    return weight_tiles_of_architecture(capability_of(grad_weight.device), in_float32=in_float32)
+    return WEIGHT_TILES["hopper" if takes_tma(grad_weight) else "ampere"]
 
 
 def input_tiles_for(linear_weight: Tensor) -> GradientTiles:

@@ -65,16 +65,9 @@ INPUT_TILES = {
 }
 WEIGHT_TILES = {
     "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3),
-    # three stages would take 272 of 227 KiB: its tiles leave in float32 (benchmarks/kernels/compile_targets.py)
-    "blackwell, float32 sum": GradientTiles(128, 256, 64, num_warps=8, num_stages=2),
     "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
     "interpreter": GradientTiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
 }
-
-
-def weight_tiles_of_architecture(capability: int, *, in_float32: bool) -> GradientTiles:
-    """Where tensor maps are."""
-    return WEIGHT_TILES["blackwell, float32 sum" if in_float32 and capability // 10 == 10 else "hopper"]
 
 
 def data_centre_chip(capability: int) -> bool:

@@ -26,6 +26,7 @@ from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, PerToken
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
+from flce_ops.triton.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -68,7 +69,6 @@ def launch_vocab_parallel_with_grad(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, vocab_start=vocab_start
         )
         step.run_chunks(cut.chunks)
-        step.finish()
         finish_gradients(grads, gradients, kept, place)
         launch_sum_losses(losses, row_scale, loss)
     return outputs
@@ -78,8 +78,7 @@ def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, argmax: boo
     """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
     (count, hidden), size = input.shape, input.dtype.itemsize
     want_input, want_weight, _ = output_mask
-    fitting, in_float32 = rows_of_chunks(
-        count, shard, hidden, size, want_input=want_input, want_weight=want_weight, argmax=argmax
-    )
+    beside = sum_bytes(shard, hidden) if want_weight else 0
+    fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, sum_bytes=beside, argmax=argmax)
     chunks = slices(count, fitting)
-    return Cut(None, chunks, False, in_float32, product_bytes(fitting, chunks[0].stop, shard, hidden, size))
+    return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, hidden, size))

@@ -6,9 +6,17 @@
         │     E.T       │        │  c x  │
         └───────────────┘        └───────┘
 
-The sum over chunks stands in grad_linear_weight, rounded once a chunk, or in a float32 copy where that is small. Where
-tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
-1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS.
+Between chunks the sum stands in grad_linear_weight's own memory, in float16 under a scale: 11 digits instead of
+bfloat16's 8, so that it is the last rounding that counts.
+
+    first chunk     sum = products / unit        unit: a power of two for each row of a tile, 2^10 times its largest
+    a later one     sum += products / unit       number, which leaves the sums 2^25 times that; one byte each
+    last chunk      out = sum unit + products
+
+Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
+1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A tile in which
+some products exceed what its unit has room for is not added but marked. A second launch, which leaves at once where
+no tile is, makes those again, reads what stands there and chooses a new unit; without tensor maps every tile goes so.
 """
 
 import torch
@@ -24,23 +32,57 @@ from flce_ops.triton.target import multiprocessors, weight_tiles_for
 # n tokens of a chunk, D hidden, V vocabulary
 
 
+ROOM = tl.constexpr(10)  # a unit is 2^ROOM times the largest number of its row, so that is at least 2^-ROOM of a unit
+LARGEST_SUM = 2**15  # in units: half of float16's largest number
+LEAST_BLOCK_N = 128  # of any GPU's tiles, as their BLOCK_M
+
+
+@triton.jit
+def finite_sizes(tile):
+    """nan and inf stand for themselves in any unit."""
+    tile = tl.abs(tile)
+    return tl.where(tile < float("inf"), tile, 0.0)
+
+
+@triton.jit
+def exponent_of(largest):
+    """Of the unit: as float32 has it, so that units are at least 2^-100 and their inverses are normal numbers."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + ROOM
+    return tl.minimum(tl.maximum(exponent, 27), 250)
+
+
+@triton.jit
+def power_of_two(exponent):
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
 @Kernel
 @triton.jit
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
     rows_ptr,  # (n, D): likewise, c input
     low_ptr,  # (n, D): likewise, what rounding took from c input; or None
-    out_ptr,  # (V, D): likewise, out
+    map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
+    sum_ptr,  # (V, D) float16, for float32 results float32
+    result_ptr,  # (V, D) out, the same memory
+    exponent_ptr,  # (features' blocks, V) uint8, of the units
+    marked_ptr,  # (tiles,) uint8, of a later chunk: what is not added
+    guard_ptr,  # () int32: whether any is
     class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
     outer_ptr,
     kept,  # Kept
     n,
     D,
     V,
+    room,  # units that the products of a chunk may have
+    first_rows,  # of the first chunk; where all kept tokens are among them, its products are the result
     stride_exponentials_n,
     stride_rows_n,
     stride_out_v,
+    stride_exponent,
     FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    MARKED: tl.constexpr,  # only what is marked
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # classes
     BLOCK_N: tl.constexpr,  # features
@@ -50,13 +92,25 @@ def weight_gradient_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST or MARKED)
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
+    RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = kept_rows(kept, n)
     class_blocks = tl.cdiv(V, BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
+    whole = tl.load(kept.total) <= first_rows
     if not FIRST:
+        tiles = tl.where(whole, 0, tiles)
+    if not (FIRST or LAST):
         tiles = tl.where(count > 0, tiles, 0)
+    if MARKED:
+        tiles = tl.where(tl.load(guard_ptr) > 0, tiles, 0)
+    elif FIRST and not LAST:
+        if tl.program_id(0) == 0:
+            tl.store(guard_ptr, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         group_tiles = GROUP * feature_blocks
         first = (tile // group_tiles) * GROUP
@@ -67,9 +121,14 @@ def weight_gradient_kernel(
         classes = class_start + tl.arange(0, BLOCK_M)
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
+        steps = depth
+        if MARKED:
+            marked = tl.load(marked_ptr + tile) != 0
+            class_mask = classes < tl.where(marked, V, 0)
+            steps = tl.where(marked, depth, 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(depth):
+        for k in range(steps):
             if USE_TMA:
                 a = exponentials_ptr.load([k * BLOCK_K, class_start])
                 b = rows_ptr.load([k * BLOCK_K, feature_start])
@@ -97,22 +156,55 @@ def weight_gradient_kernel(
                 if class_factor_ptr is not None:
                     outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
                 acc += outer
-        if USE_TMA:
-            # half the staging buffer in shared memory: room for one more stage of the main loop
-            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            for half in tl.static_range(2):
-                part = (left if half == 0 else right).to(out_ptr.dtype)
-                place = [class_start, feature_start + half * (BLOCK_N // 2)]
-                if FIRST:
-                    out_ptr.store(place, part)
-                else:
-                    out_ptr.atomic_add(place, part)  # one addend a number: the order of tiles does not matter
-        else:
-            mask = class_mask[:, None] & (features < D)[None, :]
-            places = out_ptr + classes.to(tl.int64)[:, None] * stride_out_v + features[None, :]
-            if not FIRST:
-                acc += tl.load(places, mask=mask, other=0.0).to(tl.float32)
-            tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        if not (FIRST and LAST):
+            exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
+        if not FIRST:
+            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=127).to(tl.int32)
+        if MEMORY_ADDS:
+            acc *= power_of_two(254 - exponent)
+            # of all at once: by rows first, Triton 3.7.1's compiler fails on Blackwell
+            exceeds = tl.max(tl.ravel(finite_sizes(acc), can_reorder=True), 0) > room
+            tl.store(marked_ptr + tile, exceeds.to(tl.uint8))
+            tl.atomic_max(guard_ptr, 1, mask=exceeds)
+            acc = tl.where(exceeds, 0.0, acc)
+        elif FIRST and not LAST:
+            exponent = exponent_of(tl.max(finite_sizes(acc), 1))
+            tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
+            acc *= tl.where(whole, 1.0, power_of_two(254 - exponent))[:, None]
+        # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+        left_features = feature_start + tl.arange(0, HALF_N)
+        left_places = classes.to(tl.int64)[:, None] * stride_out_v + left_features[None, :]
+        left_mask = class_mask[:, None] & (left_features < D)[None, :]
+        right_mask = class_mask[:, None] & (left_features < D - HALF_N)[None, :]
+        if not (FIRST or MEMORY_ADDS):
+            unit = power_of_two(exponent)
+            left += unit * tl.load(sum_ptr + left_places, mask=left_mask, other=0.0).to(tl.float32)
+            right += unit * tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0).to(tl.float32)
+            if not LAST:
+                exponent = exponent_of(tl.maximum(tl.max(finite_sizes(left), 1), tl.max(finite_sizes(right), 1)))
+                tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
+                inverse = power_of_two(254 - exponent)[:, None]
+                left, right = left * inverse, right * inverse
+        for half in tl.static_range(2):
+            part = left if half == 0 else right
+            mask = left_mask if half == 0 else right_mask
+            if LAST:
+                part = part.to(RESULT_TYPE)
+            elif FIRST and RESULT_TYPE != SUM_TYPE:
+                result = part.to(RESULT_TYPE).to(tl.int16, bitcast=True)
+                part = tl.where(whole, result, part.to(SUM_TYPE).to(tl.int16, bitcast=True))
+                part = part.to(SUM_TYPE, bitcast=True)
+            else:
+                part = part.to(SUM_TYPE)
+            if MEMORY_ADDS:
+                # one addend a number: the order of tiles does not matter
+                map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
+            elif USE_TMA and not MARKED:
+                map_ptr.store([class_start, feature_start + half * HALF_N], part)
+            else:
+                pointer = (result_ptr if LAST else sum_ptr) + left_places + half * HALF_N
+                tl.store(pointer, part, mask=mask)
 
 
 class WeightGradient:
@@ -122,17 +214,20 @@ class WeightGradient:
         self,
         out: Tensor,  # (V, D)
         *,
-        in_float32: bool,  # the sum over chunks
+        chunks: int,  # at most, in which tokens come
         outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
     ) -> None:
-        self.out = out
+        self.out, self.room = out, LARGEST_SUM // chunks
         self.class_factor, self.outer = outer or (None, None)
-        self.sum = torch.empty_like(out, dtype=torch.float32) if in_float32 else out
-        self.tiles = weight_tiles_for(out, in_float32=in_float32)
-
-    def close(self) -> None:
-        if self.sum is not self.out:
-            self.out.copy_(self.sum)
+        self.tiles = weight_tiles_for(out)
+        self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
+        self.exponents = self.marked = self.guard = None
+        if chunks > 1:
+            num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
+            marks = triton.cdiv(num_classes, self.tiles.block_m) * feature_blocks
+            self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
+            self.marked = out.new_empty(marks, dtype=torch.uint8)
+            self.guard = out.new_empty((), dtype=torch.int32)
 
     def add(
         self,
@@ -142,39 +237,74 @@ class WeightGradient:
         kept: Kept,
         *,
         first: bool,
+        last: bool,
         low: Tensor | None = None,  # (n, D)
     ) -> None:
+        self.launch(columns, exponentials, rows, kept, first=first, last=last, marked=False, low=low)
+        if self.tiles.tma and not (first or last):
+            self.launch(columns, exponentials, rows, kept, first=False, last=False, marked=True)
+
+    def launch(
+        self,
+        columns: slice,
+        exponentials: Tensor,
+        rows: Tensor,
+        kept: Kept,
+        *,
+        first: bool,
+        last: bool,
+        marked: bool,
+        low: Tensor | None = None,
+    ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1 and (low is None or low.stride() == rows.stride())
-        out, tiles = self.sum[columns], self.tiles
+        out, total, tiles = self.out[columns], self.sum[columns], self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
+        if first:
+            self.first_rows = n
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
-        matrices = [exponentials, rows, low, out]
+        matrices = [exponentials, rows, low, None if marked or not tiles.tma else out if last else total]
         if tiles.tma:
             of_rows = [tiles.block_k, tiles.block_n]
             blocks = [tiles.block_k, tiles.block_m], of_rows, of_rows, [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, blocks)
+        exponents = None if self.exponents is None else self.exponents[:, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
             *matrices,
+            total,
+            out,
+            exponents,
+            self.marked,
+            self.guard,
             None if self.class_factor is None else self.class_factor[columns],
             self.outer if first else None,
             kept,
             n,
             hidden,
             num_classes,
+            self.room,
+            self.first_rows,
             exponentials.stride(0),
             rows.stride(0),
             out.stride(0),
+            0 if exponents is None else exponents.stride(0),
             FIRST=first,
+            LAST=last,
+            MARKED=marked,
             USE_TMA=tiles.tma,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten,
+            FLATTEN=tiles.flatten and not marked,
             PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages - (low is not None),  # whose tiles take the shared memory of one
         )
+
+
+def sum_bytes(num_classes: int, hidden: int) -> int:
+    """What the sum over several chunks takes beside grad_linear_weight, at most: units, marks."""
+    return triton.cdiv(hidden, LEAST_BLOCK_N) * (num_classes + triton.cdiv(num_classes, LEAST_BLOCK_N))

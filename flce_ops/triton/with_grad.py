@@ -103,7 +103,6 @@ def with_grad_step(
         )
     else:
         step.run_chunks(cut.chunks)
-        step.finish()
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.subtract_from_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, kept, place)
