@@ -10,8 +10,8 @@ from inputs import make_inputs
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
-from flce_ops import explain
-from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
+from flce_ops import aten, explain
+from flce_ops.ops.paths import KERNELS, LOSS, Choice, Situation, choose
 
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -37,6 +37,35 @@ def test_explain_names_the_operator_and_the_implementation_that_run(device, dtyp
     flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction, **options)
     path = flce_ops.last_path()
     assert said[f"flce::{path.op}"] == path.implementation
+
+
+def test_the_reason_names_what_rules_out_the_paths_before():
+    inputs = make_inputs((24, 16, 50), ignored=0.5)
+    flce_ops.linear_cross_entropy(*inputs.args)
+    expected = "cpu tensors in torch.float32 (triton expects an NVIDIA GPU, half operands), without ignored tokens"
+    assert flce_ops.last_path().reason == expected
+    teacher = (torch.randn(24, 7), torch.randn(50, 7))
+    flce_ops.linear_kl_div(*inputs.args[:2], *teacher)
+    assert flce_ops.last_path().reason == "cpu tensors in torch.float32"
+    situation = Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True)
+    op = "linear_cross_entropy_with_grad"
+    expected = "cuda tensors in torch.bfloat16 (triton expects no label smoothing under a softcap)"
+    assert Choice(op, choose(KERNELS[op], situation), situation).reason() == expected
+
+
+def test_a_kernel_called_by_itself_was_chosen_by_no_table():
+    aten.forward(*make_inputs((24, 16, 50), ignored=0.0, requires_grad=False).args)
+    assert flce_ops.last_path() == flce_ops.Path("", "", "called by itself", rows_per_chunk=24, chunks=1)
+
+
+def test_each_distinct_answer_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr("flce_ops.support.path._logged", set())
+    inputs = make_inputs((24, 16, 50), ignored=0.0)
+    with caplog.at_level("INFO", logger="flce_ops"):
+        for _ in range(2):
+            flce_ops.linear_cross_entropy(*inputs.args)
+    path = flce_ops.last_path()
+    assert caplog.messages == [f"{path.op} runs on {path.implementation} ({path.reason}): 1 chunks of 24 rows"]
 
 
 @pytest.mark.parametrize("dtype", HALF)

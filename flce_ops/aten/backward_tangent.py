@@ -54,7 +54,7 @@ def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], direction: Dire
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
     change_of = Cotangents(*direction[:3]).kept(hit, valid, call.lse.dtype).filled(call.lse)
     sums = SecondOrder(call, direction[3:], out)
-    for rows in sums.chunks("linear_cross_entropy_backward_tangent"):
+    for rows in sums.chunks():
         u_dot = sums.change_of_logits(rows)
         z, slope, p = sums.logits(rows)
         z_dot = u_dot if slope is None else u_dot * slope

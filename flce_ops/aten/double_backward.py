@@ -47,7 +47,7 @@ def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> 
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
     sums = SecondOrder(call, call.grad_grads, out)
-    for rows in sums.chunks("linear_cross_entropy_double_backward"):
+    for rows in sums.chunks():
         h = sums.change_of_logits(rows)
         z, slope, p = sums.logits(rows)
         k = h if slope is None else h * slope

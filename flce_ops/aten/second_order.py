@@ -36,10 +36,11 @@ class SecondOrder:
         self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
         self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)
 
-    def chunks(self, op: str) -> Iterator[slice]:
+    def chunks(self) -> Iterator[slice]:
         # u', p and four on the way to S; with a softcap slope and one more
         matrices = 6 if self.call.logits.softcap is None else 8
-        return row_chunks(op, self.input, rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices))
+        rows = rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices)
+        return row_chunks(self.call, self.input, rows)
 
     def change_of_logits(self, rows: slice) -> Tensor:  # u', (n, V)
         x = self.input[rows]

@@ -3,6 +3,7 @@
     LOSS              how a scalar loss makes its gradients          entry/plain.py, distributed/one_pass.py
     KERNELS           what computes an inner operator                ops/registration.py
     situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
+                                                  -> Choice: what flce_ops.last_path() says, made into words there
 
 A condition looks at a Situation, never at data on a device. flce_ops.explain prints the tables for given arguments,
 docs/paths.md has them, and the planner asks them.
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.shards import shard_rows
+from flce_ops.meta.arguments import Arguments
 from flce_ops.support.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
-from flce_ops.support.vendor import made_by_nvidia
+from flce_ops.support.vendor import device_name, made_by_nvidia
 
 
 class Situation(NamedTuple):
@@ -55,6 +57,27 @@ class Path(NamedTuple):
 
     def ruled_out_by(self, situation: Situation) -> list[str]:
         return [condition.name for condition in self.conditions if not condition.holds(situation)]
+
+
+class Choice(NamedTuple):
+    """A path of an operator, for last_path()."""
+
+    op: str
+    path: Path
+    situation: Situation
+
+    @property
+    def implementation(self) -> str:
+        return self.path.name
+
+    def reason(self) -> str:
+        """The tensors, and what rules out the paths that come before."""
+        situation, paths = self.situation, KERNELS[self.op]
+        ruled_out = [
+            f" ({path.name} expects {', '.join(path.ruled_out_by(situation))})"
+            for path in paths[: paths.index(self.path)]
+        ]
+        return f"{device_name(situation.device)} tensors in {situation.dtype}{''.join(ruled_out)}"
 
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
@@ -130,6 +153,12 @@ def choose(paths: tuple[Path, ...], situation: Situation) -> Path:
         else:
             return path
     raise AssertionError("the last path of a table has no condition")
+
+
+def choice_of(op: str, call: Arguments) -> Choice:
+    """The path that a call of an inner operator takes."""
+    situation = situation_of(call)
+    return Choice(op, choose(KERNELS[op], situation), situation)
 
 
 @functools.cache

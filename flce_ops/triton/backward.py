@@ -19,7 +19,7 @@ from flce_ops.triton.chunks import (
     MULTIPLE,
     contiguous,
     padded,
-    record_triton_path,
+    record_chunks,
     slices,
     sums_in_float32,
     with_contiguous_vectors,
@@ -52,7 +52,7 @@ def launch_backward(call: Backward) -> meta.Gradients:
         gradients = wanted_gradients(outputs, call.output_mask)
         row_slices = run_backward(call, kept, gradients, None)
         finish_gradients(outputs, gradients, kept, place)
-    record_triton_path("linear_cross_entropy_backward", linear_weight, row_slices)
+    record_chunks(call, linear_weight, row_slices)
     return outputs
 
 

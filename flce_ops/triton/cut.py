@@ -12,9 +12,8 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from flce_ops.support.path import Path, record_path
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices, triton_reason
+from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
 from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.target import input_tiles_for, multiprocessors
@@ -38,18 +37,12 @@ class Cut:
     in_float32: bool  # the sum of grad_linear_weight over chunks
     product_bytes: int  # workspace for float32 products with linear_weight
 
-    def record(self, linear_weight: Tensor, recomputed: list[slice]) -> None:
-        """For flce_ops.last_path(); `recomputed` are the ranges of rows of a recomputing step."""
-        op = "linear_cross_entropy_with_grad"
-        chunks = recomputed if self.recompute else self.chunks
-        rows, count = max((chunk.stop - chunk.start for chunk in chunks), default=0), len(chunks)
-        notes = [triton_reason(linear_weight)]
-        if self.lead is not None:
-            notes.append("the first chunk's exponentials wait in grad_linear_weight")
-            rows, count = max(self.lead.rows, rows), count + 1
-        if self.recompute:
-            notes.append("recomputing the logits: the workspace is small")
-        record_path(Path(op, "triton", ", ".join(notes), rows, count))
+    @property
+    def notes(self) -> list[str]:
+        """For flce_ops.last_path()."""
+        lead = "the first chunk's exponentials wait in grad_linear_weight"
+        recompute = "recomputing the logits: the workspace is small"
+        return [lead] * (self.lead is not None) + [recompute] * self.recompute
 
 
 def cut_tokens(

@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.meta.arguments import Forward, takes
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.chunks import MULTIPLE, record_triton_path, slices, with_contiguous_vectors
+from flce_ops.triton.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
@@ -73,7 +73,7 @@ def launch_forward(call: Forward) -> ForwardOutputs:
     with torch.cuda.device_of(input):
         kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes)
         chunks = run_forward(call, kept, outputs)
-    record_triton_path("linear_cross_entropy_forward", linear_weight, chunks)
+    record_chunks(call, linear_weight, chunks)
     return outputs
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
-from flce_ops.support.path import Path, record_path
-from flce_ops.triton.chunks import product_bytes, rows_of_chunks, slices, with_contiguous_vectors
+from flce_ops.triton.chunks import product_bytes, record_chunks, rows_of_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
@@ -40,9 +39,7 @@ def launch_vocab_parallel_with_grad(
     row_scale = call.row_scale.contiguous()
     argmax, logit_options, vocab_start = call.argmax, call.logits, call.vocab_start
     cut = cut_shard(input, shard_rows(call.vocab_size, call.ranks), call.output_mask, argmax=argmax)
-    reason = f"{input.dtype} on {input.device.type}"
-    op = "linear_cross_entropy_vocab_parallel_with_grad"
-    record_path(Path(op, "triton", reason, cut.chunks[0].stop, len(cut.chunks)))
+    record_chunks(call, linear_weight, cut.chunks)
     with torch.cuda.device_of(input):
         kept, place = keep_tokens(target, call.ignore_index, call.vocab_size)
         exchange = Exchange(target, weight, call.group, call.ranks, call.vocab_size, call.loss, torch.float32)

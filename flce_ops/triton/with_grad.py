@@ -10,7 +10,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
 from flce_ops.meta.arguments import WithGrad, takes
-from flce_ops.triton.chunks import with_contiguous_vectors
+from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
 from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
@@ -59,12 +59,12 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
         per_token = PerToken(target_weight, row_scale, losses, columns if call.argmax else None)
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
-        recomputed: list[slice] = []
+        chunks = cut.chunks
         if cut.lead is not None:
             step.run_lead(cut.lead)
         if cut.recompute:
             (rows,) = cut.chunks
-            recomputed = recompute_step(
+            chunks = recompute_step(
                 call,
                 kept.of(rows),
                 place,
@@ -79,5 +79,6 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             smoothing.subtract_from_bias(gradients.bias_sum)
         finish_gradients(grads, gradients, kept, place)
         torch.sum(row_scale * losses, dim=0, out=loss)
-    cut.record(linear_weight, recomputed)
+    lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
+    record_chunks(call, linear_weight, lead + chunks, *cut.notes)
     return outputs
