@@ -33,14 +33,14 @@ VECTORS = {  # (..., N)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
 
 
-class PerToken(NamedTuple):
+class AtIgnored(NamedTuple):
     """A result with an entry for each token: what it is at ignored ones."""
 
     fill: float
     dim: int = 0  # that counts the tokens
 
 
-ZERO, NO_CLASS, ZERO_COLUMN = PerToken(0.0), PerToken(-1), PerToken(0.0, dim=1)
+ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
 
 
 class RowsByChunk:
@@ -66,7 +66,7 @@ def tokens_of(input: Tensor) -> int:
 
 Body = Callable[..., None]  # of a call, the results that it fills in, and perhaps a direction
 Results = Sequence[Tensor]
-Fills = Sequence[PerToken | None]  # None for a result that is not by token
+Fills = Sequence[AtIgnored | None]  # None for a result that is not by token
 
 
 def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.math.shards import shard_rows
 from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
+from flce_ops.support.workspace import matrix_bytes
 
 if TYPE_CHECKING:
     from flce_ops.triton.lead import Lead
@@ -176,8 +177,9 @@ def two_passes_triton(head: Head) -> Cut:
     row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, want_input=True)
     rows, columns = row_slices[0].stop, column_slices[0].stop
     in_float32 = len(row_slices) > 1 and sums_in_float32(head.vocab * hidden, size)
-    parts = product_parts(rows * hidden, len(column_slices))
-    backward = 4 * parts * rows * hidden + rows * padded(columns, size) * size
+    gradient = rows * padded(columns, size) * size
+    parts = product_parts(rows * hidden, len(column_slices), matrix_bytes(head.tokens) - gradient)
+    backward = 4 * parts * rows * hidden + gradient
     backward += 4 * head.vocab * hidden * in_float32
     row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the kept token
     forward = forward_chunks(head.tokens, row_bytes)[0].stop * row_bytes

@@ -17,7 +17,7 @@ from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slic
 from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.target import input_tiles_for, multiprocessors
-from flce_ops.triton.tiles import GradientTiles
+from flce_ops.triton.tiles import Tiles
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -82,7 +82,7 @@ class Problem(NamedTuple):
     argmax: bool
     workspace: int
     programs: int
-    tiles: GradientTiles  # of the input gradient's GEMM
+    tiles: Tiles  # of the input gradient's GEMM
 
     def fitting(self) -> tuple[int, bool]:
         return rows_of_chunks(

@@ -81,7 +81,7 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
     """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
     operands = call.operands
     input, linear_weight, _, linear_bias, weight = operands
-    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_v)
+    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
     chunks = forward_chunks(kept.order.shape[0], row_bytes)

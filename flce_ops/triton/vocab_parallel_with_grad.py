@@ -21,7 +21,7 @@ from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.one_pass_step import OnePassStep, PerToken
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_loss import RowLoss
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -55,7 +55,7 @@ def launch_vocab_parallel_with_grad(
             )
             return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
 
-        per_token = PerToken(exchange.target_weight, row_scale, losses, columns if argmax else None)
+        per_token = StepTokens(exchange.target_weight, row_scale, losses, columns if argmax else None)
         gradients = wanted_gradients(grads, call.output_mask)
         step = OnePassStep(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, vocab_start=vocab_start

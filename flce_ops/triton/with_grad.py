@@ -17,7 +17,7 @@ from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.one_pass_step import OnePassStep, PerToken
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.smoothing import SmoothingTerms
@@ -46,37 +46,39 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             target_weight, class_weight = class_weight_of(target, weight, torch.float32), weight.float()
             class_weight_sum = class_weight.sum()
         if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-            kappa: float | Tensor = loss_options.label_smoothing / num_classes
+            d_sum = torch.where(target != call.ignore_index, row_scale, 0.0)
+            d_sum *= -loss_options.label_smoothing / num_classes
             if logit_options.logit_scale is not None:
-                kappa = kappa * logit_options.logit_scale
-            valid_scale = torch.where(target != call.ignore_index, row_scale, 0.0)
-            smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
+                d_sum = d_sum * logit_options.logit_scale
+            smoothing = SmoothingTerms(input, linear_weight, class_weight, d_sum)
         row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
 
         def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
             finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
             return finished, sums.argmax
 
-        per_token = PerToken(target_weight, row_scale, losses, columns if call.argmax else None)
-        step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
-        chunks = cut.chunks
-        if cut.lead is not None:
-            step.run_lead(cut.lead)
+        per_token = StepTokens(target_weight, row_scale, losses, columns if call.argmax else None)
+        chunks, weight_gradient = cut.chunks, None
+        if cut.lead is not None or not cut.recompute:
+            step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
+            if cut.lead is not None:
+                step.run_lead(cut.lead)
+            if not cut.recompute:
+                step.run_chunks(chunks)
+            step.finish()
+            weight_gradient = step.weight_gradient
         if cut.recompute:
-            (rows,) = cut.chunks
+            (rows,) = chunks
             chunks = recompute_step(
                 call,
                 kept.of(rows),
                 place,
                 per_token,
                 gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
-                None if cut.lead is None else step.weight_gradient,
+                weight_gradient,
             )
-        else:
-            step.run_chunks(cut.chunks)
-            step.finish()
         if smoothing is not None and gradients.bias_sum is not None:
-            smoothing.subtract_from_bias(gradients.bias_sum)
+            smoothing.add_to_bias(gradients.bias_sum)
         finish_gradients(grads, gradients, kept, place)
         torch.sum(row_scale * losses, dim=0, out=loss)
     lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
