@@ -2,6 +2,7 @@
 
 # N tokens, D hidden, V vocabulary
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,8 @@ def test_explain_knows_autocast_and_who_asks_for_gradients(dtype):
 def test_explain_says_what_rules_a_path_out():
     inputs = make_inputs((24, 16, 50), dtype=torch.float16)
     text = explain(flce_ops.linear_cross_entropy, *inputs.args, label_smoothing=0.1)
-    assert "one pass    ruled out: expects another dtype than float16" in text
-    assert "triton      ruled out: expects an NVIDIA GPU" in text
+    assert "one pass      ruled out: expects another dtype than float16" in text
+    assert "triton        ruled out: expects an NVIDIA GPU" in text
 
     def inside(input):
         said.append(explain(flce_ops.linear_cross_entropy, input, *inputs.args[1:]))
@@ -93,7 +94,32 @@ def test_explain_says_what_rules_a_path_out():
     said = []
     inputs = make_inputs((24, 16, 50))
     checkpoint(inside, inputs.input, use_reentrant=False)
-    assert "one pass    ruled out: expects no saved-tensor hooks" in said[0]
+    assert "one pass      ruled out: expects no saved-tensor hooks" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "workspace", "options", "first", "others"),
+    [
+        ((130, 24, 67), 512 << 20, {}, "as others", "chunks"),
+        ((2000, 1024, 8304), 24 << 20, {}, "as others", "chunks"),
+        ((2000, 1024, 8304), 16 << 20, {}, "lead chunk", "chunks"),
+        ((2000, 1024, 8304), 3 << 20, {}, "lead chunk", "recompute"),
+        ((2000, 1024, 8304), 3 << 20, {"label_smoothing": 0.1}, "as others", "recompute"),
+        ((150, 24, 300), 1, {}, "as others", "recompute"),
+    ],
+)
+def test_explain_says_how_triton_takes_the_tokens(shape, workspace, options, first, others, monkeypatch):
+    """A GPU is pretended; the table is that of Triton's interpreter."""
+    cut = pytest.importorskip("flce_ops.triton.cut")
+    situation = Situation("cuda", torch.bfloat16, wants_gradient=True, label_smoothing=bool(options))
+    monkeypatch.setattr(sys.modules["flce_ops.explain"], "situation_of_call", lambda call: situation)
+    inputs = make_inputs(shape, dtype=torch.bfloat16)
+    with flce_ops.workspace(workspace):
+        said = running(explain(flce_ops.linear_cross_entropy, *inputs.args, **options))
+        found = cut.cut_tokens(inputs.input, inputs.linear_weight, [True, True, False], smoothed=bool(options))
+    assert said["the first tokens of a step in Triton"] == first
+    assert said["the other tokens of a step in Triton"] == others
+    assert (first == "lead chunk", others == "recompute") == (found.lead is not None, found.recompute)
 
 
 def test_explain_of_the_other_functions_and_refusals():
@@ -145,16 +171,20 @@ def test_kernels_that_triton_takes(op, situation, triton):
 
 def as_markdown() -> str:
     """The tables as docs/paths.md has them."""
+    from flce_ops.triton.cut import CUTS
+
     lines = []
-    titles = {title[0].upper() + title[1:]: paths for title, paths in LOSS.items()}
-    for title, paths in {**titles, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
-        lines += [f"### {title}", ""]
+    tables = {**LOSS, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}, **CUTS}
+    for title, paths in tables.items():
+        lines += [f"### {title[0].upper()}{title[1:]}", ""]
         for path in paths:
-            lines.append(f"- **{path.name}**: {path.why or f'`{path.kernel}`'}")
+            what = path.why or (f"`{path.kernel}`" if path.kernel else "")
+            lines.append(f"- **{path.name}**{what and ': '}{what}")
             lines += [f"    - expects {condition.name}" for condition in path.conditions]
         lines.append("")
     return "\n".join(lines[:-1])
 
 
 def test_the_page_shows_the_table():
+    pytest.importorskip("triton")
     assert as_markdown() in (DOCS / "paths.md").read_text(), f"docs/paths.md is to end in:\n\n{as_markdown()}"

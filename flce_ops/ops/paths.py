@@ -6,7 +6,7 @@
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
 A condition looks at a Situation, never at data on a device. flce_ops.explain prints the tables for given arguments,
-docs/paths.md has them, and the planner asks them.
+docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of triton/cut.py.
 """
 
 import functools
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Arguments
+from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
@@ -42,21 +43,6 @@ class Situation(NamedTuple):
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
-
-
-class Condition(NamedTuple):
-    name: str  # as "expects ..."
-    holds: Callable[[Situation], bool]
-
-
-class Path(NamedTuple):
-    name: str
-    conditions: tuple[Condition, ...]
-    kernel: str = ""  # "module:function"
-    why: str = ""
-
-    def ruled_out_by(self, situation: Situation) -> list[str]:
-        return [condition.name for condition in self.conditions if not condition.holds(situation)]
 
 
 class Choice(NamedTuple):
@@ -143,16 +129,6 @@ KERNELS = {
     "linear_kl_div_backward": (Path("aten", (), "flce_ops.aten.kl_div:backward"),),
     "linear_kl_div_with_grad": (Path("aten", (), "flce_ops.aten.kl_div:with_grad"),),
 }
-
-
-def choose(paths: tuple[Path, ...], situation: Situation) -> Path:
-    for path in paths:
-        for condition in path.conditions:
-            if not condition.holds(situation):
-                break
-        else:
-            return path
-    raise AssertionError("the last path of a table has no condition")
 
 
 def choice_of(op: str, call: Arguments) -> Choice:
