@@ -59,11 +59,10 @@ class Choice(NamedTuple):
     def reason(self) -> str:
         """The tensors, and what rules out the paths that come before."""
         situation, paths = self.situation, KERNELS[self.op]
-        ruled_out = [
-            f" ({path.name} expects {', '.join(path.ruled_out_by(situation))})"
-            for path in paths[: paths.index(self.path)]
-        ]
-        return f"{device_name(situation.device)} tensors in {situation.dtype}{''.join(ruled_out)}"
+        ruled_out = "; ".join(
+            f"{path.name} expects {', '.join(path.ruled_out_by(situation))}" for path in paths[: paths.index(self.path)]
+        )
+        return f"{device_name(situation.device)} tensors in {situation.dtype}" + (ruled_out and f" ({ruled_out})")
 
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
