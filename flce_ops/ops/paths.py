@@ -144,14 +144,15 @@ def function(kernel: str) -> Callable:
 
 def situation_of(call: Any) -> Situation:
     """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
-    input, loss, logits = call.operands.input, getattr(call, "loss", None), getattr(call, "logits", None)
+    operands, groups = call.operands, vars(call)
+    input, loss, logits = operands.input, groups.get("loss"), groups.get("logits")
     return Situation(
-        device=input.device.type,
-        dtype=input.dtype,
-        empty=input.numel() == 0,
-        one_class=call.operands.linear_weight.shape[0] == 1,
-        label_smoothing=loss is not None and bool(loss.label_smoothing),
-        softcap=logits is not None and logits.softcap is not None,
+        input.device.type,
+        input.dtype,
+        input.numel() == 0,
+        operands.linear_weight.shape[0] == 1,
+        loss is not None and loss.label_smoothing != 0.0,
+        logits is not None and logits.softcap is not None,
     )
 
 
