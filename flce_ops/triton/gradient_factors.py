@@ -27,7 +27,7 @@ BLOCK_N = 64
 
 
 class KnownRows(NamedTuple):
-    """(N,) float32, as the tokens stand; None where absent."""
+    """What forward and the cotangents say of every token, (N,) float32, as the tokens stand; None where absent."""
 
     lse: Tensor
     lse_rest: Tensor | None

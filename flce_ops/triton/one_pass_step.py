@@ -47,7 +47,7 @@ SPLIT_AT_MOST = 128
 
 
 class StepTokens(NamedTuple):
-    """(N,) as the tokens stand; out but for the first two."""
+    """What a step reads and writes of every token, (N,) as the tokens stand; out but for the first two."""
 
     weight: Tensor | None  # float32, the class weight of the target
     row_scale: Tensor
