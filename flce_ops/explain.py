@@ -1,14 +1,19 @@
-"""Which path a call would take, and which condition rules the others out: the tables of ops/paths.py, for arguments."""
+"""Which path a call would take, and which condition rules the others out: the tables of ops/paths.py, for arguments.
+
+Where Triton makes a scalar loss, also how it takes the tokens: those of triton/cut.py.
+"""
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce_ops.functional import linear_cross_entropy, linear_kl_div, linear_log_probs
-from flce_ops.ops.paths import KERNELS, LOSS, Path, Situation, choose, loss_situation, sharding_of
+from flce_ops.ops.paths import KERNELS, LOSS, Situation, loss_situation, needs_gradient, sharding_of
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.table import Path, choose
 
 
 def explain(function: Callable, *args, **kwargs) -> str:
@@ -29,11 +34,11 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
         >>> print(flce_ops.explain(flce_ops.linear_cross_entropy, hidden, weight, target))
         a scalar loss
-          one pass    runs
-          recompute   not needed
+          one pass      runs
+          recompute     not needed
         flce::linear_cross_entropy_with_grad
-          triton      ruled out: expects an NVIDIA GPU
-          aten        runs
+          triton        ruled out: expects an NVIDIA GPU, half operands
+          aten          runs
     """
     if function not in (linear_cross_entropy, linear_log_probs, linear_kl_div):
         raise TypeError(
@@ -55,7 +60,10 @@ def explain(function: Callable, *args, **kwargs) -> str:
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
     ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
-    return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
+    lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
+    if op == "with_grad" and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
+        lines += tokens_in_triton(call, situation)
+    return "\n".join(lines)
 
 
 def situation_of_call(call: dict) -> Situation:
@@ -88,10 +96,30 @@ def learnt(call: dict) -> bool:
     return torch.is_grad_enabled() and any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
 
 
-def verdicts(title: str, paths: tuple[Path, ...], situation: Situation) -> list[str]:
+def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
+    """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
+    from flce_ops.triton.cut import CUTS, problem_of
+
+    input, linear_weight = call["input"], call["linear_weight"]
+    hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
+    if any_dtensor(input, linear_weight) or linear_weight.dtype != situation.dtype or hidden * size % 16:
+        return []
+    wanted = [needs_gradient(call[name]) for name in ("input", "linear_weight", "linear_bias")]
+    wanted[0] |= learnt(call)
+    problem = problem_of(
+        input.numel() // hidden,
+        linear_weight,
+        wanted,
+        smoothed=situation.label_smoothing,
+        argmax=bool(call["return_metrics"]),
+    )
+    return [line for title, paths in CUTS.items() for line in verdicts(title, paths, problem)]
+
+
+def verdicts(title: str, paths: tuple[Path, ...], situation: Any) -> list[str]:
     chosen, lines = choose(paths, situation), [title]
     for path in paths:
         reasons = path.ruled_out_by(situation)
         verdict = "runs" if path is chosen else f"ruled out: expects {', '.join(reasons)}" if reasons else "not needed"
-        lines.append(f"  {path.name:<12}{verdict}")
+        lines.append(f"  {path.name:<14}{verdict}")
     return lines

@@ -2,25 +2,19 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flce_ops.aten.vocab_parallel_with_grad import vocab_parallel_with_grad
-from flce_ops.ops.registration import cuda_kernel
+from flce_ops.ops.registration import kernel
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
 
 
-def one_pass_kernel(input: Tensor, *args, **options) -> tuple[Tensor, ...]:
-    kernel = cuda_kernel("linear_cross_entropy_vocab_parallel_with_grad") if input.is_cuda else vocab_parallel_with_grad
-    return kernel(input, *args, **options)
-
-
-KERNELS = {"linear_cross_entropy_vocab_parallel_with_grad": one_pass_kernel}
+ONE_PASS = "linear_cross_entropy_vocab_parallel_with_grad"
+KERNELS = {ONE_PASS: kernel(ONE_PASS)}
 
 
 class RecordCollectives(TorchDispatchMode):

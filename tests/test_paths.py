@@ -2,6 +2,7 @@
 
 # N tokens, D hidden, V vocabulary
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from inputs import make_inputs
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
-from flce_ops import explain
-from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
+from flce_ops import aten, explain
+from flce_ops.ops.paths import KERNELS, LOSS, Choice, Situation, choose
 
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -39,6 +40,35 @@ def test_explain_names_the_operator_and_the_implementation_that_run(device, dtyp
     assert said[f"flce::{path.op}"] == path.implementation
 
 
+def test_the_reason_names_what_rules_out_the_paths_before():
+    inputs = make_inputs((24, 16, 50), ignored=0.5)
+    flce_ops.linear_cross_entropy(*inputs.args)
+    expected = "cpu tensors in torch.float32 (triton expects an NVIDIA GPU, half operands), without ignored tokens"
+    assert flce_ops.last_path().reason == expected
+    teacher = (torch.randn(24, 7), torch.randn(50, 7))
+    flce_ops.linear_kl_div(*inputs.args[:2], *teacher)
+    assert flce_ops.last_path().reason == "cpu tensors in torch.float32"
+    situation = Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True)
+    op = "linear_cross_entropy_with_grad"
+    expected = "cuda tensors in torch.bfloat16 (triton expects no label smoothing under a softcap)"
+    assert Choice(op, choose(KERNELS[op], situation), situation).reason() == expected
+
+
+def test_a_kernel_called_by_itself_was_chosen_by_no_table():
+    aten.forward(*make_inputs((24, 16, 50), ignored=0.0, requires_grad=False).args)
+    assert flce_ops.last_path() == flce_ops.Path("", "", "called by itself", rows_per_chunk=24, chunks=1)
+
+
+def test_each_distinct_answer_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr("flce_ops.support.path._logged", set())
+    inputs = make_inputs((24, 16, 50), ignored=0.0)
+    with caplog.at_level("INFO", logger="flce_ops"):
+        for _ in range(2):
+            flce_ops.linear_cross_entropy(*inputs.args)
+    path = flce_ops.last_path()
+    assert caplog.messages == [f"{path.op} runs on {path.implementation} ({path.reason}): 1 chunks of 24 rows"]
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_explain_knows_autocast_and_who_asks_for_gradients(dtype):
     inputs = make_inputs((24, 16, 50))
@@ -54,8 +84,8 @@ def test_explain_knows_autocast_and_who_asks_for_gradients(dtype):
 def test_explain_says_what_rules_a_path_out():
     inputs = make_inputs((24, 16, 50), dtype=torch.float16)
     text = explain(flce_ops.linear_cross_entropy, *inputs.args, label_smoothing=0.1)
-    assert "one pass    ruled out: expects another dtype than float16" in text
-    assert "triton      ruled out: expects an NVIDIA GPU" in text
+    assert "one pass      ruled out: expects another dtype than float16" in text
+    assert "triton        ruled out: expects an NVIDIA GPU" in text
 
     def inside(input):
         said.append(explain(flce_ops.linear_cross_entropy, input, *inputs.args[1:]))
@@ -64,7 +94,32 @@ def test_explain_says_what_rules_a_path_out():
     said = []
     inputs = make_inputs((24, 16, 50))
     checkpoint(inside, inputs.input, use_reentrant=False)
-    assert "one pass    ruled out: expects no saved-tensor hooks" in said[0]
+    assert "one pass      ruled out: expects no saved-tensor hooks" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "workspace", "options", "first", "others"),
+    [
+        ((130, 24, 67), 512 << 20, {}, "as others", "chunks"),
+        ((2000, 1024, 8304), 24 << 20, {}, "as others", "chunks"),
+        ((2000, 1024, 8304), 16 << 20, {}, "lead chunk", "chunks"),
+        ((2000, 1024, 8304), 3 << 20, {}, "lead chunk", "recompute"),
+        ((2000, 1024, 8304), 3 << 20, {"label_smoothing": 0.1}, "as others", "recompute"),
+        ((150, 24, 300), 1, {}, "as others", "recompute"),
+    ],
+)
+def test_explain_says_how_triton_takes_the_tokens(shape, workspace, options, first, others, monkeypatch):
+    """A GPU is pretended; the table is that of Triton's interpreter."""
+    cut = pytest.importorskip("flce_ops.triton.cut")
+    situation = Situation("cuda", torch.bfloat16, wants_gradient=True, label_smoothing=bool(options))
+    monkeypatch.setattr(sys.modules["flce_ops.explain"], "situation_of_call", lambda call: situation)
+    inputs = make_inputs(shape, dtype=torch.bfloat16)
+    with flce_ops.workspace(workspace):
+        said = running(explain(flce_ops.linear_cross_entropy, *inputs.args, **options))
+        found = cut.cut_tokens(inputs.input, inputs.linear_weight, [True, True, False], smoothed=bool(options))
+    assert said["the first tokens of a step in Triton"] == first
+    assert said["the other tokens of a step in Triton"] == others
+    assert (first == "lead chunk", others == "recompute") == (found.lead is not None, found.recompute)
 
 
 def test_explain_of_the_other_functions_and_refusals():
@@ -116,16 +171,20 @@ def test_kernels_that_triton_takes(op, situation, triton):
 
 def as_markdown() -> str:
     """The tables as docs/paths.md has them."""
+    from flce_ops.triton.cut import CUTS
+
     lines = []
-    titles = {title[0].upper() + title[1:]: paths for title, paths in LOSS.items()}
-    for title, paths in {**titles, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}}.items():
-        lines += [f"### {title}", ""]
+    tables = {**LOSS, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}, **CUTS}
+    for title, paths in tables.items():
+        lines += [f"### {title[0].upper()}{title[1:]}", ""]
         for path in paths:
-            lines.append(f"- **{path.name}**: {path.why or f'`{path.kernel}`'}")
+            what = path.why or (f"`{path.kernel}`" if path.kernel else "")
+            lines.append(f"- **{path.name}**{what and ': '}{what}")
             lines += [f"    - expects {condition.name}" for condition in path.conditions]
         lines.append("")
     return "\n".join(lines[:-1])
 
 
 def test_the_page_shows_the_table():
+    pytest.importorskip("triton")
     assert as_markdown() in (DOCS / "paths.md").read_text(), f"docs/paths.md is to end in:\n\n{as_markdown()}"

@@ -23,7 +23,7 @@ from flce_ops.triton.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
-    GradientTiles,
+    LogitsTiles,
     Tiles,
     data_centre_chip,
     tiles_of_architecture,
@@ -53,13 +53,13 @@ ALIGNED = [["tt.divisibility", 16]]
 class Variant(NamedTuple):
     name: str
     source: ASTSource
-    tiles: Tiles | GradientTiles
+    tiles: Tiles
     num_stages: int
 
 
 def source(
     kernel: Any,
-    tiles: Tiles | GradientTiles,
+    tiles: Tiles,
     constants: Mapping[str, Any],
     blocks: Mapping[str, tuple[str, list[int]]],  # dtype and tile of each matrix that tensor maps may bring
     types: Mapping[str, Any],  # of the other arguments but integers; "constexpr" for what is absent
@@ -85,22 +85,22 @@ def source(
     return ASTSource(fn=kernel.function, signature=signature, constexprs=values, attrs=attributes)
 
 
-def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
+def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Variant]:
     constants = {
         "EVEN_V": False,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_V": tiles.block_v,
-        "BLOCK_D": tiles.block_d,
+        "BLOCK_N": tiles.block_m,
+        "BLOCK_V": tiles.block_n,
+        "BLOCK_D": tiles.block_k,
         "GROUP": tiles.group,
         "FLATTEN": tiles.flatten,
         "WARP_SPECIALIZE": tiles.warp_specialize,
         "STORE_HALVES": tiles.store_halves,
     }
-    out_columns = tiles.block_v // 2 if tiles.store_halves else tiles.block_v
+    out_columns = tiles.block_n // 2 if tiles.store_halves else tiles.block_n
     blocks = {
-        "input_ptr": ("bf16", [tiles.block_n, tiles.block_d]),
-        "weight_ptr": ("bf16", [tiles.block_v, tiles.block_d]),
-        "out_ptr": ("bf16", [tiles.block_n, out_columns]),
+        "input_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
+        "weight_ptr": ("bf16", [tiles.block_n, tiles.block_k]),
+        "out_ptr": ("bf16", [tiles.block_m, out_columns]),
     }
     for name in epilogues:
         operands = OPERANDS[name]
@@ -120,7 +120,7 @@ def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
 
-def gradient_blocks(tiles: GradientTiles) -> dict[str, int]:
+def gradient_blocks(tiles: Tiles) -> dict[str, int]:
     return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
 
 
@@ -134,7 +134,7 @@ WEIGHT_CHUNKS = {
 }
 
 
-def weight_variant(tiles: GradientTiles, chunk: str, *, low: bool = False) -> Variant:
+def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
     """`low` where c input takes two numbers, which is of one chunk."""
     first, last, marked = WEIGHT_CHUNKS[chunk]
     of_rows = [tiles.block_k, tiles.block_n]
@@ -160,7 +160,7 @@ def weight_variant(tiles: GradientTiles, chunk: str, *, low: bool = False) -> Va
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages - low)
 
 
-def input_variant(tiles: GradientTiles, *, whole: bool) -> Variant:
+def input_variant(tiles: Tiles, *, whole: bool) -> Variant:
     """All of V at once, which is finished where it is made, or one piece of several."""
     blocks = {
         "exponentials_ptr": ("bf16", [tiles.block_m, tiles.block_k]),

@@ -19,7 +19,7 @@ from flce_ops.triton.epilogues import ExpSum, Gradient
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.logits_gemm import launch_logits_gemm
-from flce_ops.triton.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, GradientTiles, Tiles
+from flce_ops.triton.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, LogitsTiles, Tiles
 from flce_ops.triton.weight_gradient import WeightGradient
 
 # n rows of a chunk, D hidden, V vocabulary
@@ -32,8 +32,8 @@ CANDIDATES = {
     "128x256x64 s4 flat halves": replace(HOPPER, num_stages=4),
     "128x256x64 s3 flat halves g8": replace(HOPPER, group=8),
     "128x256x64 s3 ws halves": replace(HOPPER, flatten=False, warp_specialize=True),
-    "256x128x64 s3 flat": replace(HOPPER, block_n=256, block_v=128, store_halves=False),
-    "128x128x64 w4 s3 x2 flat": replace(HOPPER, block_v=128, num_warps=4, programs_per_sm=2),
+    "256x128x64 s3 flat": replace(HOPPER, block_m=256, block_n=128, store_halves=False),
+    "128x128x64 w4 s3 x2 flat": replace(HOPPER, block_n=128, num_warps=4, programs_per_sm=2),
 }
 
 INPUT_CANDIDATES = {
@@ -74,9 +74,9 @@ def all_kept(n: int) -> Kept:
     return Kept(order, torch.full((), n, device="cuda", dtype=torch.int32), 0)
 
 
-def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
+def candidate_step(tiles: LogitsTiles, epilogue: str, store: bool, x, w, out):
     n, num_classes = x.shape[0], w.shape[0]
-    partial = torch.empty(triton.cdiv(num_classes, tiles.block_v), n, device="cuda")
+    partial = torch.empty(triton.cdiv(num_classes, tiles.block_n), n, device="cuda")
     reference = torch.randn(n, device="cuda") + 10
     factor = torch.rand(n, device="cuda")
     operands = {"exp_sum": ExpSum(reference, None, partial), "gradient": Gradient(reference, factor)}
@@ -97,7 +97,7 @@ def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
     return step
 
 
-def input_step(tiles: GradientTiles, e, w):
+def input_step(tiles: Tiles, e, w):
     n, hidden = e.shape[0], w.shape[1]
     finish = Finish(None, torch.zeros(n, device="cuda", dtype=torch.int64), torch.zeros(n, device="cuda"))
     columns = slice(0, w.shape[0])
@@ -112,7 +112,7 @@ def input_step(tiles: GradientTiles, e, w):
     return step
 
 
-def weight_step(tiles: GradientTiles, e, x, grad, first: bool):
+def weight_step(tiles: Tiles, e, x, grad, first: bool):
     gradient, kept = WeightGradient(grad, in_float32=False), all_kept(e.shape[0])
     gradient.tiles = tiles
     return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first)

@@ -1,17 +1,18 @@
 """The derivative of the backward operator along a direction: what torch.autograd.functional.hvp and jvp come to.
 
 Both differentiate a vector-Jacobian product by its vector. The double-backward operator is linear in the cotangents
-A, C, c that it is given (flce_ops/aten/double_backward.py), so its derivative by them is the transposed map: from a
-direction in the backward operator's arguments to the change of its results. With dots for that direction,
+that it is given, input', linear_weight' and bias' (flce_ops/aten/double_backward.py), so its derivative by them is the
+transposed map: from a direction in the backward operator's arguments to the change of its results. With primes for that
+direction,
 
     u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'      z' = f' u'      p' = p (z' - sum_j p_j z'_j)
-    d  = l p + s w + a [j = y]                                                d' = l' p + l p' + s' w + a' [j = y]
+    d  = l p + m w + a [j = y]                                                d' = l' p + l p' + m' w + a' [j = y]
     G  = d f'                                                                 G' = d' f' + d f'' u'
 
     grad_input' = G' @ linear_weight + G @ linear_weight'       grad_linear_weight' = G'.T @ input + G.T @ input'
     grad_linear_bias' = G'.T @ 1
 
-(f' and f'' are dz/du and its derivative, and a prime on anything else is a dot.)
+(f' and f'' are dz/du and its derivative; in the code a prime of anything else is `_dot`.)
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], direction: Dire
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
     change_of = Cotangents(*direction[:3]).kept(hit, valid, call.lse.dtype).filled(call.lse)
     sums = SecondOrder(call, direction[3:], out)
-    for rows in sums.chunks("linear_cross_entropy_backward_tangent"):
+    for rows in sums.chunks():
         u_dot = sums.change_of_logits(rows)
         z, slope, p = sums.logits(rows)
         z_dot = u_dot if slope is None else u_dot * slope

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flce_ops.aten.kept_tokens import RowsByChunk, tokens_of
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.support.path import Path, record_path
+from flce_ops.meta.arguments import Arguments
+from flce_ops.support.path import record_run
 from flce_ops.support.readable import copied_row_bytes, readable, readable_rows
-from flce_ops.support.vendor import device_name
 from flce_ops.support.workspace import matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -89,20 +89,17 @@ def read_in_place(input: Tensor) -> bool:
     return input.device.type == "cpu" and not isinstance(input, RowsByChunk)
 
 
-def row_chunks(op: str, input: Tensor, rows: int) -> Iterator[slice]:
+def row_chunks(call: Arguments, input: Tensor, rows: int) -> Iterator[slice]:
     total = input.shape[0]
-    reason = f"{device_name(input)} tensors in {input.dtype}"
-    if isinstance(input, RowsByChunk) and input.said:
-        reason = f"{reason}, {input.said}"
-    record_path(Path(op, "aten", reason, rows, -(-total // rows)))
+    record_run(call, rows, -(-total // rows))
     for start in range(0, total, rows):
         yield slice(start, min(start + rows, total))
 
 
-def chunk_products(op: str, input: Tensor, linear_weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+def chunk_products(call: Arguments, input: Tensor, linear_weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each chunk and their product, (n, V), in memory that the chunks share."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
-    for chunk in row_chunks(op, input, rows):
+    for chunk in row_chunks(call, input, rows):
         yield chunk, chunk_product(input[chunk], linear_weight, out=memory[: chunk.stop - chunk.start])
 
 

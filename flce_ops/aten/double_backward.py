@@ -1,22 +1,23 @@
 """Derivatives of the backward operator, in chunked ATen on every device: what create_graph=True and hessians reach.
 
-With z, p, f' as in flce_ops/aten/logits.py, the backward operator computes from cotangents a, l, s
+With z, p, f' as in flce_ops/aten/logits.py, the backward operator computes from cotangents a, l, m
 
-    d_ij = l_i p_ij + s_i w_j + a_i [j = y_i]      G = d f'      (G @ linear_weight, G.T @ input, G.T @ 1)
+    d_ij = l_i p_ij + m_i w_j + a_i [j = y_i]      G = d f'      (G @ linear_weight, G.T @ input, G.T @ 1)
 
-Let A (N, D), C (V, D), c (V,) be the cotangents of those three results. Then L = sum_ij G_ij H_ij with
+Let input', linear_weight' and bias' be the cotangents of those three results. Then L = sum_ij G_ij u'_ij with
 
-    H = A @ linear_weight.T + input @ C.T + c            K = f' H
+    u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'      z' = f' u'      lse'_i = sum_j p_ij z'_ij
 
-and, with p = exp(z - lse), where lse is the logsumexp of the same operands. It gets no cotangent of its own: what comes
-through it stands in S. Apart, and rounded, it would not cancel the rest of S where a token is sure of its class.
+and p = exp(z - lse), where lse is the logsumexp of the same operands. It gets no cotangent of its own: what comes
+through it stands in dL/du. Apart, and rounded, it would not cancel the rest of that where a token is sure of its class.
 
-    dL/da_i = K_i,y_i        dL/dl_i   = sum_j p_ij K_ij
-    dL/ds_i = sum_j w_j K_ij
-    S = dL/du = l p (K - sum_j p_ij K_ij) f' + d f'' H         f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
-    dL/dinput = S @ linear_weight + G @ C      dL/dlinear_weight = S.T @ input + G.T @ A      dL/dlinear_bias = S.T @ 1
+    dL/da_i = z'_i,y_i        dL/dl_i = lse'_i        dL/dm_i = sum_j w_j z'_ij
+    dL/du = l p (z' - lse') f' + d f'' u'                      f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
+    dL/dinput = dL/du @ linear_weight + G @ linear_weight'
+    dL/dlinear_weight = (dL/du).T @ input + G.T @ input'       dL/dlinear_bias = (dL/du).T @ 1
 
-A, C and c alone have derivatives in turn (flce_ops/aten/backward_tangent.py): third derivatives are refused by name.
+The primed three alone have derivatives in turn (flce_ops/aten/backward_tangent.py): third derivatives are refused by
+name.
 """
 
 from collections.abc import Sequence
@@ -47,20 +48,20 @@ def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> 
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
     sums = SecondOrder(call, call.grad_grads, out)
-    for rows in sums.chunks("linear_cross_entropy_double_backward"):
-        h = sums.change_of_logits(rows)
+    for rows in sums.chunks():
+        u_dot = sums.change_of_logits(rows)
         z, slope, p = sums.logits(rows)
-        k = h if slope is None else h * slope
-        pk = (p * k).sum(1)
-        out_target[rows] = torch.where(hit[rows], k.gather(1, column[rows]).squeeze(1), 0.0)
-        out_lse_cotangent[rows] = torch.where(valid[rows], pk, 0.0)
-        out_sum[rows] = torch.where(valid[rows], weighted_logits(k, weight), 0.0)
+        z_dot = u_dot if slope is None else u_dot * slope
+        lse_dot = (p * z_dot).sum(1)
+        out_target[rows] = torch.where(hit[rows], z_dot.gather(1, column[rows]).squeeze(1), 0.0)
+        out_lse_cotangent[rows] = torch.where(valid[rows], lse_dot, 0.0)
+        out_sum[rows] = torch.where(valid[rows], weighted_logits(z_dot, weight), 0.0)
 
         d = p * cotangents.grad_lse[rows, None]
-        grad_u = apply_slope(d * (k - pk[:, None]), slope)
+        grad_u = apply_slope(d * (z_dot - lse_dot[:, None]), slope)
         add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
         if call.logits.softcap is not None:
-            grad_u += d * h * slope_derivative(z, slope, call.logits)
+            grad_u += d * u_dot * slope_derivative(z, slope, call.logits)
         sums.add(rows, grad_u.to(input.dtype), apply_slope(d, slope))
-        del h, z, slope, p, k, d, grad_u  # before the next chunk's are allocated
+        del u_dot, z, slope, p, z_dot, d, grad_u  # before the next chunk's are allocated
     sums.finish()

@@ -35,7 +35,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + call.expected_logit
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
-    for chunk, product in chunk_products("linear_cross_entropy_forward", input, linear_weight, step):
+    for chunk, product in chunk_products(call, input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):
             logits = activate(block, linear_bias, call.logits)
             target_logit[rows] = torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)

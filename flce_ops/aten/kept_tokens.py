@@ -33,14 +33,14 @@ VECTORS = {  # (..., N)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
 
 
-class PerToken(NamedTuple):
+class AtIgnored(NamedTuple):
     """A result with an entry for each token: what it is at ignored ones."""
 
     fill: float
     dim: int = 0  # that counts the tokens
 
 
-ZERO, NO_CLASS, ZERO_COLUMN = PerToken(0.0), PerToken(-1), PerToken(0.0, dim=1)
+ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
 
 
 class RowsByChunk:
@@ -49,12 +49,11 @@ class RowsByChunk:
     Rows are made when they are read. A copy of all of them would not fit a workspace that is smaller than input.
     """
 
-    def __init__(self, matrix: Tensor, rows: int, make: Callable[[slice], Tensor], said: str = "") -> None:
+    def __init__(self, matrix: Tensor, rows: int, make: Callable[[slice], Tensor]) -> None:
         self.dtype, self.device, self.new_empty = matrix.dtype, matrix.device, matrix.new_empty
         self.shape = torch.Size((rows, matrix.shape[1]))
         self.tokens = matrix.shape[0]
         self.make = make
-        self.said = said  # by last_path()
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.make(rows)
@@ -67,7 +66,7 @@ def tokens_of(input: Tensor) -> int:
 
 Body = Callable[..., None]  # of a call, the results that it fills in, and perhaps a direction
 Results = Sequence[Tensor]
-Fills = Sequence[PerToken | None]  # None for a result that is not by token
+Fills = Sequence[AtIgnored | None]  # None for a result that is not by token
 
 
 def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:
@@ -98,10 +97,12 @@ def with_kept_rows(body: Body, call: Arguments, results: Results, fills: Fills, 
             return None if name == "valid" else value
         if name in MATRICES:
             gather = lambda rows: value.index_select(0, kept[rows])  # noqa: E731
-            return RowsByChunk(value, len(kept), gather, said="without ignored tokens")
+            return RowsByChunk(value, len(kept), gather)
         return value.index_select(-1, kept) if name in VECTORS and value.shape[-1] else value
 
-    body(by_name(call, of_kept), [first.get(id(r), r) for r in results], *(by_name(d, of_kept) for d in direction))
+    call_of_kept = call.changed(of_kept)
+    call_of_kept.notes += ("without ignored tokens",)
+    body(call_of_kept, [first.get(id(r), r) for r in results], *(by_name(d, of_kept) for d in direction))
     ignored = (~valid).nonzero().squeeze(1)
     for result, fill in by_token:
         spread(result.movedim(fill.dim, 0), kept)
@@ -125,7 +126,7 @@ def with_zeroed_rows(
         make = lambda rows: value[rows].masked_fill(ignored[rows, None], MATRICES[name])  # noqa: E731
         return RowsByChunk(value, value.shape[0], make)
 
-    body(by_name(call, zeroed), results, *(by_name(d, zeroed) for d in direction))
+    body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in direction))
     for result, fill in zip(results, fills):
         # rows of grad_input are zeros times linear_weight; a shift fits the row of zeros it was made of
         if fill is not None and result.dim() == 1 and len(result):
@@ -133,7 +134,5 @@ def with_zeroed_rows(
 
 
 def by_name(values: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A call, or a named tuple, with its values changed."""
-    if isinstance(values, Arguments):
-        return type(values).of([change(name, value) for name, value in zip(values.index, values.values())])
+    """A named tuple with its values changed."""
     return type(values)(*(change(name, value) for name, value in values._asdict().items()))

@@ -103,7 +103,7 @@ def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def forward_of_rows(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
     divergence, shift, teacher_shift, student_kl = outputs
-    stream_rows("linear_kl_div_forward", call.operands, call.options, divergence, shift, teacher_shift, student_kl)
+    stream_rows(call, divergence, shift, teacher_shift, student_kl)
 
 
 @takes(KlDivWithGrad)
@@ -120,7 +120,7 @@ def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     rows = rows_per_chunk(operands, options, call.output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
     scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
-    stream_rows("linear_kl_div_with_grad", operands, options, *per_row, gradients, scale_of_products(scale, options))
+    stream_rows(call, *per_row, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
 
 
@@ -130,9 +130,7 @@ def scale_of_products(row_scale: Tensor, options: Options) -> Tensor:  # (N,)
 
 
 def stream_rows(
-    op: str,
-    operands: Operands,
-    options: Options,
+    call: KlDivForward | KlDivWithGrad | KlDivBackward,
     divergence: Tensor | None,  # (N,) out; None: the next three are known
     shift: Tensor,  # (2, N)
     teacher_shift: Tensor,  # (2, N), or (2, 0) with teacher_probs
@@ -141,8 +139,9 @@ def stream_rows(
     row_scale: Tensor | None = None,  # (N,), the constant part of dz/du included
 ) -> None:
     """One pass over the logits: the divergence of every row, and the gradients where they are wanted."""
+    operands, options = call.operands, call.options
     weight_gradient = gradients is not None and gradients.mask[1]
-    for rows in row_chunks(op, operands.input, rows_per_chunk(operands, options, weight_gradient)):
+    for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
         softmaxes = [(log_q, shift)]
         if operands.teacher_probs is None:
@@ -204,4 +203,4 @@ def backward_of_rows(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
     rows = rows_per_chunk(operands, options, call.output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
     known = (None, shift, call.teacher_shift, call.student_kl)
-    stream_rows("linear_kl_div_backward", operands, options, *known, gradients, scale)
+    stream_rows(call, *known, gradients, scale)

@@ -3,11 +3,11 @@
     u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time: chunks.py
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
     lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
-    p = exp(z - lse)                expected_logit_i = m_i = sum_j p_ij z_ij
+    p = exp(z - lse)                expected_logit_i = zbar_i = sum_j p_ij z_ij
 
-With cotangents l, a, s, c of the four and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softcap):
+With cotangents l, a, m, h of the four and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softcap):
 
-    G_ij = ((l_i + c_i (1 + z_ij - m_i)) p_ij + s_i w_j + a_i [j = y_i]) f'_ij
+    G_ij = ((l_i + h_i (1 + z_ij - zbar_i)) p_ij + m_i w_j + a_i [j = y_i]) f'_ij
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
 z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
@@ -145,8 +145,8 @@ class SoftmaxFactors(NamedTuple):
     """G's part of p is (factor + expected (z - lse)) exp(z - lse); (n,) each, None for 0."""
 
     lse: Tensor
-    factor: Tensor | None  # l + c (1 + lse - m), times what the rounding of lse took from p
-    expected: Tensor | None  # c, times the same
+    factor: Tensor | None  # l + h (1 + lse - zbar), times what the rounding of lse took from p
+    expected: Tensor | None  # h, times the same
 
     def of(self, rows: slice) -> "SoftmaxFactors":
         return SoftmaxFactors(*(None if factor is None else factor[rows] for factor in self))
@@ -179,7 +179,7 @@ def softmax_gradient(logits: Tensor, factors: SoftmaxFactors) -> Tensor:  # (n, 
 
 
 def add_sum(grad_logits: Tensor, grad_logit_sum: Tensor | None, weight: Tensor | None) -> None:
-    """s_i w_j, in place."""
+    """m_i w_j, in place."""
     if grad_logit_sum is None:
         return
     if weight is None:

@@ -1,10 +1,11 @@
 """What the two derivatives of the backward operator share: the logits along a direction, and the products it ends in.
 
-With dots for a direction in input, linear_weight and linear_bias, G the logit gradient and S its change,
+With primes for a direction in input, linear_weight and linear_bias, G the logit gradient and G' its change (which of a
+double backward is dL/du),
 
     u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'
-    out_input = S @ linear_weight + G @ linear_weight'        out_linear_weight = S.T @ input + G.T @ input'
-    out_linear_bias = S.T @ 1
+    out_input = G' @ linear_weight + G @ linear_weight'       out_linear_weight = G'.T @ input + G.T @ input'
+    out_linear_bias = G'.T @ 1
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,10 +37,11 @@ class SecondOrder:
         self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
         self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)
 
-    def chunks(self, op: str) -> Iterator[slice]:
-        # u', p and four on the way to S; with a softcap slope and one more
+    def chunks(self) -> Iterator[slice]:
+        # u', p and four on the way to G'; with a softcap slope and one more
         matrices = 6 if self.call.logits.softcap is None else 8
-        return row_chunks(op, self.input, rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices))
+        rows = rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices)
+        return row_chunks(self.call, self.input, rows)
 
     def change_of_logits(self, rows: slice) -> Tensor:  # u', (n, V)
         x = self.input[rows]
@@ -55,8 +57,8 @@ class SecondOrder:
     def logits(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
         """z, dz/du and p of a chunk; p adds up to 1 within a rounding.
 
-        So K_iy - sum_j p_ij K_ij cancels where token i is sure of y: the lse that p is made with may come from another
-        GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf switches off has no p.)
+        So z'_iy - sum_j p_ij z'_ij cancels where token i is sure of y: the lse that p is made with may come from
+        another GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf switches off has no p.)
         """
         call = self.call
         z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits)
@@ -64,7 +66,7 @@ class SecondOrder:
         return z, slope, p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
 
     def add(self, rows: slice, change: Tensor, gradient: Tensor) -> None:
-        """S and G of a chunk, (n, V)."""
+        """G' and G of a chunk, (n, V)."""
         out_input, x = self.out[0], self.input[rows]
         if self.linear_bias is not None:
             self.bias_sum += change.sum(0)

@@ -47,7 +47,7 @@ def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Seque
     matrices = product_is_rounded(input) + (call.logits.softcap is not None)
     step = rows_beside_gradients(input, shard_rows(call.vocab_size, call.ranks), output_mask[1], matrices=matrices)
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
-    for rows in row_chunks("linear_cross_entropy_vocab_parallel_with_grad", input, step):
+    for rows in row_chunks(call, input, step):
         logits, slope = chunk_logits_with_slope(input[rows], linear_weight, linear_bias, call.logits)
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
         if call.loss.label_smoothing:

@@ -49,7 +49,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
         input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
-    for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
+    for chunk, product in chunk_products(call, input, linear_weight, step):
         for rows, block in row_blocks(input, chunk, product):
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)

@@ -3,7 +3,7 @@
 For each chunk of n rows, with this rank's classes:
 
     E = exp(z - reference)                       the chunk's only GEMM for logits
-    (lse_r, t_r, s_r), 2 or 3 numbers a row      all_gather: the one thing that crosses ranks before E can be used
+    lse, target_logit, logit_sum of the shard    all_gather, 2 or 3 numbers a row: nothing else crosses ranks
     lse, target_logit, logit_sum, losses         as vocab_parallel.py, on every rank
     grad_linear_weight += G.T @ input            G from E and lse
     grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, left to the caller

@@ -1,11 +1,11 @@
 """Row statistics when each rank holds some classes: O(N) numbers cross the ranks, never a logit or a weight.
 
-    rank r:   lse_r = logsumexp of its z_ij      t_r = z_iy or 0      s_r = sum of its w_j z_ij
-              m_r = its expected logit           x_r, j_r = its largest logit and that one's class
+    rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0      logit_sum_r = sum of its w_j z_ij
+              zbar_r = its expected logit        max_r, argmax_r = its largest logit and that one's class
 
          (2 to 6, N) of every rank                one all_gather
-    lse = logsumexp_r lse_r      target_logit = sum_r t_r      logit_sum = sum_r s_r    N numbers each, on every rank
-    expected_logit = sum_r exp(lse_r - lse) m_r                argmax = j_r of the largest x_r
+    lse = logsumexp_r lse_r                             target_logit and logit_sum: sums over r       N numbers each,
+    expected_logit = sum_r exp(lse_r - lse) zbar_r      argmax: that of the largest max_r             on every rank
 
 Backward: d lse / d lse_r = exp(lse_r - lse), so each rank takes its own row of the cotangents and nothing is sent; what
 remains is the sum of grad_input over ranks, which belongs to the caller's placements.

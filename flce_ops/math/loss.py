@@ -1,14 +1,15 @@
 """The loss of one token as a function of a few numbers per row of logits, and its partial derivatives.
 
-With z the row of logits (scaled and capped), w the class weights, W = sum_j w_j, eps the label smoothing and V classes:
+With z the row of logits (scaled and capped), w the class weights, eps the label smoothing and V classes:
 
     lse         = logsumexp_j z_j
     target_logit = z_y
     logit_sum   = sum_j w_j z_j                                   (only read when eps > 0)
 
-    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (W lse - logit_sum)  +  z_loss lse^2
+    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - logit_sum)  +  z_loss lse^2
 
 so that every gradient with respect to z is  d_lse * softmax(z) + d_target * onehot(y) + d_sum * w.
+Times the row's scale these three are l, a and m of DESIGN.md.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class LossTerms:
 
     target_factor: Tensor | float  # (1 - eps) w_y
     smoothing: float | Tensor  # eps / V
-    smoothing_lse_factor: Tensor | float  # eps / V * W
+    smoothing_lse_factor: Tensor | float  # eps / V * sum_j w_j
     z_loss: Tensor | None  # ()
 
     def of(self, rows: slice) -> "LossTerms":

@@ -54,7 +54,7 @@ def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
 def logit_options(numbers: LogitNumbers | LossNumbers, like: Tensor) -> LogitOptions:
     """softcap and logit_scale as the inner operators take them. The temperature, behind the cap, goes into both:
 
-    cap tanh(scale u / cap) / T = (cap / T) tanh((scale / T) u / (cap / T))
+    cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
     """
     divisor = scalar_unless(1.0, numbers.temperature, like)
     cap = None if numbers.softcap is None else scalar(numbers.softcap, like)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Cotangents, LogitOptions, LossOptions, Operands
+from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
@@ -49,6 +50,9 @@ class Argument(NamedTuple):
 
 class Arguments:
     """A call of an operator. Its values, in the schema's order, are what the dispatcher and autograd see."""
+
+    choice: Choice = NoChoice()  # of its path, and notes of what runs there: for flce_ops.last_path()
+    notes: tuple[str, ...] = ()
 
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # how many of them
@@ -112,6 +116,12 @@ class Arguments:
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         return cls.of(cls.values_of(args, kwargs))
+
+    def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
+        """The same call with change(name, value) for its values."""
+        call = self.of([change(name, value) for name, value in zip(self.index, self.values())])
+        call.choice, call.notes = self.choice, self.notes
+        return call
 
     def values(self) -> list[Any]:
         values: list[Any] = []
@@ -186,13 +196,6 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     output_mask: OutputMask
     argmax: bool = False
-
-    def rows(self, rows: slice) -> "WithGrad":
-        """The call of some tokens."""
-        call = WithGrad.of(self.values())
-        call.operands = call.operands._replace(input=call.operands.input[rows], target=call.operands.target[rows])
-        call.row_scale = call.row_scale[rows]
-        return call
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):

@@ -24,6 +24,7 @@ from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import NUMBERS, Cotangents
 from flce_ops.meta.arguments import Arguments, Backward, DoubleBackward, Forward, GradGrads, WithGrad
+from flce_ops.ops.paths import choice_of
 from flce_ops.support.torch_private import (
     below_autograd,
     functorch_is_active,
@@ -290,6 +291,7 @@ class DoubleBackwardFormula(Formula):
                 "them"
             )
         call, _ = saved(ctx, DoubleBackward)
+        call.choice = choice_of(DoubleBackwardFormula.op, call)
         changes = backward_tangent(Direction(*direction), call)
         needs = ctx.needs_input_grad
         named = zip(GradGrads._fields, changes, needs)

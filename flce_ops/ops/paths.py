@@ -3,9 +3,10 @@
     LOSS              how a scalar loss makes its gradients          entry/plain.py, distributed/one_pass.py
     KERNELS           what computes an inner operator                ops/registration.py
     situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
+                                                  -> Choice: what flce_ops.last_path() says, made into words there
 
 A condition looks at a Situation, never at data on a device. flce_ops.explain prints the tables for given arguments,
-docs/paths.md has them, and the planner asks them.
+docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of triton/cut.py.
 """
 
 import functools
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.shards import shard_rows
+from flce_ops.meta.arguments import Arguments
+from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     functorch_is_active,
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
-from flce_ops.support.vendor import made_by_nvidia
+from flce_ops.support.vendor import device_name, made_by_nvidia
 
 
 class Situation(NamedTuple):
@@ -42,19 +45,24 @@ class Situation(NamedTuple):
     rank_without_classes: bool = False
 
 
-class Condition(NamedTuple):
-    name: str  # as "expects ..."
-    holds: Callable[[Situation], bool]
+class Choice(NamedTuple):
+    """A path of an operator, for last_path()."""
 
+    op: str
+    path: Path
+    situation: Situation
 
-class Path(NamedTuple):
-    name: str
-    conditions: tuple[Condition, ...]
-    kernel: str = ""  # "module:function"
-    why: str = ""
+    @property
+    def implementation(self) -> str:
+        return self.path.name
 
-    def ruled_out_by(self, situation: Situation) -> list[str]:
-        return [condition.name for condition in self.conditions if not condition.holds(situation)]
+    def reason(self) -> str:
+        """The tensors, and what rules out the paths that come before."""
+        situation, paths = self.situation, KERNELS[self.op]
+        ruled_out = "; ".join(
+            f"{path.name} expects {', '.join(path.ruled_out_by(situation))}" for path in paths[: paths.index(self.path)]
+        )
+        return f"{device_name(situation.device)} tensors in {situation.dtype}" + (ruled_out and f" ({ruled_out})")
 
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
@@ -122,14 +130,10 @@ KERNELS = {
 }
 
 
-def choose(paths: tuple[Path, ...], situation: Situation) -> Path:
-    for path in paths:
-        for condition in path.conditions:
-            if not condition.holds(situation):
-                break
-        else:
-            return path
-    raise AssertionError("the last path of a table has no condition")
+def choice_of(op: str, call: Arguments) -> Choice:
+    """The path that a call of an inner operator takes."""
+    situation = situation_of(call)
+    return Choice(op, choose(KERNELS[op], situation), situation)
 
 
 @functools.cache
@@ -140,14 +144,15 @@ def function(kernel: str) -> Callable:
 
 def situation_of(call: Any) -> Situation:
     """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
-    input, loss, logits = call.operands.input, getattr(call, "loss", None), getattr(call, "logits", None)
+    operands, groups = call.operands, vars(call)
+    input, loss, logits = operands.input, groups.get("loss"), groups.get("logits")
     return Situation(
-        device=input.device.type,
-        dtype=input.dtype,
-        empty=input.numel() == 0,
-        one_class=call.operands.linear_weight.shape[0] == 1,
-        label_smoothing=loss is not None and bool(loss.label_smoothing),
-        softcap=logits is not None and logits.softcap is not None,
+        input.device.type,
+        input.dtype,
+        input.numel() == 0,
+        operands.linear_weight.shape[0] == 1,
+        loss is not None and loss.label_smoothing != 0.0,
+        logits is not None and logits.softcap is not None,
     )
 
 

@@ -13,8 +13,7 @@ All share one layout of dispatch keys:
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
     Autograd                           formulas: autograd.py, kl_div_autograd.py
-    CUDA                               the table of paths: paths.py
-    CompositeExplicitAutograd          every other device: flce_ops/aten
+    CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
 The entry operators are registered by flce_ops/entry.
@@ -100,21 +99,21 @@ for _name, _operator in OPERATORS.items():
 library.define("linear_cross_entropy_upstream(Tensor factor, Tensor leaf) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 
-def cuda_kernel(name: str) -> Callable:
-    """What the table of paths says."""
-    of, rows = OPERATORS[name].arguments, paths.KERNELS[name]
+def kernel(name: str) -> Callable:
+    """The path that the table says."""
+    bind = OPERATORS[name].arguments.bind
 
     def run(*args, **kwargs):
-        call = of.bind(*args, **kwargs)
-        return paths.function(paths.choose(rows, paths.situation_of(call)).kernel)(call)
+        call = bind(*args, **kwargs)
+        call.choice = choice = paths.choice_of(name, call)
+        return paths.function(choice.path.kernel)(call)
 
     return run
 
 
 for _name, _operator in OPERATORS.items():
     _op = getattr(torch.ops.flce, _name).default
-    library.impl(_name, paths.function(paths.KERNELS[_name][-1].kernel), "CompositeExplicitAutograd")
-    library.impl(_name, cuda_kernel(_name), "CUDA")
+    library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flce::{_name}", keyed(_operator.outputs), lib=library)
     if _operator.formula is not None:
         _formula = autograd.kernel(_op, _operator.formula)

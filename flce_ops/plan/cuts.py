@@ -12,6 +12,7 @@ import torch
 from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.math.shards import shard_rows
 from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
+from flce_ops.support.workspace import matrix_bytes
 
 if TYPE_CHECKING:
     from flce_ops.triton.lead import Lead
@@ -108,12 +109,12 @@ def one_pass_triton(head: Head) -> Cut:
     if not rest.tokens:
         return first
     if cut.recompute:
-        after = two_passes_triton(rest)
+        after = two_passes_triton(rest, summed=True)
     else:
         after = chunks_of(rest, cut.chunks, cut.product_bytes, VECTOR_BYTES, summed=True)
     return Cut(
         after.path,
-        temporaries=max(first.temporaries, after.temporaries + VECTOR_BYTES * first.rows),
+        temporaries=max(first.temporaries + units_bytes(head), after.temporaries + VECTOR_BYTES * first.rows),
         passes=(first.passes * first.rows + after.passes * rest.tokens) / head.tokens,
         rows=max(first.rows, after.rows),
         # the first of the others is added, too
@@ -140,7 +141,6 @@ def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
     from flce_ops.triton.chunks import padded
     from flce_ops.triton.one_pass_step import SPLIT_AT_MOST
-    from flce_ops.triton.weight_gradient import sum_bytes
 
     size = head.dtype.itemsize
     rows = chunks[0].stop - chunks[0].start
@@ -152,7 +152,7 @@ def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes:
         "triton",
         temporaries=rows * padded(head.vocab, size) * size
         + small
-        + sum_bytes(head.vocab, head.hidden) * (summed or len(chunks) > 1)
+        + units_bytes(head) * (summed or len(chunks) > 1)
         + vector_bytes * head.tokens,
         passes=3,
         rows=rows,
@@ -165,7 +165,8 @@ def added_bytes(head: Head, chunks: int) -> int:
     return 2 * head.weight_bytes * (chunks - 1)
 
 
-def two_passes_triton(head: Head) -> Cut:
+def two_passes_triton(head: Head, *, summed: bool = False) -> Cut:
+    """`summed` where grad_linear_weight holds earlier tokens' part."""
     from flce_ops.triton.backward import pieces, product_parts
     from flce_ops.triton.chunks import padded
     from flce_ops.triton.forward import forward_chunks
@@ -174,9 +175,11 @@ def two_passes_triton(head: Head) -> Cut:
     size, hidden = head.dtype.itemsize, head.hidden
     row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, want_input=True)
     rows, columns = row_slices[0].stop, column_slices[0].stop
-    parts = product_parts(rows * hidden, len(column_slices))
-    backward = 4 * parts * rows * hidden + rows * padded(columns, size) * size
-    backward += sum_bytes(head.vocab, hidden) * (len(row_slices) > 1)
+    gradient = rows * padded(columns, size) * size
+    several = len(row_slices) > 1
+    left = matrix_bytes(head.tokens) - gradient - sum_bytes(head.vocab, hidden) * several
+    parts = product_parts(rows * hidden, len(column_slices), left)
+    backward = 4 * parts * rows * hidden + gradient + units_bytes(head) * (summed or several)
     row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the kept token
     forward = forward_chunks(head.tokens, row_bytes)[0].stop * row_bytes
     return Cut(
@@ -242,3 +245,11 @@ def vocabulary_tiles(head: Head) -> int:
     from flce_ops.triton.backward import BLOCK_V
 
     return -(-head.vocab // BLOCK_V)
+
+
+def units_bytes(head: Head) -> int:
+    """Beside grad_linear_weight, where it is a sum over chunks."""
+    from flce_ops.triton.tiles import WEIGHT_TILES
+    from flce_ops.triton.weight_gradient import sum_bytes
+
+    return sum_bytes(head.vocab, head.hidden, WEIGHT_TILES["hopper"].block_n)

@@ -1,7 +1,6 @@
 """Whose GPU it is: torch calls AMD's "cuda" too, and their capabilities look like NVIDIA's ((9, 4) is an MI300)."""
 
 import torch
-from torch import Tensor
 
 
 def made_by_nvidia() -> bool:
@@ -9,5 +8,5 @@ def made_by_nvidia() -> bool:
     return torch.version.hip is None
 
 
-def device_name(tensor: Tensor) -> str:
-    return tensor.device.type if made_by_nvidia() or tensor.device.type != "cuda" else "AMD"
+def device_name(device_type: str) -> str:
+    return device_type if made_by_nvidia() or device_type != "cuda" else "AMD"

@@ -85,7 +85,8 @@ def set_workspace(nbytes: int) -> None:
     held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than refused. On a CPU a
     chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
     at most half of it or 32 MiB, half operands use one to sum over chunks, on a CPU over more than 8 of them; else that
-    gradient is rounded once a chunk. A double backward has float32 sums of the weight's size on top.
+    gradient is rounded once a chunk. On top of it come such a sum in a backward that makes the logits again, where a
+    float32 gradient of the hidden states takes more than half of it, and those of a double backward.
 
     Raises:
         ValueError: `nbytes` is not a positive integer.

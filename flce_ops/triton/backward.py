@@ -7,7 +7,8 @@
         grad_input[rows] = sum
 
 All rows take one range where their float32 sum fits half the workspace. Then each slice of grad_linear_weight comes
-whole.
+whole. Over several ranges its float32 sum, where there is one, comes on top of the workspace: taken out of it, it would
+leave slices of a tile.
 """
 
 import torch
@@ -20,14 +21,14 @@ from flce_ops.triton.chunks import (
     MULTIPLE,
     contiguous,
     padded,
-    record_triton_path,
+    record_chunks,
     slices,
     with_contiguous_vectors,
 )
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.gather_tokens import launch_gather_tokens
-from flce_ops.triton.gradient_factors import PerToken, launch_gradient_factors
+from flce_ops.triton.gradient_factors import KnownRows, launch_gradient_factors
 from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
@@ -39,7 +40,7 @@ from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 # N tokens, n rows of a range, D hidden, V vocabulary
 
 BLOCK_V = 256  # columns of a tile of the logits GEMM
-PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts: 64 MiB
+PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts, at most: 64 MiB
 
 
 @takes(Backward)
@@ -54,7 +55,7 @@ def launch_backward(call: Backward) -> meta.Gradients:
     )
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
-    record_triton_path("linear_cross_entropy_backward", linear_weight, row_slices)
+    record_chunks(call, linear_weight, row_slices)
     return outputs
 
 
@@ -83,21 +84,21 @@ def run_backward(
     if weight_gradient is None and grad_weight is not None:
         weight_gradient = WeightGradient(grad_weight, chunks=len(row_slices))
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
-    per_token = PerToken(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
+    known = KnownRows(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
     apart = input.new_empty(most_rows, hidden) if grad_input is None else None
     product = None
     if grad_input is not None:
         numbers = most_rows * hidden
-        product = torch.empty(
-            product_parts(numbers, len(column_slices)) * numbers, dtype=torch.float32, device=input.device
-        )
+        left = matrix_bytes(count) - memory.numel() * size - sum_bytes(num_classes, hidden) * (len(row_slices) > 1)
+        parts = product_parts(numbers, len(column_slices), left)
+        product = torch.empty(parts * numbers, dtype=torch.float32, device=input.device)
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
         at_target = launch_gather_tokens(here, operands, logit_options, rows, vocab_start=call.vocab_start)
         factors, entry, residual = launch_gradient_factors(
-            per_token, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
+            known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
         column, input_gradient = at_target.column, None
         if grad_input is not None:
@@ -144,6 +145,7 @@ def pieces(
     return row_slices, slices(num_classes, most_columns)
 
 
-def product_parts(numbers: int, column_slices: int) -> int:
-    """How often a range's float32 product of so many numbers is held: of one slice, so that V can be split."""
-    return 1 if column_slices > 1 else min(max(PARTS_NUMBERS // numbers, 1), 8)
+def product_parts(numbers: int, column_slices: int, left: int) -> int:
+    """How often a range's float32 product of so many numbers is held in `left` bytes: of one slice, so that V can be
+    split."""
+    return 1 if column_slices > 1 else min(max(min(PARTS_NUMBERS, left // 4) // numbers, 1), 8)

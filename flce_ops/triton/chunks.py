@@ -4,7 +4,8 @@ import triton
 from torch import Tensor
 
 from flce_ops.math.options import Operands
-from flce_ops.support.path import Path, record_path
+from flce_ops.meta.arguments import Arguments
+from flce_ops.support.path import record_run
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.gemm_operands import fits_tma
 from flce_ops.triton.input_gradient import MOST_PARTS
@@ -66,15 +67,11 @@ def slices(total: int, at_most: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def record_triton_path(op: str, linear_weight: Tensor, rows: list[slice]) -> None:
-    reason = triton_reason(linear_weight)
-    record_path(Path(op, "triton", reason, max((s.stop - s.start for s in rows), default=0), len(rows)))
-
-
-def triton_reason(linear_weight: Tensor) -> str:
-    """The kept tokens' rows are laid out like linear_weight's, so its layout decides."""
+def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:
+    """For flce_ops.last_path(). The kept tokens' rows are laid out like linear_weight's, which decides on the tiles."""
     tma = tiles_for(linear_weight).tma and fits_tma(linear_weight)
-    return f"{linear_weight.dtype} on {linear_weight.device.type}, {'TMA' if tma else 'pointer'} tiles"
+    most = max((s.stop - s.start for s in rows), default=0)
+    record_run(call, most, len(rows), "TMA tiles" if tma else "pointer tiles", *notes)
 
 
 def padded(columns: int, itemsize: int) -> int:

@@ -8,17 +8,17 @@ from torch import Tensor
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 
-# R rows, C columns
+# n rows, C columns
 
 
 @Kernel
 @triton.jit
 def weighted_column_sum_kernel(
-    matrix_ptr,  # (R, C)
-    factor_ptr,  # (R,) float32
+    matrix_ptr,  # (n, C)
+    factor_ptr,  # (n,) float32
     partial_ptr,  # (S, C) out
     kept,  # Kept, of the rows; None for all
-    R,
+    n,
     C,
     stride_r,
     stride_c,
@@ -31,9 +31,9 @@ def weighted_column_sum_kernel(
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     first = split * rows_per_split
-    rows_to_sum = R
+    rows_to_sum = n
     if kept is not None:
-        rows_to_sum = kept_rows(kept, R)
+        rows_to_sum = kept_rows(kept, n)
     last = tl.minimum(first + rows_per_split, rows_to_sum)
     acc = tl.zeros((BLOCK_C,), tl.float32)
     for start in range(first, last, BLOCK_R):

@@ -1,4 +1,4 @@
-"""How a one-pass step takes its tokens: a lead chunk, chunks, or a recomputing step.
+"""How a one-pass step takes its tokens: a lead chunk or none, then chunks or a recomputing step. CUTS says which.
 
 lead chunk          where it is larger than an ordinary one: up to D tokens                        lead.py
 chunks              E of n tokens fills the workspace; grad_linear_weight is rounded once a chunk   with_grad.py
@@ -12,13 +12,13 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from flce_ops.support.path import Path, record_path
+from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices, triton_reason
+from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
 from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.target import input_tiles_for, multiprocessors
-from flce_ops.triton.tiles import GradientTiles
+from flce_ops.triton.tiles import Tiles
 from flce_ops.triton.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -47,43 +47,39 @@ class Cut:
             count = triton.cdiv(rows.stop - rows.start, MULTIPLE)
         return count + (self.lead is not None)
 
-    def record(self, linear_weight: Tensor, recomputed: list[slice]) -> None:
-        """For flce_ops.last_path(); `recomputed` are the ranges of rows of a recomputing step."""
-        op = "linear_cross_entropy_with_grad"
-        chunks = recomputed if self.recompute else self.chunks
-        rows, count = max((chunk.stop - chunk.start for chunk in chunks), default=0), len(chunks)
-        notes = [triton_reason(linear_weight)]
-        if self.lead is not None:
-            notes.append("the first chunk's exponentials wait in grad_linear_weight")
-            rows, count = max(self.lead.rows, rows), count + 1
-        if self.recompute:
-            notes.append("recomputing the logits: the workspace is small")
-        record_path(Path(op, "triton", ", ".join(notes), rows, count))
+    @property
+    def notes(self) -> list[str]:
+        """For flce_ops.last_path()."""
+        lead = "the first chunk's exponentials wait in grad_linear_weight"
+        recompute = "recomputing the logits: the workspace is small"
+        return [lead] * (self.lead is not None) + [recompute] * self.recompute
 
 
 def cut_tokens(
     input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, argmax: bool = False
 ) -> Cut:
+    return best_cut(problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, argmax=argmax))
+
+
+def problem_of(
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, argmax: bool
+) -> "Problem":
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape
-    problem = Problem(
-        input.shape[0],
+    return Problem(
+        tokens,
         vocab,
         hidden,
-        input.dtype.itemsize,
+        linear_weight.dtype.itemsize,
         want_input,
         want_weight,
+        smoothed,
         argmax,
         get_workspace(),
+        RECOMPUTE_BELOW,
         multiprocessors(linear_weight),
         input_tiles_for(linear_weight),
     )
-    cut = best_cut(problem)
-    if len(cut.chunks) > 1 and cut.chunks[0].stop - cut.chunks[0].start < RECOMPUTE_BELOW:
-        # a lead chunk would add label smoothing's part of all tokens
-        lead = None if smoothed else cut.lead
-        return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
-    return cut
 
 
 class Problem(NamedTuple):
@@ -95,10 +91,12 @@ class Problem(NamedTuple):
     itemsize: int
     want_input: bool
     want_weight: bool
+    smoothed: bool
     argmax: bool
     workspace: int
+    recompute_below: int
     programs: int
-    tiles: GradientTiles  # of the input gradient's GEMM
+    tiles: Tiles  # of the input gradient's GEMM
 
     def sum_bytes(self) -> int:
         """Of a sum of grad_linear_weight over several chunks."""
@@ -144,17 +142,19 @@ class Problem(NamedTuple):
         fewest = triton.cdiv(tokens, fitting)
         counts = range(fewest, fewest + CHUNKS_MORE + 1)
         cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
+        cuts[1:] = [cut for cut in cuts[1:] if cut[0].stop >= self.recompute_below]  # a fourth GEMM pass
         steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
         best = min(range(len(cuts)), key=steps.__getitem__)
         return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
 
 
 @functools.lru_cache(maxsize=256)
-def best_cut(problem: Problem) -> Cut:
+def fewest_steps(problem: Problem) -> tuple[Lead | None, list[slice]]:
+    """A lead chunk and the chunks of the other tokens that take the fewest steps."""
     tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
     steps, chunks = problem.chunks(0)
     lead = None
-    if fitting < tokens and problem.want_weight:
+    if all(condition.holds(problem) for condition in LEAD):
         most = min(tokens, hidden + fitting)
         for rows in sorted({min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}):
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
@@ -175,5 +175,43 @@ def best_cut(problem: Problem) -> Cut:
             total = problem.steps(rows, scratch) + steps_after
             if found.rows > fitting and total < steps:
                 steps, chunks, lead = total, chunks_after, found
+    return lead, chunks
+
+
+def recomputes(problem: Problem) -> bool:
+    _, chunks = fewest_steps(problem)
+    return len(chunks) > 1 and chunks[0].stop - chunks[0].start < problem.recompute_below
+
+
+LEAD = (
+    Condition("more tokens than a chunk holds", lambda problem: problem.fitting() < problem.tokens),
+    Condition("a gradient of linear_weight", lambda problem: problem.want_weight),
+)
+SAVES_STEPS = Condition("a larger chunk that saves steps", lambda problem: fewest_steps(problem)[0] is not None)
+# a lead chunk would add label smoothing's part of all tokens
+NOT_SMOOTHED = Condition(
+    "no label smoothing if the others recompute", lambda problem: not (problem.smoothed and recomputes(problem))
+)
+FEW_ROWS = Condition(f"several chunks of fewer than {RECOMPUTE_BELOW} tokens", recomputes)
+CUTS = {
+    "the first tokens of a step in Triton": (
+        Path("lead chunk", (*LEAD, SAVES_STEPS, NOT_SMOOTHED), why="their exponentials wait in grad_linear_weight"),
+        Path("as others", ()),
+    ),
+    "the other tokens of a step in Triton": (
+        Path("recompute", (FEW_ROWS,), why="a fourth GEMM pass, and `reason` says that the workspace is small"),
+        Path("chunks", (), why="as many at a time as fill the workspace"),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def best_cut(problem: Problem) -> Cut:
+    first, others = (choose(paths, problem).name for paths in CUTS.values())
+    lead, chunks = fewest_steps(problem)
+    if first != "lead chunk":
+        lead = None
+    if others == "recompute":
+        return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
     return Cut(lead, chunks, False, room)

@@ -2,7 +2,7 @@
 
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column
-    max_sum     m = max_cols z              partial[tile, rows] = sum_cols exp(z - m);   m -> partial_max
+    max_sum     row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
 What they return is rounded and stored by the GEMM. Each takes the tuple above it, whose absent fields are None.

@@ -1,7 +1,7 @@
 """Exponentials of a chunk of logits against a reference per row, and the rescue of rows whose reference was too low.
 
-    1. E = exp(z - reference), row sums s                       the reference is one of the row's own logits, so s >= 1
-    2. largest_sum = max_i s_i                                  one number on the device; the host never reads it
+    1. E = exp(z - reference), row sums Z                       the reference is one of the row's own logits, so Z >= 1
+    2. largest_sum = max_i Z_i                                  one number on the device; the host never reads it
     3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
            lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
 
@@ -125,7 +125,7 @@ def launch_exponentials(
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
     rows = input.shape[0]
-    block_v = tiles_for(input).block_v
+    block_v = tiles_for(input).block_n
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
     if scratch is None or scratch.shape[0] < 2 * tiles * rows:
         scratch = torch.empty(2 * tiles * rows, dtype=torch.float32, device=input.device)

@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap
     column: Tensor  # (n,) int64, the target's, -1 where it is not here
     target_weight: Tensor | None  # (N,) float32, w_y
-    row_scale: Tensor  # (N,) a_i
+    row_scale: Tensor  # (N,) g_i
     losses: Tensor  # (N,) out
 
 
@@ -52,7 +52,7 @@ def empty_rows(tokens: Tokens, dtype: torch.dtype) -> FinishedRows:
 
 @triton.jit
 def sums_of_rows(tokens, sums, i, mask):
-    """s_i, the target's share of it, the two logits of the row, and whether the target is here."""
+    """Z_i, the target's share of it, the two logits of the row, and whether the target is here."""
     reference_logit = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     target_logit = tl.load(tokens.target_logit + i, mask=mask, other=0.0)
     hit = tl.load(tokens.column + i, mask=mask, other=-1) >= 0
@@ -74,10 +74,11 @@ def store_losses(
     loss,  # RowLoss
     logit_scale_ptr,  # ()
 ):
-    """(a L logit_scale, L, d loss / d z_y) with L = d loss / d lse. L is made nonzero.
+    """(l logit_scale, d_lse, d_target): l = g d_lse, and d_lse is made nonzero.
 
-    c E' must stay finite where L vanishes (class weight 0, or z_loss against a very negative lse). inf times an L of 0
-    stays the nan it is in ATen, but a row that has neither derivative, of a class of weight 0, has gradient 0.
+    c E' must stay finite where d_lse vanishes (class weight 0, or z_loss against a very negative lse). inf times a
+    d_lse of 0 stays the nan it is in ATen, but a row that has neither derivative, of a class of weight 0, has
+    gradient 0.
     """
     token = tl.load(tokens.kept.order + i, mask=i < n, other=0)
     logit_sum2 = None
@@ -140,10 +141,10 @@ def finish_rows_kernel(
 ):
     """Losses, and the two numbers a row that turn E into the gradient of the logits.
 
-    With L = d loss / d lse and T = d loss / d z_y (row_loss.py), p = E / s and without label smoothing
+    With l = g d_lse and a = g d_target (g the row scale; row_loss.py), p = E / Z and without label smoothing
 
-        G_ij = a (L p_ij + T [j = y]) dz/du = c E'_ij        c = a L logit_scale / s
-                                                            E'_iy = (E_iy + s T / L) dz/du_y,  E' = E elsewhere
+        G_ij = (l p_ij + a [j = y]) dz/du = c E'_ij          c = l logit_scale / Z
+                                                             E'_iy = (E_iy + Z a / l) dz/du_y,  E' = E elsewhere
 
     so the row factor goes to the (n, D) sides of the two GEMMs and E is not read again.
     """

@@ -68,7 +68,7 @@ def finish_shard_rows_kernel(
 ):
     """As finish_rows.py, with the lse of whole rows in place of this rank's row sum:
 
-        c = a L logit_scale 2^-(lse2 - r)      E'_iy = (E_iy + T / L 2^(lse2 - r)) dz/du_y
+        c = l logit_scale 2^-(lse2 - r)      E'_iy = (E_iy + a / l 2^(lse2 - r)) dz/du_y
 
     where this rank holds the target, E' = E elsewhere.
     """

@@ -9,7 +9,7 @@ from flce_ops import meta
 from flce_ops.meta.arguments import Forward, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.chunks import MULTIPLE, record_triton_path, slices, with_contiguous_vectors
+from flce_ops.triton.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
@@ -76,7 +76,7 @@ def launch_forward(call: Forward) -> ForwardOutputs:
     with torch.cuda.device_of(input):
         chunks = repeated(forward_step, call, num_classes, in_range, outputs)
         assert_in_range(in_range, target, num_classes, call.ignore_index)
-    record_triton_path("linear_cross_entropy_forward", linear_weight, chunks)
+    record_chunks(call, linear_weight, chunks)
     return outputs
 
 
@@ -89,7 +89,7 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
     """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
     operands = call.operands
     input, linear_weight, _, linear_bias, weight = operands
-    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_v)
+    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
     chunks = forward_chunks(kept.order.shape[0], row_bytes)

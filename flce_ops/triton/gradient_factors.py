@@ -2,11 +2,11 @@
 
     G_ij = (row_factor_i + shift_factor_i (z_ij - lse_i)) p_ij + sum_factor_i w_j,  and at the target + target_i
 
-of the cotangents of target_logit, lse, logit_sum and expected_logit, m:
+of the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_logit, zbar:
 
-    row_factor = d_lse + d_m (1 + lse - m)      shift_factor = d_m      sum_factor = d_sum      target = d_target
+    row_factor = l + h (1 + lse - zbar)      shift_factor = h      sum_factor = m      target = a
 
-as the derivative of m = sum_j p_j z_j by z_j is p_j (1 + z_j - m). Logits are in base 2 (times log2 e) in kernels.
+as the derivative of zbar = sum_j p_j z_j by z_j is p_j (1 + z_j - zbar). Kernels have logits in base 2 (times log2 e).
 """
 
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from flce_ops.triton.replay import Kernel
 BLOCK_N = 64
 
 
-class PerToken(NamedTuple):
-    """(N,) float32, as the tokens stand; None where absent."""
+class KnownRows(NamedTuple):
+    """What forward and the cotangents say of every token, (N,) float32, as the tokens stand; None where absent."""
 
     lse: Tensor
     lse_rest: Tensor | None
@@ -47,7 +47,7 @@ def of_tokens(pointer, token, mask):
 @Kernel
 @triton.jit
 def gradient_factors_kernel(
-    tokens,  # PerToken
+    tokens,  # KnownRows
     target_logit2_ptr,  # (n,)
     dz_du_ptr,  # (n,) dz/du / logit_scale at the target; None without a softcap
     column_ptr,  # (n,) the target's, -1 where it is not here
@@ -108,7 +108,7 @@ def gradient_factors_kernel(
 
 
 def launch_gradient_factors(
-    tokens: PerToken,
+    tokens: KnownRows,
     at_target: AtTarget,
     class_weight: Tensor | None,  # (V,) float32
     dtype: torch.dtype,  # of G

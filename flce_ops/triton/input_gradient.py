@@ -2,10 +2,10 @@
 
                 V                    D
         ┌───────────────┐        ┌───────┐
-      n │       E       │  @   V │   W   │     grad_input_i = c_i (E @ W)_i + residual_i W_(column_i)  (+ u_i v)
+      n │       E       │  @   V │   W   │     grad_input_i = c_i (E @ W)_i + residual_i W_(column_i)  (+ m_i wW)
         └───────────────┘        └───────┘
 
-residual_i is what rounding took from the target's entry of E (finish_rows.py), u v what label smoothing adds.
+residual_i is what rounding took from the target's entry of E (finish_rows.py), m wW what smoothing.py adds.
 
 Tiles of (n, D) are few and each is long. Where they do not fill the multiprocessors evenly, V is split into S parts
 whose products wait in float32 memory until they are added: 1408 tokens of 4096 features are 176 tiles, 1.33 rounds of
@@ -26,7 +26,7 @@ from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import input_tiles_for, multiprocessors
-from flce_ops.triton.tiles import GradientTiles
+from flce_ops.triton.tiles import Tiles
 
 # n tokens of a chunk, D hidden, V vocabulary, S parts of it
 
@@ -37,17 +37,17 @@ TILE_OVERHEAD = tl.constexpr(8)  # of filling the pipeline and storing a tile, i
 
 
 class Finish(NamedTuple):
-    """What makes grad_input of the product; (n,) each but v."""
+    """What makes grad_input of the product; (n,) each but the last."""
 
     row_factor: Tensor | None  # c_i; None for 1
     column: Tensor  # int64, the target's, -1 where there is none
     residual: Tensor
-    u: Tensor | None = None
-    v: Tensor | None = None  # (D,)
+    outer_row: Tensor | None = None  # times the next: a matrix of rank 1 that is added
+    outer_column: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
-        row_factor, u = (None if vector is None else vector[rows] for vector in (self.row_factor, self.u))
-        return Finish(row_factor, self.column[rows], self.residual[rows], u, self.v)
+        row_factor, outer = (None if vector is None else vector[rows] for vector in (self.row_factor, self.outer_row))
+        return Finish(row_factor, self.column[rows], self.residual[rows], outer, self.outer_column)
 
 
 @triton.jit
@@ -61,9 +61,7 @@ def parts_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.const
     return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
 
 
-def steps_and_parts(
-    rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: GradientTiles
-) -> tuple[int, int]:
+def steps_and_parts(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: Tiles) -> tuple[int, int]:
     """Steps of the main loop and S as the device takes them for so many tokens."""
     count = triton.cdiv(rows, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
     most = min(max(numbers // (rows * hidden), 1), MOST_PARTS.value)
@@ -98,9 +96,9 @@ def finished_tile(
         other=0.0,
     )
     product += residual[:, None] * weight.to(tl.float32)
-    if finish.u is not None:
-        u = tl.load(finish.u + rows, mask=row_mask, other=0.0)
-        product += u[:, None] * tl.load(finish.v + cols, mask=col_mask, other=0.0)[None, :]
+    if finish.outer_row is not None:
+        outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
+        product += outer[:, None] * tl.load(finish.outer_column + cols, mask=col_mask, other=0.0)[None, :]
     return product
 
 

@@ -31,7 +31,7 @@ from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, tiles_for
-from flce_ops.triton.tiles import Tiles
+from flce_ops.triton.tiles import LogitsTiles
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
 
@@ -191,13 +191,13 @@ def launch_logits_gemm(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
-    tiles: Tiles | None = None,
+    tiles: LogitsTiles | None = None,
 ) -> None:
     assert out is None or out.stride(1) == 1
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
-    block_n, block_v, block_d = tiles.block_n, tiles.block_v, tiles.block_d
+    block_n, block_v, block_d = tiles.block_m, tiles.block_n, tiles.block_k
     use_tma = tiles.tma and all(map(fits_tma, (input, linear_weight, out)))
     matrices = [input, linear_weight, out]
     if use_tma:

@@ -1,7 +1,7 @@
 """Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
 
     rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
-    E = exp(z - reference), row sums s              the exponentials rounded once                  exponentials.py
+    E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                the row finisher the step was given            finish_rows.py
     grad_linear_weight += E.T @ (c rows)            rounded once a chunk                           weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
@@ -46,8 +46,8 @@ FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
 SPLIT_AT_MOST = 128
 
 
-class PerToken(NamedTuple):
-    """(N,) as the tokens stand; out but for the first two."""
+class StepTokens(NamedTuple):
+    """What a step reads and writes of every token, (N,) as the tokens stand; out but for the first two."""
 
     weight: Tensor | None  # float32, the class weight of the target
     row_scale: Tensor
@@ -63,7 +63,7 @@ class OnePassStep:
         operands: Operands,
         logit_options: LogitOptions,
         kept: Kept,
-        per_token: PerToken,
+        per_token: StepTokens,
         gradients: Gradients,
         cut: Cut,
         finish_rows: FinishRows,

@@ -13,7 +13,7 @@ from flce_ops.triton.backward import run_backward
 from flce_ops.triton.forward import run_forward
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.one_pass_step import PerToken
+from flce_ops.triton.one_pass_step import StepTokens
 from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n of them here
@@ -23,7 +23,7 @@ def recompute_step(
     call: WithGrad,  # of N tokens
     kept: Kept,  # the tokens to take
     place: torch.Tensor,  # (N,) of each token in the order of all kept ones
-    per_token: PerToken,
+    per_token: StepTokens,
     gradients: Gradients,  # input: (n, D), in the order of `kept`
     weight_gradient: WeightGradient | None,
 ) -> list[slice]:

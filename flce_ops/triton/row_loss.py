@@ -1,6 +1,6 @@
 """flce_ops/math/loss.py in a kernel: the loss of a row and its partial derivatives.
 
-    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (W lse - logit_sum)  +  z_loss lse^2
+    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - logit_sum)  +  z_loss lse^2
 
 The kernels that call it hand `loss` through: an option of the loss is read here and in flce_ops/math/loss.py only.
 """
@@ -20,7 +20,7 @@ from flce_ops.triton.logits_gemm import LN2, number_at
 class RowLoss(NamedTuple):
     """What the loss of every row depends on; one argument of a kernel."""
 
-    class_weight_sum: Tensor | None  # () W; None for V
+    class_weight_sum: Tensor | None  # () sum_j w_j; None for V
     num_classes: int  # V, of all ranks
     options: LossOptions
 
@@ -46,9 +46,9 @@ def row_loss(
     d_lse = target_factor
     if logit_sum2 is not None:
         smoothing = options.label_smoothing / V
-        W = V * 1.0 if loss.class_weight_sum is None else tl.load(loss.class_weight_sum)
-        value += smoothing * (W * lse - logit_sum2 * LN2)
-        d_lse += smoothing * W
+        class_weight_sum = V * 1.0 if loss.class_weight_sum is None else tl.load(loss.class_weight_sum)
+        value += smoothing * (class_weight_sum * lse - logit_sum2 * LN2)
+        d_lse += smoothing * class_weight_sum
     if options.z_loss is not None:
         z_loss = number_at(options.z_loss)
         value += z_loss * lse * lse

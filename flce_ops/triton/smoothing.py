@@ -1,9 +1,10 @@
 """The part of the logit gradient that label smoothing adds, as two vectors.
 
-Without a softcap, smoothing subtracts from G the rank-1 matrix  K_ij = kappa a_i w_j,  kappa = eps logit_scale / V,
-with a the row scales and w the class weights. Its products are outer products, so G itself need not hold it:
+Without a softcap, smoothing adds to G the rank-1 matrix  m_i w_j logit_scale,  with m_i = -g_i eps / V the derivative
+by the row's logit sum, g the row scales and w the class weights. Its products are outer products, so G need not hold
+it. With logit_scale in m:
 
-    K @ linear_weight = kappa a (w @ linear_weight)     K.T @ input = kappa w (a @ input)     K.T @ 1 = kappa w sum(a)
+    grad_input += m (w @ linear_weight)     grad_linear_weight += w (m @ input)     grad_linear_bias += w sum(m)
 """
 
 from torch import Tensor
@@ -20,23 +21,20 @@ class SmoothingTerms:
         input: Tensor,  # (N, D)
         linear_weight: Tensor,  # (V, D)
         class_weight: Tensor | None,  # (V,) float32
-        row_scale: Tensor,  # (N,), 0 where ignored
-        kappa: float | Tensor,  # ()
+        d_sum: Tensor,  # (N,) float32, m; 0 where ignored
     ) -> None:
-        self.kappa = kappa
-        self.class_weight = class_weight
-        self.row_scale = row_scale
+        self.class_weight, self.d_sum = class_weight, d_sum
         self.weight_columns = weighted_column_sum(linear_weight, class_weight)  # (D,)
-        self.input_columns = weighted_column_sum(input, row_scale)  # (D,)
+        self.input_columns = weighted_column_sum(input, d_sum)  # (D,)
 
     def input_terms(self, kept: Kept) -> tuple[Tensor, Tensor]:
         """Two vectors whose outer product is added to grad_input of the kept tokens."""
-        return -self.kappa * self.row_scale[kept.order.long()], self.weight_columns
+        return self.d_sum[kept.order.long()], self.weight_columns
 
     def weight_terms(self) -> tuple[Tensor | None, Tensor]:
         """Two vectors, the first None for 1, whose outer product is added to grad_linear_weight."""
-        return self.class_weight, -self.kappa * self.input_columns
+        return self.class_weight, self.input_columns
 
-    def subtract_from_bias(self, grad_bias: Tensor) -> None:
-        total = self.kappa * self.row_scale.sum()
-        grad_bias -= total if self.class_weight is None else total * self.class_weight
+    def add_to_bias(self, grad_bias: Tensor) -> None:
+        total = self.d_sum.sum()
+        grad_bias += total if self.class_weight is None else total * self.class_weight

@@ -11,7 +11,7 @@ from flce_ops.triton.tiles import (
     INPUT_TILES,
     INTERPRETER,
     WEIGHT_TILES,
-    GradientTiles,
+    LogitsTiles,
     Tiles,
     data_centre_chip,
     tiles_of_architecture,
@@ -22,19 +22,19 @@ def interpreted(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def tiles_for(input: Tensor) -> Tiles:
+def tiles_for(input: Tensor) -> LogitsTiles:
     if interpreted(input):
         return INTERPRETER
     return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
 
 
-def weight_tiles_for(grad_weight: Tensor) -> GradientTiles:
+def weight_tiles_for(grad_weight: Tensor) -> Tiles:
     if interpreted(grad_weight):
         return WEIGHT_TILES["interpreter"]
     return WEIGHT_TILES["hopper" if takes_tma(grad_weight) else "ampere"]
 
 
-def input_tiles_for(linear_weight: Tensor) -> GradientTiles:
+def input_tiles_for(linear_weight: Tensor) -> Tiles:
     if interpreted(linear_weight):
         return INPUT_TILES["interpreter"]
     if not takes_tma(linear_weight):

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
+    """Of a GEMM (M, K) @ (K, N): (n, D) @ (D, V) for logits, (n, V) @ (V, D) and (V, n) @ (n, D) for gradients."""
+
+    block_m: int
     block_n: int
-    block_v: int
-    block_d: int
+    block_k: int
     num_warps: int
     num_stages: int
-    group: int = 8  # row blocks that sweep the vocabulary together
+    group: int = 8  # blocks along M that sweep N together; not in the input's gradient
     tma: bool = True
     flatten: bool = True
+
+
+@dataclass(frozen=True)
+class LogitsTiles(Tiles):
     warp_specialize: bool = False
     programs_per_sm: int = 1
     store_halves: bool = False
@@ -26,29 +32,17 @@ class Tiles:
 #   660 / 625 / 579   four stages (room for them only with halves)
 #   671 / 636 / 548   warp-specialised, not flattened
 #   508 / 477 / 403   128x128, two programs a multiprocessor
-HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
-HOPPER_SHALLOW = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
-AMPERE = Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False)
-INTERPRETER = Tiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
+HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
+HOPPER_SHALLOW = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
+AMPERE = LogitsTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False)
+INTERPRETER = LogitsTiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
 
 
-def tiles_of_architecture(capability: int, hidden: int) -> Tiles:
+def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
     """`capability` as 90 for sm_90."""
     if not data_centre_chip(capability):
         return AMPERE
     return HOPPER if hidden > 1024 else HOPPER_SHALLOW
-
-
-@dataclass(frozen=True)
-class GradientTiles:
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group: int = 8  # blocks of classes that are swept together
-    tma: bool = True
-    flatten: bool = True
 
 
 # H200, TFLOP/s at 2048x4096x128256 / 4096x1536x50257 / 2048x896x151936
@@ -58,15 +52,15 @@ class GradientTiles:
 #               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
 # "input" walks few long tiles, whose ends need no overlap.
 INPUT_TILES = {
-    "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=4),
-    "hopper, columns of 128": GradientTiles(256, 128, 64, num_warps=8, num_stages=4),
-    "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
-    "interpreter": GradientTiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
+    "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4),
+    "hopper, columns of 128": Tiles(256, 128, 64, num_warps=8, num_stages=4),
+    "ampere": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
+    "interpreter": Tiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
 }
 WEIGHT_TILES = {
-    "hopper": GradientTiles(128, 256, 64, num_warps=8, num_stages=3),
-    "ampere": GradientTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
-    "interpreter": GradientTiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
+    "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=3),
+    "ampere": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
+    "interpreter": Tiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
 }
 
 

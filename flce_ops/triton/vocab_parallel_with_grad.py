@@ -14,16 +14,15 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
-from flce_ops.support.path import Path, record_path
 from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.chunks import product_bytes, rows_of_chunks, slices, with_contiguous_vectors
+from flce_ops.triton.chunks import product_bytes, record_chunks, rows_of_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.one_pass_step import OnePassStep, PerToken
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
 from flce_ops.triton.weight_gradient import sum_bytes
@@ -43,9 +42,7 @@ def launch_vocab_parallel_with_grad(
     row_scale = call.row_scale.contiguous()
     argmax, logit_options, vocab_start = call.argmax, call.logits, call.vocab_start
     cut = cut_shard(input, shard_rows(call.vocab_size, call.ranks), call.output_mask, argmax=argmax)
-    reason = f"{input.dtype} on {input.device.type}"
-    op = "linear_cross_entropy_vocab_parallel_with_grad"
-    record_path(Path(op, "triton", reason, cut.chunks[0].stop, len(cut.chunks)))
+    record_chunks(call, linear_weight, cut.chunks)
     with torch.cuda.device_of(input):
         in_range = target.new_empty((), dtype=torch.bool)
         kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
@@ -63,7 +60,7 @@ def launch_vocab_parallel_with_grad(
             )
             return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
 
-        per_token = PerToken(exchange.target_weight, row_scale, losses, columns if argmax else None)
+        per_token = StepTokens(exchange.target_weight, row_scale, losses, columns if argmax else None)
         gradients = wanted_gradients(grads, call.output_mask)
         step = OnePassStep(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, vocab_start=vocab_start

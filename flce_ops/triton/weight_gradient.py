@@ -34,7 +34,7 @@ from flce_ops.triton.target import multiprocessors, weight_tiles_for
 
 ROOM = tl.constexpr(10)  # a unit is 2^ROOM times the largest number of its row, so that is at least 2^-ROOM of a unit
 LARGEST_SUM = 2**15  # in units: half of float16's largest number
-LEAST_BLOCK_N = 128  # of any GPU's tiles, as their BLOCK_M
+BLOCK_M, LEAST_BLOCK_N = 128, 128  # of any GPU's tiles
 
 
 @triton.jit
@@ -305,6 +305,6 @@ class WeightGradient:
         )
 
 
-def sum_bytes(num_classes: int, hidden: int) -> int:
-    """What the sum over several chunks takes beside grad_linear_weight, at most: units, marks."""
-    return triton.cdiv(hidden, LEAST_BLOCK_N) * (num_classes + triton.cdiv(num_classes, LEAST_BLOCK_N))
+def sum_bytes(num_classes: int, hidden: int, block_n: int = LEAST_BLOCK_N) -> int:
+    """What the sum over several chunks takes beside grad_linear_weight: units, marks."""
+    return triton.cdiv(hidden, block_n) * (num_classes + triton.cdiv(num_classes, BLOCK_M))

@@ -13,14 +13,14 @@ from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.chunks import with_contiguous_vectors
-from flce_ops.triton.cut import Cut, cut_tokens
+from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
+from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.one_pass_step import OnePassStep, PerToken
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
@@ -44,9 +44,9 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             class_weights = ClassWeights(
                 class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
             )
-        cut, recomputed = repeated(with_grad_step, call, class_weights, in_range, outputs)
+        chunks, notes = repeated(with_grad_step, call, class_weights, in_range, outputs)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
-    cut.record(linear_weight, recomputed)
+    record_chunks(call, linear_weight, chunks, *notes)
     return outputs
 
 
@@ -61,8 +61,8 @@ def with_grad_step(
     class_weights: ClassWeights | None,
     in_range: Tensor,  # () bool, out
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Cut, list[slice]]:
-    """How the tokens went, and the ranges of rows of those that were recomputed."""
+) -> tuple[list[slice], list[str]]:
+    """The chunks it took, and notes on them."""
     loss, losses, *grads, columns = outputs
     operands, row_scale, loss_options, logit_options = call.operands, call.row_scale, call.loss, call.logits
     input, linear_weight, target, _, _ = operands
@@ -75,36 +75,39 @@ def with_grad_step(
     target_weight, class_weight, class_weight_sum = class_weights or (None, None, None)
     smoothing = None
     if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-        kappa: float | Tensor = loss_options.label_smoothing / num_classes
+        d_sum = torch.where(target != call.ignore_index, row_scale, 0.0)
+        d_sum *= -loss_options.label_smoothing / num_classes
         if logit_options.logit_scale is not None:
-            kappa = kappa * logit_options.logit_scale
-        valid_scale = torch.where(target != call.ignore_index, row_scale, 0.0)
-        smoothing = SmoothingTerms(input, linear_weight, class_weight, valid_scale, kappa)
+            d_sum = d_sum * logit_options.logit_scale
+        smoothing = SmoothingTerms(input, linear_weight, class_weight, d_sum)
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
         finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
         return finished, sums.argmax
 
-    per_token = PerToken(target_weight, row_scale, losses, columns if call.argmax else None)
-    step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
-    recomputed: list[slice] = []
-    if cut.lead is not None:
-        step.run_lead(cut.lead)
+    per_token = StepTokens(target_weight, row_scale, losses, columns if call.argmax else None)
+    chunks, weight_gradient = cut.chunks, None
+    if cut.lead is not None or not cut.recompute:
+        step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
+        if cut.lead is not None:
+            step.run_lead(cut.lead)
+        if not cut.recompute:
+            step.run_chunks(chunks)
+        weight_gradient = step.weight_gradient
     if cut.recompute:
-        (rows,) = cut.chunks
-        recomputed = recompute_step(
+        (rows,) = chunks
+        chunks = recompute_step(
             call,
             kept.of(rows),
             place,
             per_token,
             gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
-            None if cut.lead is None else step.weight_gradient,
+            weight_gradient,
         )
-    else:
-        step.run_chunks(cut.chunks)
     if smoothing is not None and gradients.bias_sum is not None:
-        smoothing.subtract_from_bias(gradients.bias_sum)
+        smoothing.add_to_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, kept, place)
     launch_sum_losses(losses, row_scale, loss)
-    return cut, recomputed
+    lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
+    return lead + chunks, cut.notes

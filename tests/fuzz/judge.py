@@ -114,7 +114,8 @@ def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int
         return found
     from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step
 
-    cut.best_cut.cache_clear()  # of cases with other constants
+    for remembered in (cut.best_cut, cut.fewest_steps):  # of cases with other constants
+        remembered.cache_clear()
     if case.short_chunks:
         modules = (backward, chunks, cut, forward, one_pass_step)
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
