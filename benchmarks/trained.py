@@ -294,5 +294,13 @@ def write(path: Path, tensors: dict[str, Tensor], **facts: object) -> None:
     save_file(tensors, path, metadata={"format": "pt", TRAINED: json.dumps(facts)})
 
 
+def facts_of(path: Path) -> dict:
+    """How the operands in a file were made."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()[TRAINED])
+
+
 if __name__ == "__main__":
     main()
