@@ -2,7 +2,7 @@
 
 liger                  Triton; gradients made in forward, a chunk of rows at a time, dW in the weight's dtype
 liger_fp32             the same, accum_dtype=torch.float32
-liger_cutedsl          CuTe DSL: all logits at once, made a gradient in place; dX in forward, wanted or not, dW in backward
+liger_cutedsl          CuTe DSL: all logits at once, made a gradient in place; dX in every forward, dW in backward
 liger_cutedsl_scaled   CuTe DSL, losses per token: logits never stored, made again in backward; the mean outside
 liger_cutile           cuTile, all logits at once; projection and dX by torch.mm
 liger_cute             the wheel liger-cute-kernels: for a vocabulary spread over GPUs
