@@ -2,9 +2,9 @@
 # Packs the libraries we compare with, for a GPU machine that has torch and triton but no package index.
 #
 #     bash benchmarks/bring_peers.sh OUT [NAME...]    needs pip and xz; all three take 10 minutes, nearly all compression
-#     OUT/peers.tar.xz           Liger, CCE, TRL, QuACK and the CUTLASS DSL: Linux x86-64, CUDA 13, Python 3.12; 53 MiB
-#     OUT/peers_triton.tar.xz    Liger, CCE and TRL alone, for any CUDA; 2 MiB
-#     OUT/peers_cutile.tar.xz    cuTile and its compiler, for liger_cutile; add it to one of the others; 51 MiB
+#     OUT/peers.tar.xz           Liger, CCE, TRL, QuACK and the CUTLASS DSL: Linux x86-64, CUDA 13, Python 3.12; 52 MiB
+#     OUT/peers_triton.tar.xz    Liger, CCE and TRL alone, for any CUDA; under 2 MiB
+#     OUT/peers_cutile.tar.xz    cuTile and its compiler, for liger_cutile; add it to one of the others; 50 MiB
 #
 # There:  tar xf peers.tar.xz -C /tmp; P=/tmp/site-packages; export PYTHONPATH=$P:$P/nvidia_cutlass_dsl/dsl_packages
 # The folder's name matters: QuACK walks into libraries that do not lie in a folder called site-packages.
@@ -42,7 +42,7 @@ fetch() {  # wheels for that machine, not for this one; unpacked as pip would, w
   for wheel in "$wheels"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
 }
 
-# The x86 filter rewrites relative calls and the dictionary spans the largest library (181 MB): 53 MiB instead of 65.
+# The x86 filter rewrites relative calls and the dictionary spans the largest library (181 MB): 52 MiB instead of 65.
 pack() { tar c -C "$work" site-packages | xz --x86 --lzma2=preset=9,dict=256MiB > "$out/$1.tar.xz"; }
 
 if [[ $wanted == *" peers_triton "* || $wanted == *" peers "* ]]; then fetch "${TRITON_PEERS[@]}"; fi
