@@ -23,14 +23,22 @@ def shares(text: str) -> list[float]:
     return list(dict.fromkeys(found))
 
 
+def trained(text: str) -> Path:
+    source, _, path = text.partition(":")
+    if source != "trained" or not path:
+        raise ValueError(f"expected trained:PATH, got {text!r}")
+    return Path(path)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
-    parser.add_argument("--shapes", default="key", help="groups of benchmarks/shapes.py and NxDxV, with commas")
+    parser.add_argument("--shapes", default=None, help="groups of benchmarks/shapes.py and NxDxV, with commas; key")
+    parser.add_argument("--data", type=trained, default=None, help="trained:PATH, a file of benchmarks.trained")
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
     parser.add_argument("--without", default="", help="providers to leave out, in the same notation")
     parser.add_argument("--ignored", type=shares, default="0.02", help="shares of the tokens, with commas")
-    parser.add_argument("--prior", default="shuffled", choices=("shuffled", "ordered"), help="over the token ids")
+    parser.add_argument("--prior", default=None, choices=("shuffled", "ordered"), help="over the token ids; shuffled")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", type=float, default=400, help="back-to-back time of a provider in a round")
@@ -43,6 +51,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
     parser.add_argument("--resume-after", type=int, default=None, help=argparse.SUPPRESS)  # units done before a restart
     options = parser.parse_args(argv)
+    if options.data and (options.shapes or options.prior):
+        parser.error("--data has its own shape and prior: leave out --shapes and --prior")
+    if options.data and not options.data.exists():
+        parser.error(f"no file {options.data}: python -m benchmarks.trained makes one")
     if options.quick:
         options.rounds, options.ms = min(options.rounds, 2), min(options.ms, 200)
     return options
@@ -56,14 +68,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
     import torch
 
     from . import providers, run
-    from .data import IGNORED
+    from .data import IGNORED, PRIORS, shape_of
     from .modes import MODES, Mode
     from .report import Report, environment, say
     from .shapes import Shape, parse_shapes
 
     quick_without = ",".join(providers.QUICK_LEAVES_OUT) if options.quick else ""
     names = providers.choose(options.providers, without=f"{options.without},{quick_without}")
-    modes, shapes = (MODES[mode] for mode in options.modes.split(",")), parse_shapes(options.shapes)
+    modes = [MODES[mode] for mode in options.modes.split(",")]
+    shapes = [shape_of(options.data)] if options.data else parse_shapes(options.shapes or "key")
     units = list(itertools.product(modes, shapes, options.ignored))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _one_compilation_per_shape()
@@ -94,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
                 ms=options.ms,
                 seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
                 ignored=ignored,
-                prior=options.prior,
+                prior=options.prior or PRIORS[0],
+                trained=options.data,
             )
             try:
                 rows = run.measure(shape, mode, names, settings, here, out_of_time=lambda: spent() > options.budget_s)

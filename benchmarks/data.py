@@ -1,4 +1,4 @@
-"""Inputs that look like a language model's, not like randn.
+"""Inputs that look like a language model's, not like randn; or those of a model that was trained, from a file.
 
 N tokens, D hidden, V vocabulary. The logits are a Zipf prior over the vocabulary (log p_k = -log k) plus context noise.
 Targets are drawn from the softmax, so the loss is its entropy: 4.2 at V = 32k, 5.4 at 256k.
@@ -9,12 +9,15 @@ first, so whole tiles of rare tokens have gradients near 0.
     input  = randn (N, D) + u                      u = 1/2 everywhere
     weight = sigma / sqrt(D) randn (V, D) + log_prior (V, 1) u / |u|^2
     logits = input @ weight.T = sigma * noise + log_prior + (small)
+
+A file of `python -m benchmarks.trained` holds input (N, D), linear_weight (V, D) and target (N,): held-out text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ SIGMA = 3.0  # of the context noise: entropy falls by about sigma^2 / 2 from the
 OFFSET = 0.5
 IGNORED = 0.02  # share of the tokens
 PRIORS = ("shuffled", "ordered")
+TRAINED = "trained"  # in the place of a prior: the operands come from a file
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
 
@@ -75,17 +79,48 @@ def make_problem(
     input = torch.randn(n, d, **options).add_(OFFSET).to(dtype)
 
     target = torch.empty(n, dtype=torch.int64, device=device)
-    cotangent = torch.rand(n, **options).add_(0.5).div_(n)
-    problem = Problem(shape, input, weight, target, cotangent, seed)
+    problem = Problem(shape, input, weight, target, _random_cotangent(n, options), seed)
     for rows in problem.row_chunks():
         probabilities = (input[rows] @ weight.T).float().softmax(-1)
         # Gumbel's trick: the first of V exponential clocks with rates p_j is j with probability p_j.
         clocks = torch.empty_like(probabilities).exponential_(generator=generator)
         target[rows] = probabilities.div_(clocks).argmax(-1)
-    left_out = torch.rand(n, **options) < ignored
-    left_out[0] = False  # the mean over no token is nan
-    target[left_out] = IGNORE_INDEX
+    _ignore(problem, ignored, options)
     return problem
+
+
+def load_problem(
+    path: Path, *, dtype: torch.dtype, device: torch.device, seed: int, ignored: float = IGNORED
+) -> Problem:
+    """What benchmarks/trained.py wrote; the seed is of the cotangent and of which tokens are ignored."""
+    from safetensors import safe_open
+
+    options = {"device": device, "generator": torch.Generator(device=device).manual_seed(seed)}
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        input, weight, target = (file.get_tensor(name) for name in ("input", "linear_weight", "target"))
+    shape = Shape(*input.shape, weight.shape[0])
+    problem = Problem(shape, input.to(dtype), weight.to(dtype), target, _random_cotangent(shape.N, options), seed)
+    _ignore(problem, ignored, options)
+    return problem
+
+
+def shape_of(path: Path) -> Shape:
+    """Of the operands in the file, without loading them."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        (n, d), (v, _) = (file.get_slice(name).get_shape() for name in ("input", "linear_weight"))
+    return Shape(n, d, v)
+
+
+def _random_cotangent(tokens: int, options: dict) -> Tensor:  # (N,)
+    return torch.rand(tokens, **options).add_(0.5).div_(tokens)
+
+
+def _ignore(problem: Problem, share: float, options: dict) -> None:
+    left_out = torch.rand(problem.shape.N, **options) < share
+    left_out[0] = False  # the mean over no token is nan
+    problem.target[left_out] = IGNORE_INDEX
 
 
 def is_usual(row: dict[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""A small Llama for the weak-scaling run: RMSNorm, rotary positions, causal attention, SwiGLU, an untied head.
+"""A small Llama for the weak-scaling run and trained.py: RMSNorm, rotary positions, causal attention, SwiGLU, own head.
 
 B sequences of T tokens, D hidden, V vocabulary.
 """
@@ -71,11 +71,14 @@ class Llama(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:  # (B, T), (B, T) -> ()
+    def hidden_states(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, D)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cosine, self.sine)
-        x = self.norm(x)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:  # (B, T), (B, T) -> ()
+        x = self.hidden_states(tokens)
         if self.fused_head:
             return self.head(x, target)
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), target.flatten())

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .data import IGNORED, PRIORS
+from .data import IGNORED, PRIORS, TRAINED
 
 TITLES = {
     "fwd_bwd": "forward + backward",
@@ -176,7 +176,7 @@ def words_of(ignored: float, prior: str) -> tuple[str, str]:
     """What the data adds to the names of figures and to their titles."""
     share = "" if ignored == IGNORED else f"{100 * ignored:g}%"
     order = "" if prior == PRIORS[0] else prior
-    words = (share and f"{share} of the tokens ignored", order and f"{order} prior")
+    words = (share and f"{share} of the tokens ignored", order and (order if order == TRAINED else f"{order} prior"))
     return "".join(f"_{word}" for word in (share, order) if word), "".join(f", {word}" for word in words if word)
 
 

@@ -30,7 +30,7 @@ class Row:
     D: int
     V: int
     ignored: float  # share of the tokens
-    prior: str  # over the vocabulary, data.py
+    prior: str  # over the vocabulary, or "trained": data.py
     dtype: str
     mode: str
     provider: str
@@ -42,6 +42,7 @@ class Row:
     tflops: float | None = None  # the floor's operations over the provider's time
     peak_MiB: float | None = None
     beyond_gradients_MiB: float | None = None
+    loss: float | None = None  # of the data: the reference's mean over the kept tokens
     err_loss: float | None = None
     err_dx: float | None = None
     err_dw: float | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from . import providers
-from .data import IGNORED, PRIORS, Problem, make_problem
+from .data import IGNORED, PRIORS, TRAINED, Problem, load_problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
@@ -30,6 +31,7 @@ class Settings(NamedTuple):
     seed: int
     ignored: float = IGNORED  # share of the tokens
     prior: str = PRIORS[0]
+    trained: Path | None = None  # operands from this file instead
 
 
 class LostDevice(RuntimeError):
@@ -52,17 +54,24 @@ def measure(
     out_of_time: Callable[[], bool],
 ) -> list[Row]:
     device = settings.device
-    data = {"seed": settings.seed, "ignored": settings.ignored, "prior": settings.prior}
-    problem = make_problem(shape, dtype=settings.dtype, device=device, **data)
+    data = {"seed": settings.seed, "ignored": settings.ignored}
+    if settings.trained:
+        problem = load_problem(settings.trained, dtype=settings.dtype, device=device, **data)
+        data["prior"] = TRAINED
+    else:
+        data["prior"] = settings.prior
+        problem = make_problem(shape, dtype=settings.dtype, device=device, **data)
     kept = int(problem.kept.sum())
     prepare(problem, mode)
     reference = make_reference(problem, mode)
-    say(f"loss {_mean_loss(reference):.2f}, seed {settings.seed}:", end=" ")
+    mean_loss = _mean_loss(reference)
+    say(f"loss {mean_loss:.2f}, seed {settings.seed}:", end=" ")
 
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
     for name in names:
         row = rows[name] = empty_row(name, shape, mode, settings.dtype, environment=environment, **data)
+        row.loss = mean_loss
         if out_of_time():
             row.reason = "time budget spent"
             continue

@@ -44,10 +44,14 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
     ),
     "small": (  # few tokens, or a small head: the host's launches count
         *(Shape(n, 4096, 151936) for n in (128, 256, 1024, 2048)),
-        Shape(2048, 2048, 128256),
-        Shape(1024, 2048, 128256),
+        *(Shape(n, 2048, 128256) for n in (128, 256, 1024, 2048)),
+        *(Shape(n, 512, 32000) for n in (128, 256, 1024, 2048)),
         Shape(256, 4096, 128256),
-        Shape(2048, 512, 32000),
+    ),
+    "narrow": (  # D = 512: the GEMMs are short, what is done to the logits counts; sweep_d has 8192x512x128256
+        Shape(16384, 512, 128256),
+        Shape(16384, 512, 32000),
+        Shape(65536, 512, 32000),
     ),
     "masked": (Shape(8192, 4096, 128256), Shape(16384, 2048, 128256)),  # for --ignored
     "ragged": (Shape(4095, 4096, 128259), Shape(1021, 2056, 50257)),  # nothing divides a tile

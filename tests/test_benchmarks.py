@@ -1,14 +1,18 @@
 """The benchmark's own rules, at toy size on a CPU: what it writes, what it survives, what it measures."""
 
 import csv
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import plot, providers, run
+from benchmarks import plot, providers, run, trained
 from benchmarks.__main__ import main
-from benchmarks.data import IGNORE_INDEX, is_usual, make_problem
-from benchmarks.errors import make_reference
+from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
+from benchmarks.errors import errors_of, make_reference
 from benchmarks.memory import MIB, peak_bytes
 from benchmarks.modes import MODES, prepare, step_of
 from benchmarks.providers.torch_dense import dense_loss
@@ -194,6 +198,179 @@ def test_shapes_and_providers_are_chosen_by_name_group_or_pattern():
     with pytest.raises(ValueError, match="expected NxDxV"):
         parse_shapes("8x16")
     assert {Shape(12288, 1536, 50257), Shape(2048, 512, 32000)} <= set(parse_shapes("odd,small,masked"))
-    assert providers.choose("liger*,floor", without="*fp32") == ["floor", "liger"]
+    assert providers.choose("liger*,floor", without="*fp32,*_cu*") == ["floor", "liger"]
     with pytest.raises(ValueError, match="expected one of"):
         providers.choose("tiger")
+
+
+def test_the_group_small_has_few_tokens_at_three_heads():
+    heads, tokens = ((4096, 151936), (2048, 128256), (512, 32000)), (128, 256, 1024, 2048)
+    assert {Shape(n, *head) for head in heads for n in tokens} <= set(GROUPS["small"])
+    assert {shape.D for shape in GROUPS["narrow"]} == {512}
+
+
+def test_the_reference_is_in_float64_whatever_the_inputs_are():
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = make_toy(dtype=dtype)
+        assert {part.dtype for part in make_reference(problem, MODES["fwd_bwd"])} == {torch.float64}
+
+
+# ---------------------------------------------------------------- a trained model's operands
+
+
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+TINY = ["--vocabulary", "400", "--hidden", "32", "--layers", "1", "--context", "32", "--sequences", "8"]
+TINY += ["--tokens", "100", "--steps", "20", "--rate", "1e-2", "--device", "cpu", "--text"]
+TINY += [str(STANDARD_LIBRARY / package) for package in ("asyncio", "email", "json")]
+
+
+@pytest.fixture(scope="module")
+def trained_file(tmp_path_factory):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    return trained.main([str(tmp_path_factory.mktemp("trained") / "tiny.safetensors"), *TINY])
+
+
+def test_a_trained_models_operands_are_data_of_their_own(trained_file, tmp_path, capsys):
+    providers = ["--providers", "floor,ours,torch_eager", "--ignored", "0.02,0.5"]
+    rows = run_toy(tmp_path, "--data", f"trained:{trained_file}", *providers)
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        assert (row["N"], row["D"], row["V"], row["prior"], row["reason"]) == ("100", "32", "400", "trained", "")
+        assert not is_usual(row)
+        # Twenty steps on the prior are enough to be below the log of the vocabulary.
+        assert 3 < float(row["loss"]) < torch.tensor(400.0).log()
+        if row["provider"] != "floor":
+            assert max(float(row["err_loss"]), float(row["err_dx"]), float(row["err_dw"])) < 1e-5
+    assert "100x32x400" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    (path,) = tmp_path.glob("*/run.csv")
+    assert "run_time_fwd_bwd_trained.png" in {picture.name for picture in plot.main([str(path)])}
+
+
+def test_a_trained_models_file_says_what_it_is_and_the_same_seed_and_steps_make_it_again(trained_file, tmp_path):
+    from safetensors import safe_open
+
+    again = trained.main([str(tmp_path / "again.safetensors"), *TINY])
+    assert shape_of(again) == Shape(100, 32, 400)
+    first, second = (load_problem(path, dtype=torch.bfloat16, device=CPU, seed=0) for path in (trained_file, again))
+    assert torch.equal(first.input, second.input) and torch.equal(first.linear_weight, second.linear_weight)
+    assert torch.equal(first.target, second.target) and (first.target == IGNORE_INDEX).sum() > 0
+    with safe_open(again, framework="pt") as file:
+        assert file.get_tensor("target").min() >= 0 and file.get_tensor("input").dtype == torch.bfloat16
+        assert {"steps", "seed", "held_out_loss", "commit"} <= set(trained.facts_of(again))
+
+
+def test_training_text_is_cut_where_it_is_one_file_and_counts_once(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.py").write_text(f"number = {i // 2}\n")  # each twice
+    (folder / "picture.png").write_bytes(b"no text")
+    single = tmp_path / "single"
+    single.write_bytes(bytes(range(97, 123)) * 10_000)
+    documents = list(trained.documents_of([folder, single], {".py"}))
+    assert len(documents) == 60 + 4 and sum(len(d.read()) for d in documents if d.path == single) == 260_000
+    corpus = trained.read_corpus(documents, most_bytes=10**6, seed=0)
+    texts = [*corpus.training, *corpus.held_out]
+    assert len(texts) == len(set(texts)) == 30 + 4 and len(corpus.held_out) == 1
+    assert corpus == trained.read_corpus(documents, most_bytes=10**6, seed=0)
+    assert corpus != trained.read_corpus(documents, most_bytes=10**6, seed=1)
+    with pytest.raises(ValueError, match="expected a file or a folder"):
+        list(trained.documents_of([tmp_path / "nothing"], {".py"}))
+
+
+def test_too_little_text_for_the_vocabulary_is_said(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "short.txt").write_text("a short text " * 3)
+    with pytest.raises(ValueError, match="expected 400 tokens, the text gave"):
+        trained.main([str(tmp_path / "file"), *TINY, "--text", str(tmp_path / "short.txt")])
+
+
+def test_a_trained_models_data_has_its_own_shape(trained_file, tmp_path, capsys):
+    for options in (["--shapes", "toy"], ["--prior", "ordered"]):
+        with pytest.raises(SystemExit):
+            main(["--data", f"trained:{trained_file}", *options])
+    for data in ("synthetic", f"trained:{tmp_path / 'missing'}"):
+        with pytest.raises(SystemExit):
+            main(["--data", data])
+    assert "python -m benchmarks.trained makes one" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_every_provider_without_a_step_is_a_row_with_its_reason(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    settings = run.Settings(CPU, torch.bfloat16, rounds=1, ms=1, seed=0)
+    here = run.Environment("cpu", "", "", "")
+    rows = run.measure(TOY, MODES["fwd_bwd"], list(providers.FILES), settings, here, out_of_time=lambda: False)
+    assert [row.provider for row in rows] == list(providers.FILES)
+    assert all((row.ms is None) == bool(row.reason) for row in rows)
+    reasons = {row.provider: row.reason for row in rows}
+    assert {reasons[name] for name in ("liger_cutedsl", "liger_cutedsl_scaled", "liger_cutile")} == {
+        "needs a Hopper GPU"
+    }
+    assert "none for one GPU" in reasons["liger_cute"]
+    if torch.__version__ < (2, 15):
+        assert "has no override of F.linear_cross_entropy" in reasons["torch_override"]
+
+
+def test_a_library_that_a_peer_needs_is_named(monkeypatch):
+    from benchmarks.providers import liger
+
+    monkeypatch.setitem(liger.NEEDS, "not_a_package.inside", "a-distribution")
+    monkeypatch.setitem(liger.NEEDS, "not_a_module", "another")
+    with pytest.raises(providers.Unavailable, match="^needs a-distribution and another$"):
+        liger._need("not_a_package.inside", "torch", "not_a_module")
+
+
+def install_fake(monkeypatch, name, **contents):
+    """A module where an import of `name` finds it, and its packages."""
+    words = name.split(".")
+    for i in range(1, len(words) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(words[:i]), ModuleType(".".join(words[:i])))
+    for key, value in contents.items():
+        setattr(sys.modules[name], key, value)
+
+
+def dense_losses(input, linear_weight, target):
+    return torch.nn.functional.cross_entropy(input @ linear_weight.T, target, reduction="none")
+
+
+def assert_right(step, problem, mode):
+    errors = errors_of(step(), problem, make_reference(problem, mode))
+    assert max(error for error in errors if error is not None) < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_ligers_losses_per_token_are_averaged_over_the_kept(monkeypatch, mode):
+    from benchmarks.providers import liger
+
+    class Scaled:
+        @staticmethod
+        def apply(input, linear_weight, target, temperature, ignore_index):
+            assert (temperature, ignore_index) == (1.0, IGNORE_INDEX)
+            return dense_losses(input, linear_weight, target)
+
+    monkeypatch.setattr(liger, "_need", lambda *modules: None)
+    path = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+    install_fake(monkeypatch, path, LigerFusedScaledCrossEntropySM90Function=Scaled)
+    problem = make_toy(mode.name)
+    assert_right(step_of(liger._cutedsl_scaled(problem, mode), problem, mode), problem, mode)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_trls_log_probabilities_of_the_kept_rows_are_put_back(monkeypatch, mode):
+    class LogProbs:
+        @staticmethod
+        def apply(hidden, weight, bias, targets, temperature, chunk, softcap, scale, outputs):
+            assert (bias, temperature, chunk, softcap, scale, outputs) == (None, 1.0, 32768, None, 1.0, ())
+            assert (targets >= 0).all()
+            return -dense_losses(hidden, weight, targets), None, None, None, None
+
+    install_fake(monkeypatch, "trl.trainer.utils", _CHUNKED_LOGPROB_CHUNK_SIZE=32768)
+    install_fake(monkeypatch, "trl.kernels.chunked_logprob", ChunkedLogProbFunction=LogProbs)
+    monkeypatch.setitem(sys.modules, "trl.trainer", ModuleType("trl.trainer"))
+    problem = make_toy(mode.name)
+    assert_right(providers.provide("trl", problem, mode), problem, mode)

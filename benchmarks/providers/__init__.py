@@ -31,6 +31,7 @@ FILES = {
     "torch_compile": "torch_dense",
     "torch_eager": "torch_dense",
     "torch_chunked": "torch_chunked",
+    "torch_override": "torch_chunked",
     "liger": "liger",
     "liger_fp32": "liger",
     "quack_chunked": "quack",
@@ -38,6 +39,11 @@ FILES = {
     "cce": "cce",
     "cce_kahan_full_c": "cce",
     "cce_exact": "cce",
+    "trl": "trl",
+    "liger_cutedsl": "liger",
+    "liger_cutedsl_scaled": "liger",
+    "liger_cutile": "liger",
+    "liger_cute": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
 QUICK_LEAVES_OUT = ("quack_autotuned",)

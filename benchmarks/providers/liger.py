@@ -1,22 +1,51 @@
-"""Liger-Kernel's fused linear cross-entropy: gradients made in forward, a chunk of rows at a time.
+"""Liger-Kernel's fused linear cross-entropy, and the kernels it has for Hopper that one must ask for.
 
-Default: dW accumulated in the weight's dtype. liger_fp32: accum_dtype=torch.float32.
+liger                  Triton; gradients made in forward, a chunk of rows at a time, dW in the weight's dtype
+liger_fp32             the same, accum_dtype=torch.float32
+liger_cutedsl          CuTe DSL: all logits at once, made a gradient in place; dX in every forward, dW in backward
+liger_cutedsl_scaled   CuTe DSL, losses per token: logits never stored, made again in backward; the mean outside
+liger_cutile           cuTile, all logits at once; projection and dX by torch.mm
+liger_cute             the wheel liger-cute-kernels: for a vocabulary spread over GPUs
+
+Each from its own file, as liger_kernel.transformers wants the transformers library, and LIGER_KERNEL_IMPL, which
+chooses among them, gives liger_kernel.ops the Blackwell path of CuTe DSL whatever the GPU.
 """
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
-from ..data import Problem
-from ..modes import Mode, Step, step_of
+from ..data import IGNORE_INDEX, Problem
+from ..modes import Loss, Mode, Step, step_of
 from .unavailable import Unavailable
 
 VERSION_OF = "liger_kernel"
+OPS = "liger_kernel.ops"
+NEEDS = {  # module: what installs it
+    "cutlass": "nvidia-cutlass-dsl",
+    "cuda.bindings": "cuda-python",
+    "cuda.tile": "cuda-tile[tileiras]",
+}
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
-    # From its own file rather than liger_kernel.transformers, which wants the transformers library.
+    if name == "liger_cute":
+        raise Unavailable("liger-cute-kernels spread the vocabulary over the GPUs of an NVSHMEM job: none for one GPU")
+    if name in ("liger", "liger_fp32"):
+        return step_of(_triton(name, mode), problem, mode)
+    make_loss = {"liger_cutedsl": _cutedsl, "liger_cutedsl_scaled": _cutedsl_scaled, "liger_cutile": _cutile}[name]
+    if problem.input.device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        raise Unavailable("needs a Hopper GPU")
+    if problem.input.dtype != torch.bfloat16:
+        raise Unavailable("bf16 only")
+    return step_of(make_loss(problem, mode), problem, mode)
+
+
+def _triton(name: str, mode: Mode) -> Loss:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     accum_dtype = torch.float32 if name == "liger_fp32" else None
@@ -27,8 +56,62 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         # Positional, as autograd.Function.apply takes it: the arguments between reduction and accum_dtype are
         # softcap=None and return_z_loss=False.
         value, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-            input, linear_weight, target, None, None, -100, 0.0, 0.0, reduction, None, False, accum_dtype
+            input, linear_weight, target, None, None, IGNORE_INDEX, 0.0, 0.0, reduction, None, False, accum_dtype
         )
         return value
 
-    return step_of(loss, problem, mode)
+    return loss
+
+
+def _cutedsl(problem: Problem, mode: Mode) -> Loss:
+    if mode.reduction == "none":
+        raise Unavailable("mean and sum only")
+    if problem.shape.N % 128 or problem.shape.V % 256:
+        raise Unavailable("N must be a multiple of 128, V of 256")
+    _need("cutlass", "cuda.bindings")
+    function = importlib.import_module(f"{OPS}.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    fused = function.LigerFusedLinearCrossEntropySM90Function.apply
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return fused(input, linear_weight, target, IGNORE_INDEX, reduction)
+
+    return loss
+
+
+def _cutedsl_scaled(problem: Problem, mode: Mode) -> Loss:
+    _need("cutlass", "cuda.bindings")
+    function = importlib.import_module(f"{OPS}.cutedsl.ops.fused_scaled_cross_entropy_sm90")
+    fused = function.LigerFusedScaledCrossEntropySM90Function.apply
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        losses = fused(input, linear_weight, target, 1.0, IGNORE_INDEX)
+        return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
+
+    return loss
+
+
+def _cutile(problem: Problem, mode: Mode) -> Loss:
+    if mode.reduction == "none":
+        raise Unavailable("mean and sum only")
+    _need("cuda.tile")
+    function = importlib.import_module(f"{OPS}.cutile.ops.fused_linear_cross_entropy")
+    fused = function.LigerFusedLinearCrossEntropyFunction.apply
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        value, *_ = fused(input, linear_weight, target, None, None, IGNORE_INDEX, 0.0, 0.0, reduction)
+        return value
+
+    return loss
+
+
+def _need(*modules: str) -> None:
+    missing = [NEEDS[module] for module in modules if not _there(module)]
+    if missing:
+        raise Unavailable(f"needs {' and '.join(missing)}")
+
+
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package it lies in
+        return False

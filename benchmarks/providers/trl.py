@@ -1,0 +1,34 @@
+"""TRL's log-probabilities: logits of 4096 tokens by 32768 classes from torch.mm, folded by Triton; backward makes each
+tile again and adds the gradients in float32.
+
+The mean, and the ignored tokens gathered away first, which waits for the GPU, are as in TRL's own head
+(add_fused_lm_head in trl/trainer/utils.py).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..data import IGNORE_INDEX, Problem
+from ..modes import Mode, Step, step_of
+
+VERSION_OF = "trl"
+
+
+def provide(name: str, problem: Problem, mode: Mode) -> Step:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    # Backward imports this module, and with it accelerate, datasets and pandas: without them a reason now.
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        kept = target != IGNORE_INDEX
+        # No bias, temperature 1, no softcap, logits as they are, log-probabilities alone.
+        log_probs, *_ = ChunkedLogProbFunction.apply(
+            input[kept], linear_weight, None, target[kept], 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
+        )
+        if reduction == "none":
+            return -log_probs.new_zeros(kept.shape).masked_scatter(kept, log_probs)
+        return -log_probs.sum() / kept.sum()
+
+    return step_of(loss, problem, mode)

@@ -1,0 +1,306 @@
+"""`python -m benchmarks.trained FILE`: hidden states, head and targets of a language model trained for some minutes.
+
+    python -m benchmarks.trained trained.safetensors --minutes 4 --compile      # on a GPU; then
+    python -m benchmarks --data trained:trained.safetensors --modes fwd_bwd
+
+    text          what any Python installation has: the sources, their docstrings with them, of the standard library and
+                  the installed packages; or the files and folders of --text. A text that occurs twice counts once.
+    tokens        byte-pair encoding trained on that text: ids in the order of the merges, frequent ones first
+    model         the Llama of llama.py: float32 parameters under bf16 autocast, its loss flce_ops's own
+    operands      from documents that training never saw: input (N, D), linear_weight (V, D) in bf16, target (N,) int64
+
+The seed fixes the order of the documents, the first weights and the batches. The learning rate follows the clock, or
+with --steps the steps: a run that reaches those is the same again, up to the order in which kernels add.
+
+B sequences of T tokens, N tokens of operands, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import flce_ops
+
+from .data import TRAINED
+from .llama import Llama, LlamaSize
+from .report import environment, say
+
+SUFFIXES = {".py", ".txt", ".md", ".rst"}  # of the files in folders of --text
+LARGEST_FILE = 2**20  # bytes: above it a source is a generated table
+PIECE = 2**16  # bytes: what a file named by --text is cut into
+HELD_OUT = 20  # every so many documents
+TOKENIZER_BYTES = 64 * 10**6  # the merges come from the first files up to this
+DOCUMENTS = 512  # encoded at a time
+END = "<|endoftext|>"  # between documents; id 0
+WARMUP, LAST_RATE = 0.05, 0.1  # shares of the run, and of the highest learning rate
+LOGGED = 20  # steps
+
+
+class Document(NamedTuple):
+    path: Path
+    start: int
+    size: int  # bytes
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
+
+
+class Corpus(NamedTuple):
+    training: list[str]
+    held_out: list[str]
+
+
+def default_folders() -> list[Path]:
+    return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+
+
+def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[Document]:
+    """The files of a folder with one of the suffixes, whole; a root that is a file, whatever its name, in pieces."""
+    for root in dict.fromkeys(roots):
+        if root.is_dir():
+            for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()):
+                if 0 < path.stat().st_size <= LARGEST_FILE:
+                    yield Document(path, 0, LARGEST_FILE)
+        elif root.is_file():
+            for start in range(0, root.stat().st_size, PIECE):
+                yield Document(root, start, PIECE)
+        else:
+            raise ValueError(f"expected a file or a folder, got {root}")
+
+
+def read_corpus(documents: Iterable[Document], *, most_bytes: int, seed: int) -> Corpus:
+    """Shuffled, each text once, up to most_bytes; every HELD_OUT-th is kept from training."""
+    documents, seen, size = list(documents), set(), 0
+    random.Random(seed).shuffle(documents)
+    corpus = Corpus([], [])
+    for document in documents:
+        if size >= most_bytes:
+            break
+        content = document.read()
+        digest = hashlib.sha256(content).digest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        size += len(content)
+        held_out = len(seen) % HELD_OUT == 0
+        (corpus.held_out if held_out else corpus.training).append(content.decode(errors="replace"))
+    return corpus
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise ValueError(f"expected {vocabulary} tokens, the text gave {tokenizer.get_vocab_size()}: bring more text")
+    return tokenizer
+
+
+def first_bytes(texts: Sequence[str], most: int) -> Iterator[str]:
+    size = 0
+    for text in texts:
+        if size >= most:
+            return
+        size += len(text)
+        yield text
+
+
+def encode(tokenizer, texts: Sequence[str]) -> Tensor:
+    """(tokens,) int32, END after each text."""
+    parts = []
+    for start in range(0, len(texts), DOCUMENTS):
+        for encoding in tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS]):
+            parts.append(np.array([*encoding.ids, 0], dtype=np.int32))
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+
+
+def windows(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """(B, T) tokens from each start on, and what follows each of them."""
+    places = starts.to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
+    found = tokens[places].long()
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def learning_rate(progress: float, highest: float) -> float:
+    """Linear up, then a cosine down; progress in [0, 1]."""
+    if progress < WARMUP:
+        return highest * max(progress, 1e-3) / WARMUP
+    falling = (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))) / 2
+    return highest * (LAST_RATE + (1 - LAST_RATE) * falling)
+
+
+def train(
+    model: Llama, tokens: Tensor, size: LlamaSize, *, seconds: float, steps: int | None, highest: float, seed: int
+) -> tuple[int, float]:
+    """Ends with the seconds or the steps, whichever come first. Returns the steps and a mean of the last losses."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=tokens.is_cuda or None)
+    recent: list[Tensor] = []
+    started, step, loss = time.perf_counter(), 0, float("nan")
+    while True:
+        spent = time.perf_counter() - started
+        progress = step / steps if steps else spent / seconds
+        last = progress >= 1 or spent >= seconds
+        if recent and (last or step % LOGGED == 0):
+            loss = torch.stack(recent).mean().item()  # waits for the GPU: the clock counts what it has done
+            recent.clear()
+            if last or step % (10 * LOGGED) == 0:
+                read = step * size.sequences * size.context
+                say(f"{spent:.0f} s: step {step}, {read / 1e6:.1f} million tokens, loss {loss:.3f}")
+        if last:
+            return step, loss
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(progress, highest)
+        starts = torch.randint(0, tokens.shape[0] - size.context, (size.sequences,), generator=generator)
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            value = model(*windows(tokens, starts, size.context))
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        recent.append(value.detach())
+        step += 1
+
+
+@torch.no_grad()
+def operands(model: Llama, tokens: Tensor, size: LlamaSize, count: int) -> dict[str, Tensor]:
+    """Of `count` held-out tokens, in sequences as long as training's, spread evenly."""
+    sequences = -(-count // size.context)
+    starts = torch.linspace(0, tokens.shape[0] - size.context - 1, sequences, dtype=torch.float64).long()
+    hidden, targets = [], []
+    for some in starts.split(size.sequences):
+        read, target = windows(tokens, some, size.context)
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            hidden.append(model.hidden_states(read).flatten(0, 1).bfloat16())
+        targets.append(target.flatten())
+    return {
+        "input": torch.cat(hidden)[:count].contiguous(),
+        "linear_weight": model.head.weight.detach().bfloat16(),
+        "target": torch.cat(targets)[:count].contiguous(),
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.trained", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="to write, *.safetensors")
+    parser.add_argument("--text", type=Path, nargs="+", default=None, help="files and folders instead of the sources")
+    parser.add_argument("--megabytes", type=float, default=256, help="of text, at most")
+    # 192 * 256 by default: every peer takes it. 50257 is GPT-2's.
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--context", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=64, help="of a step")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the operands")
+    parser.add_argument("--minutes", type=float, default=4, help="of training; text and tokenizer come before")
+    parser.add_argument("--steps", type=int, default=None, help="the most; as many as the minutes give")
+    parser.add_argument("--rate", type=float, default=6e-4, help="the highest learning rate")
+    parser.add_argument("--compile", action="store_true", help="the model's blocks by torch.compile")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--commit", default=None, help="to note in the file, where git cannot tell")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    options = parse(argv)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    here = environment(device, options.commit)
+
+    started = time.perf_counter()
+    documents = documents_of(options.text or default_folders(), SUFFIXES if options.text else {".py"})
+    corpus = read_corpus(documents, most_bytes=round(options.megabytes * 1e6), seed=options.seed)
+    tokenizer = train_tokenizer(first_bytes(corpus.training, TOKENIZER_BYTES), options.vocabulary)
+    training, held_out = (encode(tokenizer, texts).to(device) for texts in corpus)
+    sequences = -(-options.tokens // options.context)
+    for name, tokens, least in (
+        ("training", training, options.context + 1),
+        ("held-out", held_out, sequences * options.context + 1),
+    ):
+        if tokens.shape[0] < least:
+            raise ValueError(f"expected {least} {name} tokens or more, the text gave {tokens.shape[0]}")
+    say(
+        f"{time.perf_counter() - started:.0f} s: to train on {len(corpus.training)} documents of"
+        f" {training.shape[0] / 1e6:.1f} million tokens, held out {len(corpus.held_out)} of"
+        f" {held_out.shape[0] / 1e6:.2f} million"
+    )
+
+    torch.manual_seed(options.seed)
+    heads = max(1, options.hidden // 64)
+    mlp = max(64, options.hidden * 8 // 3 // 64 * 64)
+    size = LlamaSize(options.hidden, options.layers, heads, mlp, options.vocabulary, options.context, options.sequences)
+    model = Llama(size, fused_head=True).to(device)
+    if options.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    steps, loss = train(
+        model,
+        training,
+        size,
+        seconds=60 * options.minutes,
+        steps=options.steps,
+        highest=options.rate,
+        seed=options.seed,
+    )
+    found = operands(model, held_out, size, options.tokens)
+    held_out_loss = flce_ops.linear_cross_entropy(found["input"], found["linear_weight"], found["target"]).item()
+    write(
+        options.file,
+        found,
+        seed=options.seed,
+        steps=steps,
+        tokens_read=steps * size.sequences * size.context,
+        loss=loss,
+        held_out_loss=held_out_loss,
+        layers=options.layers,
+        text=[str(path) for path in options.text] if options.text else "Python sources",
+        **here.__dict__,
+    )
+    say(f"{time.perf_counter() - started:.0f} s: held-out loss {held_out_loss:.3f} -> {options.file}")
+    return options.file
+
+
+def write(path: Path, tensors: dict[str, Tensor], **facts: object) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt", TRAINED: json.dumps(facts)})
+
+
+def facts_of(path: Path) -> dict:
+    """How the operands in a file were made."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()[TRAINED])
+
+
+if __name__ == "__main__":
+    main()
