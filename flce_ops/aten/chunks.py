@@ -9,7 +9,7 @@
 Only the product has n rows. A CPU's GEMM rounds the product of half operands, so nothing is lost by keeping it in half.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ def rows_per_chunk(
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
     row_bytes += copied_row_bytes(input) if read_in_place(input) else input.shape[1] * input.dtype.itemsize
-    rows = (matrix_bytes(tokens_of(input)) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
+    beside = reserved + (matrices_in_block * block_bytes(input) if matrices_in_block else 0)
+    rows = (matrix_bytes(tokens_of(input)) - beside) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
@@ -99,11 +100,19 @@ def row_chunks(op: str, input: Tensor, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, total))
 
 
+def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
+    """tensor[rows], itself where those are all: a view takes as long as an operation on few numbers."""
+    if isinstance(tensor, RowsByChunk) or rows.stop - rows.start < tensor.shape[0]:
+        return tensor[rows]
+    return tensor
+
+
 def chunk_products(op: str, input: Tensor, linear_weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each chunk and their product, (n, V), in memory that the chunks share."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(op, input, rows):
-        yield chunk, chunk_product(input[chunk], linear_weight, out=memory[: chunk.stop - chunk.start])
+        out = rows_of(memory, slice(0, chunk.stop - chunk.start))
+        yield chunk, chunk_product(rows_of(input, chunk), linear_weight, out)
 
 
 def row_blocks(input: Tensor, chunk: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -112,4 +121,16 @@ def row_blocks(input: Tensor, chunk: slice, product: Tensor) -> Iterator[tuple[s
     step = max(block_bytes(input) // row_bytes, 1)
     for start in range(chunk.start, chunk.stop, step):
         rows = slice(start, min(start + step, chunk.stop))
-        yield rows, product[rows.start - chunk.start : rows.stop - chunk.start]
+        yield rows, rows_of(product, slice(rows.start - chunk.start, rows.stop - chunk.start))
+
+
+def row_blocks_beside(
+    input: Tensor,
+    chunk: slice,
+    product: Tensor,
+    *vectors: Tensor,  # (N, ...)
+) -> Iterator[tuple[slice, Tensor, Sequence[Tensor]]]:
+    """row_blocks, with the same rows of each vector."""
+    for rows, block in row_blocks(input, chunk, product):
+        whole = rows.stop - rows.start == input.shape[0]
+        yield rows, block, vectors if whole else [vector[rows] for vector in vectors]

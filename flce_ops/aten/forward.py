@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks_beside, rows_per_chunk
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
@@ -38,10 +38,11 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     in_block = product_is_rounded(input) + call.expected_logit
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     for chunk, product in chunk_products("linear_cross_entropy_forward", input, linear_weight, step):
-        for rows, block in row_blocks(input, chunk, product):
+        for rows, block, vectors in row_blocks_beside(input, chunk, product, column, target_logit, lse, lse_rest):
+            own_column, own_target_logit, own_lse, own_rest = vectors
             logits = activate(block, linear_bias, call.logits)
-            at_target = logits.gather(1, column[rows]).squeeze(1)
-            target_logit[rows] = at_target if hit is None else torch.where(hit[rows], at_target, 0.0)
+            at_target = logits.gather(1, own_column).squeeze(1)
+            own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
             if call.logit_sum:
                 sums[rows] = weighted_logits(logits, weight)
             if call.argmax:
@@ -51,5 +52,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
                 expected[rows] = first_moment / row_sum + row_max
             else:
                 row_max, row_sum = exponentiate_rows(logits)
-            lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
+            total, rest = two_sum(row_max, row_sum.log())
+            own_lse.copy_(total)
+            own_rest.copy_(rest)
             del logits  # before the next block is allocated

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import product_is_rounded, rows_per_chunk
+from flce_ops.aten.chunks import product_is_rounded, rows_of, rows_per_chunk
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.support.readable import readable, readable_columns
 from flce_ops.support.workspace import float32_sum_fits
@@ -69,10 +69,10 @@ class GradientAccumulator:
             block.copy_(grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        input = self.input[rows] if input is None else input
+        input = rows_of(self.input, rows) if input is None else input
         rounded = grad_logits.to(self.input.dtype)
         if self.mask[0] and readable(self.linear_weight):
-            torch.mm(rounded, self.linear_weight, out=self.grad_input[rows])
+            torch.mm(rounded, self.linear_weight, out=rows_of(self.grad_input, rows))
         elif self.mask[0]:
             for features, weight in readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])

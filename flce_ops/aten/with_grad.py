@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks_beside
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
@@ -49,19 +49,20 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     )
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
-        for rows, block in row_blocks(input, chunk, product):
+        for rows, block, vectors in row_blocks_beside(input, chunk, product, column, scale, losses):
+            own_column, own_scale, own_losses = vectors
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
-            target_logit = logits.gather(1, column[rows]).squeeze(1)
+            target_logit = logits.gather(1, own_column).squeeze(1)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
             if call.argmax:
                 argmax[rows] = logits.argmax(1)
             row_max, row_sum = exponentiate_rows(logits)
             lse, lse_rest = two_sum(row_max, row_sum.log())
-            losses[rows] = terms.loss(target_logit, lse, logit_sum, lse_rest)
-            cotangents = terms.cotangents(target_logit, lse, scale[rows])
+            own_losses.copy_(terms.loss(target_logit, lse, logit_sum, lse_rest))
+            cotangents = terms.cotangents(target_logit, lse, own_scale)
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
-            add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
+            add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_block(block, apply_slope(grad_logits, slope))
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import NUMBERS, Cotangents
 from flce_ops.meta.arguments import Arguments, Backward, DoubleBackward, Forward, GradGrads, WithGrad
+from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import (
     apply_function,
     below_autograd,
@@ -346,20 +347,20 @@ def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
 
     def run(*args, **kwargs):
         values = arguments.values_of(args, kwargs)
-        grad_enabled, wants_gradient = torch.is_grad_enabled(), False
-        for value in values:
-            if isinstance(value, Tensor):
-                if forward_ad.unpack_dual(value).tangent is not None:
-                    raise NotImplementedError(formula.forward_mode_refusal)
-                wants_gradient |= grad_enabled and value.requires_grad
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if has_tangent(*tensors):
+            raise NotImplementedError(formula.forward_mode_refusal)
+        grad_enabled = torch.is_grad_enabled()
         for index, name in numbers:
             if values[index] is not None and values[index].requires_grad and grad_enabled:
                 raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
         formula.check(op, values)
         if functorch_is_active():
             return formula.apply(*values)
-        if wants_gradient:
-            return apply_function(formula, *values)
+        if grad_enabled:
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return apply_function(formula, *values)
         with below_autograd():
             return op(*args, **kwargs)
 

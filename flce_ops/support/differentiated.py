@@ -4,17 +4,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce_ops.support.torch_private import functorch_is_active
+from flce_ops.support.torch_private import forward_mode_is_active, functorch_is_active
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward mode goes through one of them."""
+    if not forward_mode_is_active():
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
     """By one of them: by reverse mode, forward mode, or a transform of torch.func, which hides what it wants."""
-    if functorch_is_active():
+    if functorch_is_active() or has_tangent(*tensors):
         return True
-    grad_enabled = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if (grad_enabled and tensor.requires_grad) or forward_ad.unpack_dual(tensor).tangent is not None:
-            return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
     return False

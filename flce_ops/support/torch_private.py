@@ -29,6 +29,11 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def forward_mode_is_active() -> bool:
+    """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's included: elsewhere no tensor has a tangent."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
     """`function.apply(*values)` outside of torch.func, whose values are all that `forward` takes.
 
