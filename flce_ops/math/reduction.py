@@ -28,7 +28,7 @@ def mean_denominator(
     if reduction == "sum":
         return None
     if weight is None:
-        return valid.sum(dtype=dtype)
+        return valid.sum(dtype=dtype)  # exact up to 2^24 tokens
     return torch.where(valid, class_weight_of(target, weight, dtype), 0.0).sum()
 
 
