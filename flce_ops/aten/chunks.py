@@ -9,7 +9,7 @@
 Only the product has n rows. A CPU's GEMM rounds the product of half operands, so nothing is lost by keeping it in half.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -111,26 +111,18 @@ def chunk_products(op: str, input: Tensor, linear_weight: Tensor, rows: int) -> 
     """Rows of each chunk and their product, (n, V), in memory that the chunks share."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(op, input, rows):
-        out = rows_of(memory, slice(0, chunk.stop - chunk.start))
-        yield chunk, chunk_product(rows_of(input, chunk), linear_weight, out)
+        n = chunk.stop - chunk.start
+        yield chunk, chunk_product(rows_of(input, chunk), linear_weight, memory if n == rows else memory[:n])
 
 
-def row_blocks(input: Tensor, chunk: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each block, counted as the chunk's are, and their part of the product."""
+def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor) -> Iterator[tuple]:
+    """Rows of each block, counted as the chunk's are, their part of the product, and of vectors (N, ...)."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(block_bytes(input) // row_bytes, 1)
+    if chunk.stop - chunk.start == input.shape[0] <= step:
+        yield chunk, product, *vectors
+        return
     for start in range(chunk.start, chunk.stop, step):
         rows = slice(start, min(start + step, chunk.stop))
-        yield rows, rows_of(product, slice(rows.start - chunk.start, rows.stop - chunk.start))
-
-
-def row_blocks_beside(
-    input: Tensor,
-    chunk: slice,
-    product: Tensor,
-    *vectors: Tensor,  # (N, ...)
-) -> Iterator[tuple[slice, Tensor, Sequence[Tensor]]]:
-    """row_blocks, with the same rows of each vector."""
-    for rows, block in row_blocks(input, chunk, product):
-        whole = rows.stop - rows.start == input.shape[0]
-        yield rows, block, vectors if whole else [vector[rows] for vector in vectors]
+        block = product[rows.start - chunk.start : rows.stop - chunk.start]
+        yield rows, block, *(vector[rows] for vector in vectors)

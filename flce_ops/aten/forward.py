@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks_beside, rows_per_chunk
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
@@ -38,8 +38,8 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     in_block = product_is_rounded(input) + call.expected_logit
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     for chunk, product in chunk_products("linear_cross_entropy_forward", input, linear_weight, step):
-        for rows, block, vectors in row_blocks_beside(input, chunk, product, column, target_logit, lse, lse_rest):
-            own_column, own_target_logit, own_lse, own_rest = vectors
+        blocks = row_blocks(input, chunk, product, column, target_logit, lse, lse_rest)
+        for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, linear_bias, call.logits)
             at_target = logits.gather(1, own_column).squeeze(1)
             own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks_beside
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
@@ -49,8 +49,8 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     )
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for chunk, product in chunk_products("linear_cross_entropy_with_grad", input, linear_weight, step):
-        for rows, block, vectors in row_blocks_beside(input, chunk, product, column, scale, losses):
-            own_column, own_scale, own_losses = vectors
+        blocks = row_blocks(input, chunk, product, column, scale, losses)
+        for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             target_logit = logits.gather(1, own_column).squeeze(1)

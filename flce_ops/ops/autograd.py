@@ -224,7 +224,7 @@ class WithGradFormula(Formula):
             gradients, grad_row_scale = differentiable_gradients(call, grad_loss)
         else:
             input, linear_weight, _, linear_bias, _ = call.operands
-            leaf = next(t for t, need in ((linear_weight, needs[1]), (linear_bias, needs[2]), (input, True)) if need)
+            leaf = linear_weight if needs[1] else linear_bias if needs[2] else input
             gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
             if needs_row_scale:
                 grad_row_scale = losses * grad_loss
@@ -302,7 +302,7 @@ def multiply_by_upstream(
     grads = [grad if want else None for grad, want in zip(made, output_mask)]
     if is_batched(factor):  # is_grads_batched: a batch of factors
         return [None if grad is None else grad * factor for grad in grads]
-    plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)
+    plain = {type(tensor) for tensor in (factor, *grads) if tensor is not None} == {Tensor}
     if not plain:
         # A subclass is a tracer (functional, fake): record ordinary multiplications. AOTAutograd refuses a second
         # derivative only where the backward graph reads a tensor that requires one; gradients made in forward do not,
