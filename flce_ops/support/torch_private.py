@@ -30,7 +30,7 @@ def functorch_is_active() -> bool:
 
 
 def forward_mode_is_active() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's included: elsewhere no tensor has a tangent."""
+    """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's too: elsewhere no tensor has a tangent."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
