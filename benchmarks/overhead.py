@@ -1,97 +1,97 @@
-"""python -m benchmarks.overhead: what a training step costs beside its mathematics.
+"""python -m benchmarks.overhead: what a training step costs the host beside its mathematics.
 
-On a CPU, 8 x 8 x 16: microseconds and Python calls of forward and backward, eager and compiled. On CUDA also the host's
-milliseconds from the call of forward to backward's return, eager and compiled, at the shapes of the group "small" and
-at two whose GEMMs take less than that. To compare two commits run both in turn, several times: the clock moves more
-than they differ.
+On a CPU, 8 x 8 x 16: microseconds and Python calls of a step, eager and compiled, and of a forward without gradients.
+On CUDA also the host's microseconds from the call of such a step to its return, at the shapes of the group "small" and
+at two whose GEMMs take less than that.
+
+`--against PATH` compares with another checkout. The clock of a machine moves more than two commits differ, so processes
+of both alternate; the figure is the fastest round of all of a checkout's processes, beside it their lower quartile.
 """
 
-import functools
-import statistics
+import argparse
+import json
+import os
+import subprocess
 import sys
-import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-import flce_ops
-from benchmarks.shapes import GROUPS, Shape
-
-SHAPES = (Shape(128, 512, 32000), Shape(256, 2048, 32000), *GROUPS["small"])
-STEPS = 300
-ROUNDS = 9
+from benchmarks.report import REPOSITORY, Report, commit_of, environment, say
 
 
-def operands(tokens: int, hidden: int, classes: int, dtype: torch.dtype, device: str):
-    input = torch.randn(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.randn(classes, hidden, dtype=dtype, device=device, requires_grad=True)
-    return input, weight, torch.randint(classes, (tokens,), device=device)
+@dataclass
+class OverheadRow:
+    gpu: str  # or the processor
+    torch: str
+    triton: str
+    python: str
+    commit: str
+    device: str
+    N: int
+    D: int
+    V: int
+    dtype: str
+    mode: str
+    calls: int  # of Python functions
+    us: float
+    us_quartile: float
+    processes: int
 
 
-def step(loss_function, input, weight, target) -> None:
-    loss_function(input, weight, target).backward()
-    input.grad = weight.grad = None
+def figures_of(checkout: Path, cuda: bool) -> Iterator[dict]:
+    """Of a fresh process, which imports the benchmark from here and flce_ops from `checkout`."""
+    command = [sys.executable, "-m", "benchmarks.host_step", str(checkout), *(["--cuda"] if cuda else [])]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(command, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    return map(json.loads, result.stdout.splitlines())
 
 
-def microseconds(run, device: str) -> float:
-    """Median of rounds of the mean of their steps; the host's part on CUDA."""
-    rounds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            run()
-        rounds.append((time.perf_counter() - began) / STEPS * 1e6)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return statistics.median(rounds)
+def measure(checkouts: Sequence[Path], commits: Sequence[str], *, cuda: bool, processes: int) -> list[OverheadRow]:
+    """Rows of one checkout beside those of the other."""
+    found: dict[tuple, list[dict]] = defaultdict(list)
+    for turn in range(processes):
+        order = range(len(checkouts)) if turn % 2 == 0 else reversed(range(len(checkouts)))
+        for index in order:
+            for figure in figures_of(checkouts[index], cuda):
+                found[(figure["device"], *figure["shape"], figure["dtype"], figure["mode"], index)].append(figure)
+    here = environment(torch.device("cuda" if cuda else "cpu"), commits[0])
+    python = ".".join(map(str, sys.version_info[:3]))
+    rows = []
+    for (*problem, index), figures in sorted(found.items(), key=lambda item: list(found).index((*item[0][:-1], 0))):
+        rounds = sorted(us for figure in figures for us in figure["us"])
+        machine = (here.gpu, here.torch, here.triton, python, commits[index])
+        calls = min(figure["calls"] for figure in figures)
+        rows.append(OverheadRow(*machine, *problem, calls, rounds[0], rounds[len(rounds) // 4], len(figures)))
+    return rows
 
 
-def python_calls(run) -> int:
-    calls = 0
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--against", type=Path, help="another checkout, or sources of a commit without their .git")
+    parser.add_argument("--against-commit", help="its commit, where it has no .git")
+    parser.add_argument("--processes", type=int, default=5, help="of each checkout, in turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="both where CUDA is, when not given")
+    parser.add_argument("--out", type=Path, help="a CSV")
+    options = parser.parse_args(argv)
 
-    def count(frame, event, _):
-        nonlocal calls
-        calls += event == "call"
-
-    with torch.autograd.set_multithreading_enabled(False):  # backward's calls are counted too
-        sys.setprofile(count)
-        run()
-        sys.setprofile(None)
-    return calls
-
-
-def launch_ms(loss_function, arguments) -> float:
-    """Median time from the call of a step to its return."""
-    for _ in range(5):
-        step(loss_function, *arguments)
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(50):  # one step at a time: a full queue would make the host wait
-        began = time.perf_counter()
-        step(loss_function, *arguments)
-        times.append((time.perf_counter() - began) * 1e3)
-        torch.cuda.synchronize()
-    return statistics.median(times)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    for name, loss_function in (
-        ("eager", flce_ops.linear_cross_entropy),
-        ("compiled", torch.compile(flce_ops.linear_cross_entropy, fullgraph=True)),
-    ):
-        arguments = operands(8, 8, 16, torch.float32, "cpu")
-        for _ in range(20):
-            step(loss_function, *arguments)
-        run = functools.partial(step, loss_function, *arguments)
-        print(f"cpu 8x8x16 {name}: {microseconds(run, 'cpu'):.0f} us, {python_calls(run)} calls")
-    if not torch.cuda.is_available():
-        return
-    for shape in SHAPES:
-        arguments = operands(*shape, torch.bfloat16, "cuda")
-        torch._dynamo.reset()  # past its limit of shapes it would run eagerly
-        compiled = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, dynamic=False)
-        eager_ms, compiled_ms = (launch_ms(f, arguments) for f in (flce_ops.linear_cross_entropy, compiled))
-        print(f"cuda {shape} bfloat16, host: {eager_ms:.3f} ms eager, {compiled_ms:.3f} ms compiled", flush=True)
+    checkouts, commits = [REPOSITORY], [commit_of(REPOSITORY)]
+    if options.against is not None:
+        checkouts.insert(0, options.against.resolve())
+        commits.insert(0, options.against_commit or commit_of(checkouts[0]))
+    devices = [options.device] if options.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    report = Report(options.out) if options.out else None
+    say(f"{'':42}{'commit':>12}{'us':>8}{'quartile':>10}{'calls':>7}")
+    for device in devices:
+        rows = measure(checkouts, commits, cuda=device == "cuda", processes=options.processes)
+        for row in rows:
+            name = f"{row.device} {row.N}x{row.D}x{row.V} {row.dtype} {row.mode}"
+            say(f"{name:42}{row.commit:>12}{row.us:8.0f}{row.us_quartile:10.0f}{row.calls:7}")
+        if report is not None:
+            report.add(rows)
 
 
 if __name__ == "__main__":

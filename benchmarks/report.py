@@ -71,7 +71,7 @@ def environment(device: torch.device, commit: str | None = None) -> Environment:
     except ImportError:
         triton_version = ""
     name = torch.cuda.get_device_name() if device.type == "cuda" else _processor()
-    return Environment(name, torch.__version__, triton_version, commit or _commit())
+    return Environment(name, torch.__version__, triton_version, commit or commit_of(REPOSITORY))
 
 
 def _processor() -> str:
@@ -81,11 +81,13 @@ def _processor() -> str:
     return (models or [platform.processor() or platform.machine()])[0]
 
 
-def _commit() -> str:
-    """Short hash, with + when the tree has changes; FLCE_COMMIT where the sources came without their .git."""
-    if "FLCE_COMMIT" in os.environ:
+def commit_of(checkout: Path) -> str:
+    """Short hash, with + when the tree has changes; FLCE_COMMIT where these sources came without their .git."""
+    if checkout == REPOSITORY and "FLCE_COMMIT" in os.environ:
         return os.environ["FLCE_COMMIT"]
-    git = ["git", "-C", str(REPOSITORY)]
+    if not (checkout / ".git").exists():  # git would answer for a repository around it
+        return "unknown"
+    git = ["git", "-C", str(checkout)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)

@@ -66,7 +66,8 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         op = type(self).__name__
         self.register_buffer("weight", weight)
-        check_per_class(op, "weight", weight, num_classes)
+        if weight is not None:
+            check_per_class(op, "weight", weight, num_classes)
         check_reduction(op, reduction)
         check_options(op, ignore_index, label_smoothing, softcap)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import plot, providers, run, trained
+from benchmarks import host_step, overhead, plot, providers, run, trained
 from benchmarks.__main__ import main
 from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
 from benchmarks.errors import errors_of, make_reference
@@ -20,6 +20,7 @@ from benchmarks.shapes import GROUPS, Shape, parse_shapes
 
 CPU = torch.device("cpu")
 TOY = Shape(60, 33, 501)  # N tokens, D hidden, V vocabulary
+FIGURE = {"device": "cpu", "shape": (8, 8, 16), "dtype": "float32", "calls": 9}
 
 
 def make_toy(mode="fwd_bwd", dtype=torch.float32):
@@ -374,3 +375,34 @@ def test_trls_log_probabilities_of_the_kept_rows_are_put_back(monkeypatch, mode)
     monkeypatch.setitem(sys.modules, "trl.trainer", ModuleType("trl.trainer"))
     problem = make_toy(mode.name)
     assert_right(providers.provide("trl", problem, mode), problem, mode)
+
+
+def test_overhead_compares_two_checkouts_in_turn(tmp_path, monkeypatch):
+    turns = []
+
+    def figures_of(checkout, cuda):
+        turns.append(checkout)
+        slower = 10.0 * (checkout != overhead.REPOSITORY)
+        yield from ({**FIGURE, "mode": mode, "us": [slower + 3.0, slower + 2.0]} for mode in ("eager", "no_grad"))
+
+    monkeypatch.setattr(overhead, "figures_of", figures_of)
+    path, other = tmp_path / "overhead.csv", tmp_path / "other"
+    overhead.main(["--device", "cpu", "--against", f"{other}", "--processes", "2", "--out", f"{path}"])
+    assert turns == [other, overhead.REPOSITORY, overhead.REPOSITORY, other]
+    rows = rows_of(path)
+    assert [(row["mode"], row["us"]) for row in rows] == [
+        ("eager", "12"),
+        ("eager", "2"),
+        ("no_grad", "12"),
+        ("no_grad", "2"),
+    ]
+    assert {row["commit"] for row in rows[::2]} == {"unknown"}
+
+
+def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeypatch):
+    monkeypatch.setattr(host_step, "MODES", ("eager", "no_grad"))  # compiling takes seconds
+    monkeypatch.setattr(host_step, "ROUNDS", 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    training, without_gradients = host_step.cpu_figures()
+    assert len(training.us) == 2 and min(training.us) > 0
+    assert training.calls > without_gradients.calls > 0

@@ -44,6 +44,41 @@ def test_functorch_is_active_only_inside_a_transform():
     assert seen == [False, True, True]
 
 
+def test_apply_function_is_apply():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(x, factor):
+            return x * factor
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.factor = inputs[1]
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.factor, None
+
+    x = torch.ones(2, requires_grad=True)
+    torch_private.apply_function(Scaled, x, 3.0).sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_forward_mode_is_active_only_inside_a_level():
+    seen = []
+
+    def f(x):
+        seen.append(torch_private.forward_mode_is_active())
+        return x.sin()
+
+    x = torch.ones(2)
+    f(x)
+    with torch.autograd.forward_ad.dual_level():
+        f(x)
+    torch.func.jvp(f, (x,), (x,))
+    f(x)
+    assert seen == [False, True, True, False]
+
+
 def test_saved_tensor_hooks_are_active_in_a_non_reentrant_checkpoint():
     seen = []
 

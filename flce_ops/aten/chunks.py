@@ -76,7 +76,8 @@ def rows_per_chunk(
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
     row_bytes += copied_row_bytes(input) if read_in_place(input) else input.shape[1] * input.dtype.itemsize
-    rows = (matrix_bytes(tokens_of(input)) - matrices_in_block * block_bytes(input) - reserved) // row_bytes
+    beside = reserved + (matrices_in_block * block_bytes(input) if matrices_in_block else 0)
+    rows = (matrix_bytes(tokens_of(input)) - beside) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
@@ -96,17 +97,29 @@ def row_chunks(call: Arguments, input: Tensor, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, total))
 
 
+def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
+    """tensor[rows], itself where those are all: a view takes as long as an operation on few numbers."""
+    if isinstance(tensor, RowsByChunk) or rows.stop - rows.start < tensor.shape[0]:
+        return tensor[rows]
+    return tensor
+
+
 def chunk_products(call: Arguments, input: Tensor, linear_weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each chunk and their product, (n, V), in memory that the chunks share."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
-        yield chunk, chunk_product(input[chunk], linear_weight, out=memory[: chunk.stop - chunk.start])
+        n = chunk.stop - chunk.start
+        yield chunk, chunk_product(rows_of(input, chunk), linear_weight, memory if n == rows else memory[:n])
 
 
-def row_blocks(input: Tensor, chunk: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each block, counted as the chunk's are, and their part of the product."""
+def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor) -> Iterator[tuple]:
+    """Rows of each block, counted as the chunk's are, their part of the product, and of vectors (N, ...)."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(block_bytes(input) // row_bytes, 1)
+    if chunk.stop - chunk.start == input.shape[0] <= step:
+        yield chunk, product, *vectors
+        return
     for start in range(chunk.start, chunk.stop, step):
         rows = slice(start, min(start + step, chunk.stop))
-        yield rows, product[rows.start - chunk.start : rows.stop - chunk.start]
+        block = product[rows.start - chunk.start : rows.stop - chunk.start]
+        yield rows, block, *(vector[rows] for vector in vectors)

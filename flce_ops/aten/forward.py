@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
@@ -31,14 +31,18 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, lse_rest = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
-    _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
+    if call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
+        _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + call.expected_logit
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     for chunk, product in chunk_products(call, input, linear_weight, step):
-        for rows, block in row_blocks(input, chunk, product):
+        blocks = row_blocks(input, chunk, product, column, target_logit, lse, lse_rest)
+        for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, linear_bias, call.logits)
-            target_logit[rows] = torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)
+            at_target = logits.gather(1, own_column).squeeze(1)
+            own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
             if call.logit_sum:
                 sums[rows] = weighted_logits(logits, weight)
             if call.argmax:
@@ -48,5 +52,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
                 expected[rows] = first_moment / row_sum + row_max
             else:
                 row_max, row_sum = exponentiate_rows(logits)
-            lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
+            total, rest = two_sum(row_max, row_sum.log())
+            own_lse.copy_(total)
+            own_rest.copy_(rest)
             del logits  # before the next block is allocated

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import product_is_rounded, rows_per_chunk
+from flce_ops.aten.chunks import product_is_rounded, rows_of, rows_per_chunk
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.support.readable import readable_columns
+from flce_ops.support.readable import readable, readable_columns
 from flce_ops.support.workspace import float32_sum_fits
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -54,7 +54,7 @@ class GradientAccumulator:
         self.weight_sum = self.grad_linear_weight.zero_()
         if sums_in_float32(input, self.grad_linear_weight.numel(), -(-input.shape[0] // rows)):
             self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)
-        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate)
+        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         """G of a chunk, (n, V), in the accumulation dtype. `input` stands in for self.input[rows]."""
@@ -63,15 +63,17 @@ class GradientAccumulator:
 
     def add_block(self, block: Tensor, grad_logits: Tensor) -> None:
         """G of some rows goes to the bias, and rounded to the place of their logits, where it may have been made."""
-        if self.mask[2]:
+        if self.bias_sum is not None:
             self.bias_sum += grad_logits.sum(0)
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        input = self.input[rows] if input is None else input
+        input = rows_of(self.input, rows) if input is None else input
         rounded = grad_logits.to(self.input.dtype)
-        if self.mask[0]:
+        if self.mask[0] and readable(self.linear_weight):
+            torch.mm(rounded, self.linear_weight, out=rows_of(self.grad_input, rows))
+        elif self.mask[0]:
             for features, weight in readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])
         if not self.mask[1]:
@@ -91,4 +93,5 @@ class GradientAccumulator:
     def finish(self) -> None:
         if self.weight_sum is not self.grad_linear_weight:
             self.grad_linear_weight.copy_(self.weight_sum)
-        self.grad_linear_bias.copy_(self.bias_sum)
+        if self.bias_sum is not None:
+            self.grad_linear_bias.copy_(self.bias_sum)

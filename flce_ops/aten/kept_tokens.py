@@ -49,11 +49,18 @@ class RowsByChunk:
     Rows are made when they are read. A copy of all of them would not fit a workspace that is smaller than input.
     """
 
-    def __init__(self, matrix: Tensor, rows: int, make: Callable[[slice], Tensor]) -> None:
+    def __init__(
+        self,
+        matrix: Tensor,
+        rows: int,
+        make: Callable[[slice], Tensor],
+        ignored: Tensor | None = None,  # (rows,) bool
+    ) -> None:
         self.dtype, self.device, self.new_empty = matrix.dtype, matrix.device, matrix.new_empty
         self.shape = torch.Size((rows, matrix.shape[1]))
         self.tokens = matrix.shape[0]
         self.make = make
+        self.ignored = ignored  # rows of tokens that do not count; None where all do
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.make(rows)
@@ -62,6 +69,12 @@ class RowsByChunk:
 def tokens_of(input: Tensor) -> int:
     """N, ignored ones included: vectors of so many numbers exist beside a chunk."""
     return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
+
+
+def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N,)
+    """What a body reads at the ignored rows that it was given, if any."""
+    ignored = input.ignored if isinstance(input, RowsByChunk) else None
+    return values if ignored is None else values.masked_fill(ignored, 0)
 
 
 Body = Callable[..., None]  # of a call, the results that it fills in, and perhaps a direction
@@ -124,7 +137,7 @@ def with_zeroed_rows(
         if name not in MATRICES or not isinstance(value, Tensor):
             return value
         make = lambda rows: value[rows].masked_fill(ignored[rows, None], MATRICES[name])  # noqa: E731
-        return RowsByChunk(value, value.shape[0], make)
+        return RowsByChunk(value, value.shape[0], make, ignored=ignored)
 
     body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in direction))
     for result, fill in zip(results, fills):

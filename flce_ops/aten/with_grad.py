@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -18,7 +18,6 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.math.loss import terms_of_tokens
-from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -39,9 +38,9 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, argmax = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
-    valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+    column = zero_where_ignored(input, target).long().unsqueeze(1)
     accumulate = losses.dtype
-    scale = torch.where(valid, call.row_scale, 0.0).to(accumulate)
+    scale = zero_where_ignored(input, call.row_scale).to(accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
     loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
     in_block = product_is_rounded(input) + (call.logits.softcap is not None)
@@ -50,21 +49,22 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     )
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for chunk, product in chunk_products(call, input, linear_weight, step):
-        for rows, block in row_blocks(input, chunk, product):
+        blocks = row_blocks(input, chunk, product, column, scale, losses)
+        for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
-            target_logit = logits.gather(1, column[rows]).squeeze(1)
+            target_logit = logits.gather(1, own_column).squeeze(1)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
             if call.argmax:
                 argmax[rows] = logits.argmax(1)
             row_max, row_sum = exponentiate_rows(logits)
             lse, lse_rest = two_sum(row_max, row_sum.log())
-            losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum, lse_rest), 0.0)
-            cotangents = terms.cotangents(target_logit, lse, scale[rows])
+            own_losses.copy_(terms.loss(target_logit, lse, logit_sum, lse_rest))
+            cotangents = terms.cotangents(target_logit, lse, own_scale)
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
-            add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
+            add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_block(block, apply_slope(grad_logits, slope))
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    torch.sum(call.row_scale * losses, dim=0, out=loss)
+    torch.sum(call.row_scale * zero_where_ignored(input, losses), dim=0, out=loss)

@@ -25,7 +25,8 @@ def check_arguments(call: CrossEntropy) -> None:
     input, weight, token_weight = call.input, call.weight, call.token_weight
     check_dense(OP, weight=weight, token_weight=token_weight, normalizer=call.normalizer)
     check_head(OP, call)
-    check_per_class(OP, "weight", weight, call.linear_weight.shape[0])
+    if weight is not None:
+        check_per_class(OP, "weight", weight, call.linear_weight.shape[0])
     check_device(OP, input, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")

@@ -17,6 +17,7 @@ from flce_ops.math.reduction import mean_denominator, nan_for_nothing, quotient,
 from flce_ops.math.scalars import logit_options, loss_options
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
+from flce_ops.support.differentiated import differentiated
 
 # N tokens, D hidden, V vocabulary
 
@@ -61,14 +62,19 @@ def weighted_loss(
     valid: Tensor,  # (N,)
     token_weight: Tensor | None,  # (N,)
     denominator: Tensor | None,  # ()
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
     input, linear_weight, _, linear_bias, _ = problem.operands
+    wants_gradient = differentiated(input, linear_weight, linear_bias, token_weight, denominator)
+    if token_weight is None and not wants_gradient:
+        losses, largest = losses_from_forward(problem)
+        return None, losses.sum(), largest
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
     problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
         losses, largest = losses_from_forward(problem)
-        return (row_scale * losses).sum(), weighted_sum(valid, token_weight, losses), largest
+        loss = (row_scale * losses).sum() if wants_gradient else None
+        return loss, weighted_sum(valid, token_weight, losses), largest
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
     loss, losses, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
         *problem.operands, row_scale, **problem.options, output_mask=mask, argmax=problem.argmax

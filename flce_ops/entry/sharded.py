@@ -129,7 +129,7 @@ def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()
 
 
 def quotient_over_tokens(
-    layout: Layout, local_loss: Tensor, local_total: Tensor, denominator: Tensor | None
+    layout: Layout, local_loss: Tensor | None, local_total: Tensor, denominator: Tensor | None
 ) -> DTensor:  # () each
     """flce_ops.math.reduction.quotient of all ranks' tokens: their sums are added before they are divided."""
     return SumOverTokens.apply(layout, local_loss, local_total, denominator)

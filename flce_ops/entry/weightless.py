@@ -7,20 +7,16 @@ weight of 0 as of any other.
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flce_ops.math.options import TokenLosses
-from flce_ops.ops.paths import needs_gradient
-from flce_ops.support.torch_private import functorch_is_active
+from flce_ops.support.differentiated import differentiated
 
 # N tokens, V vocabulary
 
 
 def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool, None for none
     """`factor` (N,) multiplies the losses: token_weight over the denominator."""
-    if token_weight is None or needs_gradient(token_weight) or functorch_is_active():
-        return None
-    if forward_ad.unpack_dual(token_weight).tangent is not None:
+    if token_weight is None or differentiated(token_weight):
         return None
     return factor.detach() == 0.0
 

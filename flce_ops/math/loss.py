@@ -37,6 +37,11 @@ def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Ten
     return distance - distance.detach().clamp(max=0.0)
 
 
+def times(factor: Tensor | float, values: Tensor) -> Tensor:
+    """factor * values, nothing where the factor is the number 1: an operation on few numbers is all overhead."""
+    return values if isinstance(factor, float) and factor == 1.0 else factor * values
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """The factors of the three terms above. Tensors have shape (N,) or () and the accumulation dtype."""
@@ -48,13 +53,13 @@ class LossTerms:
 
     def of(self, rows: slice) -> "LossTerms":
         factor = self.target_factor
-        return replace(self, target_factor=factor[rows] if isinstance(factor, Tensor) else factor)
+        return replace(self, target_factor=factor[rows]) if isinstance(factor, Tensor) else self
 
     def loss(
         self, target_logit: Tensor, lse: Tensor, logit_sum: Tensor | None, lse_rest: Tensor | None = None
     ) -> Tensor:
         """`lse_rest` is what the rounding of lse took from it."""
-        loss = self.target_factor * surprisal(target_logit, lse, lse_rest)
+        loss = times(self.target_factor, surprisal(target_logit, lse, lse_rest))
         if logit_sum is not None:
             loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
         if self.z_loss is not None:
@@ -73,7 +78,8 @@ class LossTerms:
     def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
         """Of the numbers of a row in sum_i scale_i loss_i."""
         d_target, d_lse, d_sum = self.derivatives(target_logit, lse)
-        return Cotangents(d_target * scale, d_lse * scale, None if d_sum is None else d_sum * scale)
+        by_target = scale.neg() if isinstance(d_target, float) and d_target == -1.0 else d_target * scale
+        return Cotangents(by_target, times(d_lse, scale), None if d_sum is None else d_sum * scale)
 
 
 def losses_of_rows(

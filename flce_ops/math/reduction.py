@@ -5,13 +5,12 @@
 Everything here is ordinary differentiable ATen over N numbers.
 """
 
-import inspect
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from flce_ops.math.loss import class_weight_of
+from flce_ops.support.torch_private import apply_function, functorch_is_active
 
 # N tokens, V vocabulary
 
@@ -29,7 +28,7 @@ def mean_denominator(
     if reduction == "sum":
         return None
     if weight is None:
-        return valid.sum().to(dtype)
+        return valid.sum(dtype=dtype)  # exact up to 2^24 tokens
     return torch.where(valid, class_weight_of(target, weight, dtype), 0.0).sum()
 
 
@@ -64,37 +63,38 @@ def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tens
     return losses.sum() if token_weight is None else (row_factor(valid, token_weight.detach(), None) * losses).sum()
 
 
-def quotient(loss: Tensor, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each
-    """total / denominator with the gradient of `loss`, the sum of the tokens' own quotients.
+def quotient(loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each
+    """total / denominator with the gradient of `loss`, the sum of the tokens' own quotients; None for no gradient.
 
     The same number but over 0: sum() / 0 is nan only where the sum is 0 too, the quotients of single tokens may be nan
     before.
     """
-    return ValueOf.apply(loss, total if denominator is None else total / denominator.detach())
+    if loss is None:
+        return total if denominator is None else total / denominator
+    if functorch_is_active():
+        return Quotient.apply(loss, total, denominator)
+    return apply_function(Quotient, loss, total, denominator)
 
 
-class ValueOf(Function):
-    """The second argument, with the gradient of the first."""
+class Quotient(Function):
+    """total / denominator, with the gradient of `loss`."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(loss: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    # as in flce_ops/ops/autograd.py
-    forward.__func__.__signature__ = inspect.signature(forward.__func__)  # type: ignore[attr-defined]
+    def forward(loss: Tensor, total: Tensor, denominator: Tensor | None) -> Tensor:
+        return total.clone() if denominator is None else total / denominator
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, _) -> Tensor:  # by token_weight or normalizer alone; by the operands it is refused
+    def jvp(ctx, tangent: Tensor, *_) -> Tensor:  # by token_weight or normalizer alone; by the operands it is refused
         return tangent.clone()
 
 

@@ -27,7 +27,8 @@ def check_operands(op: str, operands: Operands) -> None:
             f"got {tuple(target.shape)}"
         )
     check_target_dtype(op, target)
-    check_per_class(op, "weight", weight, linear_weight.shape[0])
+    if weight is not None:
+        check_per_class(op, "weight", weight, linear_weight.shape[0])
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
 
 
@@ -117,7 +118,8 @@ def check_linear(
         )
     if weight.shape[0] < classes_at_least:
         raise ValueError(f"{op}: expected {of_weight} with at least one class, got {tuple(weight.shape)}")
-    check_per_class(op, of_bias, bias, weight.shape[0], of_weight)
+    if bias is not None:
+        check_per_class(op, of_bias, bias, weight.shape[0], of_weight)
     for name, tensor in ((of_weight, weight), (of_bias, bias)):
         if tensor is not None and tensor.dtype != input.dtype:
             raise TypeError(
@@ -134,11 +136,7 @@ def check_target_dtype(op: str, target: Tensor) -> None:
         )
 
 
-def check_per_class(
-    op: str, name: str, tensor: Tensor | None, num_classes: int, of_weight: str = "linear_weight"
-) -> None:
-    if tensor is None:
-        return
+def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_weight: str = "linear_weight") -> None:
     if tensor.dim() != 1 or tensor.shape[0] != num_classes:
         raise ValueError(
             f"{op}: expected {name} of shape ({num_classes},), one entry per row of {of_weight}, "

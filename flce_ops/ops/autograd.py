@@ -11,21 +11,22 @@ One Formula per operator, a `torch.autograd.Function` with `setup_context` and `
 only the first.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import NUMBERS, Cotangents
 from flce_ops.meta.arguments import Arguments, Backward, DoubleBackward, Forward, GradGrads, WithGrad
 from flce_ops.ops.paths import choice_of
+from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import (
+    apply_function,
     below_autograd,
     functorch_is_active,
     graph_is_kept_after_this_backward,
@@ -65,8 +66,6 @@ class Formula(Function):
             with nullcontext() if functorch_is_active() else below_autograd():
                 return cls.arguments.run(getattr(torch.ops.flce, cls.op), values)
 
-        # Function.apply binds its arguments to this: made anew in every call it takes 40 of 500 us of a small step
-        forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         cls.forward = staticmethod(forward)  # type: ignore[method-assign]
 
     @classmethod
@@ -226,7 +225,7 @@ class WithGradFormula(Formula):
             gradients, grad_row_scale = differentiable_gradients(call, grad_loss)
         else:
             input, linear_weight, _, linear_bias, _ = call.operands
-            leaf = next(t for t, need in ((linear_weight, needs[1]), (linear_bias, needs[2]), (input, True)) if need)
+            leaf = linear_weight if needs[1] else linear_bias if needs[2] else input
             gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
             if needs_row_scale:
                 grad_row_scale = losses * grad_loss
@@ -305,7 +304,7 @@ def multiply_by_upstream(
     grads = [grad if want else None for grad, want in zip(made, output_mask)]
     if is_batched(factor):  # is_grads_batched: a batch of factors
         return [None if grad is None else grad * factor for grad in grads]
-    plain = type(factor) is Tensor and all(grad is None or type(grad) is Tensor for grad in grads)
+    plain = {type(tensor) for tensor in (factor, *grads) if tensor is not None} == {Tensor}
     if not plain:
         # A subclass is a tracer (functional, fake): record ordinary multiplications. AOTAutograd refuses a second
         # derivative only where the backward graph reads a tensor that requires one; gradients made in forward do not,
@@ -349,18 +348,20 @@ def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
 
     def run(*args, **kwargs):
         values = arguments.values_of(args, kwargs)
-        grad_enabled, wants_gradient = torch.is_grad_enabled(), False
-        for value in values:
-            if isinstance(value, Tensor):
-                if forward_ad.unpack_dual(value).tangent is not None:
-                    raise NotImplementedError(formula.forward_mode_refusal)
-                wants_gradient |= grad_enabled and value.requires_grad
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if has_tangent(*tensors):
+            raise NotImplementedError(formula.forward_mode_refusal)
+        grad_enabled = torch.is_grad_enabled()
         for index, name in numbers:
             if values[index] is not None and values[index].requires_grad and grad_enabled:
                 raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
         formula.check(op, values)
-        if wants_gradient or functorch_is_active():
+        if functorch_is_active():
             return formula.apply(*values)
+        if grad_enabled:
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return apply_function(formula, *values)
         with below_autograd():
             return op(*args, **kwargs)
 

@@ -32,7 +32,6 @@ from flce_ops.ops import autograd, kl_div_autograd, paths
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
-from flce_ops.support.torch_private import below_autograd
 
 GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
@@ -128,11 +127,7 @@ def _upstream(factor: Tensor, leaf: Tensor) -> Tensor:
     return factor.clone()
 
 
-def _upstream_below_autograd(factor: Tensor, leaf: Tensor) -> Tensor:
-    with below_autograd():
-        return torch.ops.flce.linear_cross_entropy_upstream(factor, leaf)
-
-
 library.impl("linear_cross_entropy_upstream", _upstream, "CompositeExplicitAutograd")
-library.impl("linear_cross_entropy_upstream", _upstream_below_autograd, "Autograd")
+# called where gradients are off: backward, and the graph that was traced of one
+library.impl("linear_cross_entropy_upstream", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("flce::linear_cross_entropy_upstream", _upstream, lib=library)

@@ -22,7 +22,7 @@ def readable(matrix: Tensor) -> bool:
 def copy_bytes(*matrices: Tensor | None) -> int:
     """What the slices of those matrices that are not readable take at a time."""
     slices = [m.numel() * m.element_size() for m in matrices if m is not None and not readable(m)]
-    return min(get_workspace() // COPY_SHARE, max(slices, default=0))
+    return min(get_workspace() // COPY_SHARE, max(slices)) if slices else 0
 
 
 def copied_row_bytes(matrix: Tensor) -> int:

@@ -29,6 +29,19 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def forward_mode_is_active() -> bool:
+    """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's too: elsewhere no tensor has a tangent."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
+    """`function.apply(*values)` outside of torch.func, whose values are all that `forward` takes.
+
+    Function.apply binds them to forward's signature by `inspect`, in Python: 80 calls for 14 values.
+    """
+    return super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
