@@ -170,14 +170,13 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> Cut:
     from flce_ops.triton.backward import pieces, product_parts
     from flce_ops.triton.chunks import padded
     from flce_ops.triton.forward import forward_chunks
-    from flce_ops.triton.weight_gradient import sum_bytes
 
     size, hidden = head.dtype.itemsize, head.hidden
-    row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, want_input=True)
+    row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, units_bytes(head), want_input=True)
     rows, columns = row_slices[0].stop, column_slices[0].stop
     gradient = rows * padded(columns, size) * size
     several = len(row_slices) > 1
-    left = matrix_bytes(head.tokens) - gradient - sum_bytes(head.vocab, hidden) * several
+    left = matrix_bytes(head.tokens) - gradient - units_bytes(head) * several
     parts = product_parts(rows * hidden, len(column_slices), left)
     backward = 4 * parts * rows * hidden + gradient + units_bytes(head) * (summed or several)
     row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the kept token
@@ -252,4 +251,4 @@ def units_bytes(head: Head) -> int:
     from flce_ops.triton.tiles import WEIGHT_TILES
     from flce_ops.triton.weight_gradient import sum_bytes
 
-    return sum_bytes(head.vocab, head.hidden, WEIGHT_TILES["hopper"].block_n)
+    return sum_bytes(head.vocab, head.hidden, WEIGHT_TILES["hopper"])

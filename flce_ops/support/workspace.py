@@ -65,9 +65,9 @@ def reserved(nbytes: int) -> Iterator[None]:
         _taken.nbytes = 0
 
 
-def matrix_bytes(tokens: int) -> int:
+def matrix_bytes(tokens: int, per_token: int = VECTOR_BYTES_PER_TOKEN) -> int:
     """The part of the workspace that is left for matrices."""
-    return max(get_workspace() - VECTOR_BYTES_PER_TOKEN * tokens, 1)
+    return max(get_workspace() - per_token * tokens, 1)
 
 
 def float32_sum_fits(elements: int) -> bool:

@@ -35,6 +35,7 @@ from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.set_entries import launch_set_entries
+from flce_ops.triton.target import weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -79,7 +80,8 @@ def run_backward(
     grad_input, grad_weight, bias_sum = gradients
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
     size, count = input.dtype.itemsize, kept.order.shape[0]
-    row_slices, column_slices = pieces(count, hidden, num_classes, size, want_input=grad_input is not None)
+    beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
+    row_slices, column_slices = pieces(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         weight_gradient = WeightGradient(grad_weight, chunks=len(row_slices))
@@ -90,7 +92,7 @@ def run_backward(
     product = None
     if grad_input is not None:
         numbers = most_rows * hidden
-        left = matrix_bytes(count) - memory.numel() * size - sum_bytes(num_classes, hidden) * (len(row_slices) > 1)
+        left = matrix_bytes(count) - memory.numel() * size - beside * (len(row_slices) > 1)
         parts = product_parts(numbers, len(column_slices), left)
         product = torch.empty(parts * numbers, dtype=torch.float32, device=input.device)
     for chunk in row_slices:
@@ -129,7 +131,13 @@ def run_backward(
 
 
 def pieces(
-    rows: int, hidden: int, num_classes: int, itemsize: int, *, want_input: bool
+    rows: int,
+    hidden: int,
+    num_classes: int,
+    itemsize: int,
+    beside: int,  # bytes beside grad_linear_weight where it is a sum over ranges of rows
+    *,
+    want_input: bool,
 ) -> tuple[list[slice], list[slice]]:
     """Row slices that take at most half the workspace, and column slices that fill what is left.
 
@@ -140,7 +148,7 @@ def pieces(
     most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
     row_slices = slices(rows, min(most_rows, rows))
     count = row_slices[0].stop
-    left = matrix_bytes(rows) - row_bytes * count - sum_bytes(num_classes, hidden) * (len(row_slices) > 1)
+    left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     return row_slices, slices(num_classes, most_columns)
 

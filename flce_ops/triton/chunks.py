@@ -17,6 +17,9 @@ MULTIPLE = 128  # rows and columns of a GEMM tile
 # Part of the workspace for what is small beside the (n, V) matrix. It is used twice in turn: for sums per tile of 256
 # columns (two float32 against 256 half numbers), then for float32 products with linear_weight.
 SMALL_BYTES = 8 << 20
+# Of a one-pass step, per token: its places, weights, and what is known of a row. The default workspace then has room for
+# 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly; with 128 it would not.
+TOKEN_BYTES = 48
 
 
 def small_bytes() -> int:
@@ -25,7 +28,7 @@ def small_bytes() -> int:
 
 def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_bytes: int = 0) -> int:
     """Rows of `columns` numbers and `row_bytes` that fit the workspace, a multiple of 128, at least 128."""
-    left = matrix_bytes(tokens) - small_bytes() - reserved
+    left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - reserved
     rows = left // (padded(columns, itemsize) * itemsize + row_bytes)
     return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
 

@@ -17,7 +17,7 @@ from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
 from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
-from flce_ops.triton.target import input_tiles_for, multiprocessors
+from flce_ops.triton.target import input_tiles_for, multiprocessors, weight_tiles_for
 from flce_ops.triton.tiles import Tiles
 from flce_ops.triton.weight_gradient import sum_bytes
 
@@ -27,7 +27,8 @@ RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at
 CHUNKS_MORE = 2  # than the fewest, at most
 PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
 LEAD_STEP = 512  # tokens between the lead chunks that are compared
-# Of its main loop that adding to a tile of grad_linear_weight is worth: 1 in time, the rest for its rounding.
+# Of its main loop that adding to a tile of grad_linear_weight counts for: 1 by its time apart, the rest for what each
+# chunk launches and reads once.
 ADDITION_STEPS = 8
 
 
@@ -79,6 +80,7 @@ def problem_of(
         RECOMPUTE_BELOW,
         multiprocessors(linear_weight),
         input_tiles_for(linear_weight),
+        weight_tiles_for(linear_weight),
     )
 
 
@@ -97,10 +99,11 @@ class Problem(NamedTuple):
     recompute_below: int
     programs: int
     tiles: Tiles  # of the input gradient's GEMM
+    weight_tiles: Tiles
 
     def sum_bytes(self) -> int:
         """Of a sum of grad_linear_weight over several chunks."""
-        return sum_bytes(self.vocab, self.hidden) if self.want_weight else 0
+        return sum_bytes(self.vocab, self.hidden, self.weight_tiles) if self.want_weight else 0
 
     def fitting(self) -> int:
         return rows_of_chunks(
@@ -158,6 +161,8 @@ def fewest_steps(problem: Problem) -> tuple[Lead | None, list[slice]]:
         most = min(tokens, hidden + fitting)
         for rows in sorted({min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}):
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
+            if not rows:
+                continue
             found = lead_chunk(
                 rows,
                 tokens,

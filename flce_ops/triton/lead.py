@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from flce_ops.support.workspace import matrix_bytes
-from flce_ops.triton.chunks import padded, small_bytes
+from flce_ops.triton.chunks import TOKEN_BYTES, padded, small_bytes
 from flce_ops.triton.input_gradient import float32_memory
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
@@ -55,7 +55,9 @@ def lead_chunk(
     rows_apart = not want_input or tokens < 2 * rows
     tiles = triton.cdiv(vocab, BLOCK_V)
     maxima = SUM_BYTES * tiles * rows * argmax
-    left = matrix_bytes(tokens) - small_bytes() - sum_bytes - maxima - rows * hidden * itemsize * rows_apart
+    left = (
+        matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - sum_bytes - maxima - rows * hidden * itemsize * rows_apart
+    )
     # at least two slices, so that the last one's place is free
     first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
     count = len(slice_tiles(tiles, first, rows, hidden))

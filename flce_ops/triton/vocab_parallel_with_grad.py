@@ -25,6 +25,7 @@ from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
+from flce_ops.triton.tiles import WEIGHT_TILES
 from flce_ops.triton.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -75,7 +76,7 @@ def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, argmax: boo
     """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
     (count, hidden), size = input.shape, input.dtype.itemsize
     want_input, want_weight, _ = output_mask
-    beside = sum_bytes(shard, hidden) if want_weight else 0
+    beside = sum_bytes(shard, hidden, WEIGHT_TILES["hopper"]) if want_weight else 0  # on any device
     fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, sum_bytes=beside, argmax=argmax)
     chunks = slices(count, fitting)
     return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, hidden, size))

@@ -28,13 +28,13 @@ from flce_ops.triton.gemm_operands import descriptors, fits_tma
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, weight_tiles_for
+from flce_ops.triton.tiles import Tiles
 
 # n tokens of a chunk, D hidden, V vocabulary
 
 
 ROOM = tl.constexpr(10)  # a unit is 2^ROOM times the largest number of its row, so that is at least 2^-ROOM of a unit
 LARGEST_SUM = 2**15  # in units: half of float16's largest number
-BLOCK_M, LEAST_BLOCK_N = 128, 128  # of any GPU's tiles
 
 
 @triton.jit
@@ -305,6 +305,6 @@ class WeightGradient:
         )
 
 
-def sum_bytes(num_classes: int, hidden: int, block_n: int = LEAST_BLOCK_N) -> int:
+def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
     """What the sum over several chunks takes beside grad_linear_weight: units, marks."""
-    return triton.cdiv(hidden, block_n) * (num_classes + triton.cdiv(num_classes, BLOCK_M))
+    return triton.cdiv(hidden, tiles.block_n) * (num_classes + triton.cdiv(num_classes, tiles.block_m))
