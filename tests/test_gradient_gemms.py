@@ -23,9 +23,10 @@ MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
 
 
-def kept_of(count, n, start=0):
+def kept_of(count, n, start=0, device="cpu"):
     """The first `count` places of all chunks hold tokens; n of the places are this chunk's."""
-    return Kept(torch.arange(n, dtype=torch.int32), torch.tensor(count, dtype=torch.int32), start)
+    order = torch.arange(n, dtype=torch.int32, device=device)
+    return Kept(order, torch.tensor(count, dtype=torch.int32, device=device), start)
 
 
 @interpreter
@@ -199,14 +200,14 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
 
 
 def summed_over_chunks(e, x, chunks, dtype, kept=None):  # (N, V), (N, D)
-    """By WeightGradient, of float32 numbers, and the exact sum."""
+    """By WeightGradient, and the exact sum."""
     tokens, kept = e.shape[0], e.shape[0] if kept is None else kept
-    out = torch.full((e.shape[1], x.shape[1]), torch.nan, dtype=dtype)
+    out = torch.full((e.shape[1], x.shape[1]), torch.nan, dtype=dtype, device=e.device)
     gradient = WeightGradient(out, chunks=chunks)
     size = tokens // chunks
     for start in range(0, tokens, size):
         rows = slice(start, start + size)
-        here = kept_of(kept, size, start)
+        here = kept_of(kept, size, start, e.device)
         gradient.add(slice(0, e.shape[1]), e[rows], x[rows], here, first=start == 0, last=start + size == tokens)
     return out, e.double().T @ x.double()
 
@@ -257,3 +258,22 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
     others = torch.arange(70) != 5
     assert not found[:, 5].isfinite().any() and error(found[:, others], exact[:, others]) <= 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory adds where tensor maps are")
+@pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
+@pytest.mark.parametrize("d", [512, 520])
+def test_rows_that_outgrow_their_unit_are_made_again(growth, d):
+    """Where the memory adds: those rows only, of those tiles only."""
+    e = torch.rand(1280, 600, device="cuda") * torch.logspace(-15, 9, 600, device="cuda")
+    e[512:] *= torch.where(torch.arange(600, device="cuda") % 7 == 0, growth, 1.0)
+    e[:, 3], e[:768, 4] = 0.0, 0.0
+    e, x = e.bfloat16(), torch.randn(1280, d, device="cuda").bfloat16()
+    x[700, 9], others = torch.nan, torch.arange(d, device="cuda") != 9
+    found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
+    assert found[:, 9].isnan().all()
+    found, exact = found.double()[:, others], exact[:, others]
+    of_rows = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
+    assert of_rows.max() <= 2.2e-3, of_rows
+    assert torch.equal(found, summed_over_chunks(e, x, 5, torch.bfloat16)[0].double()[:, others])

@@ -255,7 +255,7 @@ def test_the_command_prints_a_line_for_each_option(capsys):
         "FSDP",
     ):
         assert sum(words in line for line in printed.splitlines()) >= 1, words
-    assert "22,918" in printed and " 509 " in printed  # MiB of the first and third lines
+    assert "22,918" in printed and " 511 " in printed  # MiB of the first and third lines
 
 
 @pytest.mark.parametrize(

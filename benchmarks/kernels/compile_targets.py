@@ -151,9 +151,9 @@ def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
         types["map_ptr"] = "constexpr"
         del blocks["map_ptr"]
     if first and last:
-        types |= {"exponent_ptr": "constexpr", "marked_ptr": "constexpr", "guard_ptr": "constexpr"}
+        types |= {"exponent_ptr": "constexpr", "guard_ptr": "constexpr"}
     else:
-        types |= {"exponent_ptr": "*u8", "marked_ptr": "*u8", "guard_ptr": "*i32"}
+        types |= {"exponent_ptr": "*u8", "guard_ptr": "*i32"}
     constants = {"FIRST": first, "LAST": last, "MARKED": marked, "GROUP": tiles.group, **gradient_blocks(tiles)}
     constants["FLATTEN"] = tiles.flatten and not marked
     name = f"weight, {chunk}{', low' * low}"

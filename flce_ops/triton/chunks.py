@@ -17,8 +17,8 @@ MULTIPLE = 128  # rows and columns of a GEMM tile
 # Part of the workspace for what is small beside the (n, V) matrix. It is used twice in turn: for sums per tile of 256
 # columns (two float32 against 256 half numbers), then for float32 products with linear_weight.
 SMALL_BYTES = 8 << 20
-# Of a one-pass step, per token: its places, weights, and what is known of a row. The default workspace then has room for
-# 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly; with 128 it would not.
+# Of a one-pass step, per token: its places, weights, and what is known of a row. The default workspace then has room
+# for 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly; with 128 it would not.
 TOKEN_BYTES = 48
 
 

@@ -14,9 +14,9 @@ bfloat16's 8, so that it is the last rounding that counts.
     last chunk      out = sum unit + products
 
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
-1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A tile in which
-some products exceed what its unit has room for is not added but marked. A second launch, which leaves at once where
-no tile is, makes those again, reads what stands there and chooses a new unit; without tensor maps every tile goes so.
+1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
+whose products exceed what its unit has room for is not added but marked. A second launch, which leaves at once where
+none is, makes its tile again, reads what stands there and chooses a new unit; without tensor maps all rows go so.
 """
 
 import torch
@@ -38,17 +38,17 @@ LARGEST_SUM = 2**15  # in units: half of float16's largest number
 
 
 @triton.jit
-def finite_sizes(tile):
-    """nan and inf stand for themselves in any unit."""
+def largest_of_rows(tile):
+    """Of what is finite: nan and inf stand for themselves in any unit."""
     tile = tl.abs(tile)
-    return tl.where(tile < float("inf"), tile, 0.0)
+    return tl.max(tl.where(tile < float("inf"), tile, 0.0), 1)
 
 
 @triton.jit
 def exponent_of(largest):
-    """Of the unit: as float32 has it, so that units are at least 2^-100 and their inverses are normal numbers."""
+    """Of the unit: as float32 has it, even, and such that units and their inverses are normal numbers."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) + ROOM
-    return tl.minimum(tl.maximum(exponent, 27), 250)
+    return tl.minimum(tl.maximum(exponent, 28), 250) & -2
 
 
 @triton.jit
@@ -65,9 +65,8 @@ def weight_gradient_kernel(
     map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
     sum_ptr,  # (V, D) float16, for float32 results float32
     result_ptr,  # (V, D) out, the same memory
-    exponent_ptr,  # (features' blocks, V) uint8, of the units
-    marked_ptr,  # (tiles,) uint8, of a later chunk: what is not added
-    guard_ptr,  # () int32: whether any is
+    exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a later chunk's products exceed its room
+    guard_ptr,  # () int32: whether any do
     class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
     outer_ptr,
     kept,  # Kept
@@ -122,10 +121,12 @@ def weight_gradient_kernel(
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
         steps = depth
+        if not (FIRST and LAST):
+            exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
         if MARKED:
-            marked = tl.load(marked_ptr + tile) != 0
-            class_mask = classes < tl.where(marked, V, 0)
-            steps = tl.where(marked, depth, 0)
+            marks = tl.load(exponent_places, mask=class_mask, other=0).to(tl.int32) & 1
+            class_mask = class_mask & (marks > 0)
+            steps = tl.where(tl.max(marks, 0) > 0, depth, 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(steps):
@@ -156,19 +157,16 @@ def weight_gradient_kernel(
                 if class_factor_ptr is not None:
                     outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
                 acc += outer
-        if not (FIRST and LAST):
-            exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
         if not FIRST:
-            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=127).to(tl.int32)
+            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
         if MEMORY_ADDS:
             acc *= power_of_two(254 - exponent)
-            # of all at once: by rows first, Triton 3.7.1's compiler fails on Blackwell
-            exceeds = tl.max(tl.ravel(finite_sizes(acc), can_reorder=True), 0) > room
-            tl.store(marked_ptr + tile, exceeds.to(tl.uint8))
-            tl.atomic_max(guard_ptr, 1, mask=exceeds)
+            exceeds = (tl.max(tl.abs(acc), 1) > room)[:, None]
+            tl.store(exponent_places[:, None], (exponent + 1).to(tl.uint8), mask=class_mask[:, None] & exceeds)
+            tl.atomic_max(guard_ptr + tl.zeros_like(exponent), 1, mask=exceeds)
             acc = tl.where(exceeds, 0.0, acc)
         elif FIRST and not LAST:
-            exponent = exponent_of(tl.max(finite_sizes(acc), 1))
+            exponent = exponent_of(largest_of_rows(acc))
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= tl.where(whole, 1.0, power_of_two(254 - exponent))[:, None]
         # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
@@ -182,7 +180,7 @@ def weight_gradient_kernel(
             left += unit * tl.load(sum_ptr + left_places, mask=left_mask, other=0.0).to(tl.float32)
             right += unit * tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0).to(tl.float32)
             if not LAST:
-                exponent = exponent_of(tl.maximum(tl.max(finite_sizes(left), 1), tl.max(finite_sizes(right), 1)))
+                exponent = exponent_of(tl.maximum(largest_of_rows(left), largest_of_rows(right)))
                 tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
                 inverse = power_of_two(254 - exponent)[:, None]
                 left, right = left * inverse, right * inverse
@@ -221,12 +219,10 @@ class WeightGradient:
         self.class_factor, self.outer = outer or (None, None)
         self.tiles = weight_tiles_for(out)
         self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
-        self.exponents = self.marked = self.guard = None
+        self.exponents = self.guard = None
         if chunks > 1:
             num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
-            marks = triton.cdiv(num_classes, self.tiles.block_m) * feature_blocks
             self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
-            self.marked = out.new_empty(marks, dtype=torch.uint8)
             self.guard = out.new_empty((), dtype=torch.int32)
 
     def add(
@@ -275,7 +271,6 @@ class WeightGradient:
             total,
             out,
             exponents,
-            self.marked,
             self.guard,
             None if self.class_factor is None else self.class_factor[columns],
             self.outer if first else None,
@@ -306,5 +301,5 @@ class WeightGradient:
 
 
 def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
-    """What the sum over several chunks takes beside grad_linear_weight: units, marks."""
-    return triton.cdiv(hidden, tiles.block_n) * (num_classes + triton.cdiv(num_classes, tiles.block_m))
+    """What the sum over several chunks takes beside grad_linear_weight: a byte for each unit."""
+    return triton.cdiv(hidden, tiles.block_n) * num_classes
