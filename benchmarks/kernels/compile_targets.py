@@ -147,6 +147,10 @@ def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
         blocks["low_ptr"] = ("bf16", of_rows)
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "low_ptr": "constexpr", "kept": KEPT}
     types |= {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
+    if last and not first and tiles.tma:
+        blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
+    else:
+        types["stored_ptr"] = "constexpr"
     if marked or not tiles.tma:
         types["map_ptr"] = "constexpr"
         del blocks["map_ptr"]

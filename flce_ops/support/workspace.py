@@ -23,8 +23,8 @@ import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
-# Gradients of half operands are summed over chunks in float32 where that copy is small: at most half the workspace, or
-# this much. A larger one is summed in its own dtype, rounded once a chunk. (On a CPU: flce_ops/aten/gradients.py.)
+# The ATen kernels sum gradients of half operands over chunks in float32 where that copy is small: at most half the
+# workspace, or this much. A larger one is summed in its own dtype, rounded once a chunk (flce_ops/aten/gradients.py).
 FLOAT32_SUM_BYTES = 32 << 20
 
 # What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
@@ -84,9 +84,8 @@ def set_workspace(nbytes: int) -> None:
     compiled it is a graph break. At least 128 rows of logits are always
     held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than refused. On a CPU a
     chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
-    at most half of it or 32 MiB, half operands use one to sum over chunks, on a CPU over more than 8 of them; else that
-    gradient is rounded once a chunk. On top of it come such a sum in a backward that makes the logits again, where a
-    float32 gradient of the hidden states takes more than half of it, and those of a double backward.
+    at most half of it or 32 MiB, the ATen kernels use one to sum half operands over chunks, on a CPU over more than 8
+    of them. On top of it come the float32 sums of a double backward.
 
     Raises:
         ValueError: `nbytes` is not a positive integer.

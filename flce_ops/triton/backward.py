@@ -7,8 +7,7 @@
         grad_input[rows] = sum
 
 All rows take one range where their float32 sum fits half the workspace. Then each slice of grad_linear_weight comes
-whole. Over several ranges its float32 sum, where there is one, comes on top of the workspace: taken out of it, it would
-leave slices of a tile.
+whole; over several ranges of rows it is a sum as over chunks.
 """
 
 import torch

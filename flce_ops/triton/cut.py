@@ -1,7 +1,7 @@
 """How a one-pass step takes its tokens: a lead chunk or none, then chunks or a recomputing step. CUTS says which.
 
 lead chunk          where it is larger than an ordinary one: up to D tokens                        lead.py
-chunks              E of n tokens fills the workspace; grad_linear_weight is rounded once a chunk   with_grad.py
+chunks              E of n tokens fills the workspace; one after another                            with_grad.py
 recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
 """
 

@@ -3,7 +3,7 @@
     rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
     E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                the row finisher the step was given            finish_rows.py
-    grad_linear_weight += E.T @ (c rows)            rounded once a chunk                           weight_gradient.py
+    grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
     grad_input to where its tokens are                                                             spread_rows.py
 

@@ -63,6 +63,7 @@ def weight_gradient_kernel(
     rows_ptr,  # (n, D): likewise, c input
     low_ptr,  # (n, D): likewise, what rounding took from c input; or None
     map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
+    stored_ptr,  # (V, D): for the last chunk the sum's
     sum_ptr,  # (V, D) float16, for float32 results float32
     result_ptr,  # (V, D) out, the same memory
     exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a later chunk's products exceed its room
@@ -177,8 +178,14 @@ def weight_gradient_kernel(
         right_mask = class_mask[:, None] & (left_features < D - HALF_N)[None, :]
         if not (FIRST or MEMORY_ADDS):
             unit = power_of_two(exponent)
-            left += unit * tl.load(sum_ptr + left_places, mask=left_mask, other=0.0).to(tl.float32)
-            right += unit * tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0).to(tl.float32)
+            if USE_TMA and LAST:
+                stored_left = stored_ptr.load([class_start, feature_start])
+                stored_right = stored_ptr.load([class_start, feature_start + HALF_N])
+            else:
+                stored_left = tl.load(sum_ptr + left_places, mask=left_mask, other=0.0)
+                stored_right = tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0)
+            left += unit * stored_left.to(tl.float32)
+            right += unit * stored_right.to(tl.float32)
             if not LAST:
                 exponent = exponent_of(tl.maximum(largest_of_rows(left), largest_of_rows(right)))
                 tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
@@ -258,11 +265,11 @@ class WeightGradient:
         if first:
             self.first_rows = n
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
-        matrices = [exponentials, rows, low, None if marked or not tiles.tma else out if last else total]
+        matrices = [exponentials, rows, low, None, None]
         if tiles.tma:
-            of_rows = [tiles.block_k, tiles.block_n]
-            blocks = [tiles.block_k, tiles.block_m], of_rows, of_rows, [tiles.block_m, tiles.block_n // 2]
-            matrices = descriptors(matrices, blocks)
+            matrices[3:] = None if marked else out if last else total, total if last and not first else None
+            of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
+            matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, of_rows, half, half))
         exponents = None if self.exponents is None else self.exponents[:, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
