@@ -100,7 +100,22 @@ def test_memory_in_use_together_is_apart_and_other_memory_is_shared(on_any_devic
     (known,) = replay._known.values()
     (_, (_, first, _), _), (_, (_, second, _), _), (_, (_, third, _), _) = seen
     assert {abs(first - second) >= 4000, abs(second - third) >= 3600} == {True}
-    assert first == third and known.nbytes < 4 * (1000 + 3000 + 900)
+    assert first == third and sum(known.blocks) < 4 * (1000 + 3000 + 900)
+
+
+def test_large_memory_is_allocated_in_the_sizes_of_the_step(on_any_device, spy):
+    kernel, number = replay.Kernel(spy), replay.LARGE // 4
+
+    def step(x):
+        first = x.new_empty(3 * number)
+        kernel[(1,)](x, first)
+        for size in (number, 2 * number, 100):  # one after another
+            kernel[(1,)](first, x.new_empty(size))
+
+    for _ in range(3):
+        replay.repeated(step, torch.zeros(4))
+    (known,) = replay._known.values()
+    assert known.blocks == [12 * number, 8 * number, 400]
 
 
 def other_work(kernel, x):

@@ -2,7 +2,7 @@
 
     1st call of a kind    the step as it is written
     2nd                   the same; every launch is written down: the compiled kernel, its grid, its arguments
-    from the 3rd          one allocation for all temporary memory, addresses, launches
+    from the 3rd          temporary memory, addresses, launches
 
 A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
 arguments, the workspace. What differs within one are addresses: a kernel's pointer is a Place, some bytes into a tensor
@@ -43,6 +43,7 @@ VIEWS = (
 )
 KINDS_AT_MOST = 256
 ALIGNMENT = 512  # of an allocation, as the caching allocator has it
+LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
 
 
 class Place:
@@ -70,7 +71,11 @@ class Temporary:
     nbytes: int
     first: int = -1
     last: int = -1
+    block: int = -1
     offset: int = 0
+
+    def is_apart_from(self, other: "Temporary") -> bool:
+        return self.last < other.first or other.last < self.first
 
 
 class Kernel:
@@ -177,41 +182,55 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def share_memory(temporaries: Sequence[Temporary]) -> int:
-    """Gives each its offset; the bytes of all. The largest first, each at the lowest offset that is free for it."""
-    placed: list[Temporary] = []
+def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
+    """Gives each its block and its offset; the bytes of the blocks. Those in use together are apart.
+
+    A large one has a block of its own size, perhaps after one another: in the step as it is written the allocator
+    gave out that size, and has it again. The others are in the last block, the largest first, each at the lowest
+    offset that is free for it.
+    """
+    blocks: list[list[Temporary]] = []
+    small: list[Temporary] = []
     for temporary in sorted(temporaries, key=lambda t: -t.nbytes):
-        offset = 0
-        for other in sorted(placed, key=lambda t: t.offset):
-            apart = temporary.last < other.first or other.last < temporary.first
-            if not apart and other.offset < offset + temporary.nbytes:
-                offset = max(offset, -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT)
-        temporary.offset = offset
-        placed.append(temporary)
-    return max((t.offset + t.nbytes for t in placed), default=0)
+        if temporary.nbytes >= LARGE:
+            free = (i for i, block in enumerate(blocks) if all(map(temporary.is_apart_from, block)))
+            temporary.block = next(free, len(blocks))
+            if temporary.block == len(blocks):
+                blocks.append([])
+            blocks[temporary.block].append(temporary)
+            continue
+        for other in sorted(small, key=lambda t: t.offset):
+            if not temporary.is_apart_from(other) and other.offset < temporary.offset + temporary.nbytes:
+                behind = -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT
+                temporary.offset = max(temporary.offset, behind)
+        small.append(temporary)
+    for temporary in small:
+        temporary.block = len(blocks)
+    return [block[0].nbytes for block in blocks] + [max((t.offset + t.nbytes for t in small), default=0)]
 
 
 class Replay:
     """What a Recording found, ready to be repeated."""
 
     def __init__(self, recording: Recording, result: Any) -> None:
-        self.nbytes = share_memory([t for t in recording.temporaries if t.first >= 0])
+        self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
         self.places = [(place, index, offset) for (index, offset), place in recording.places.items()]
-        self.temporary_places = [(place, t.offset + offset) for place, t, offset in recording.temporary_places]
+        self.temporary_places = [(place, t.block, t.offset + offset) for place, t, offset in recording.temporary_places]
         self.launches = recording.launches
         self.result = result
         self.lock = threading.Lock()  # its Places are one thread's at a time
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
-        start = memory.data_ptr()
-        stream = current_stream(tensors[0].device.index)
+        device = tensors[0].device
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
+        starts = [block.data_ptr() for block in memory]
+        stream = current_stream(device.index)
         addresses = [tensor.data_ptr() for tensor in tensors]
         with self.lock:
             for place, index, offset in self.places:
                 place.address = addresses[index] + offset
-            for place, offset in self.temporary_places:
-                place.address = start + offset
+            for place, block, offset in self.temporary_places:
+                place.address = starts[block] + offset
             for function, grid, arguments in self.launches:
                 function(*grid, stream, *arguments)
         return self.result
