@@ -1,6 +1,8 @@
 """Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
 
 import inspect
+import sys
+import threading
 
 import pytest
 import torch
@@ -212,6 +214,29 @@ def test_old_kinds_are_forgotten(on_any_device, spy, monkeypatch):
     for number in (1, 2, 3, 1, 4, 5):
         replay.repeated(step, torch.zeros(4), number)
     assert [kind[-1] for kind in replay._known] == [1, 4, 5]
+
+
+def test_threads_forget_old_kinds_together(on_any_device, monkeypatch):
+    monkeypatch.setattr(replay, "KINDS_AT_MOST", 2)
+    x, errors, interval = torch.zeros(4), [], sys.getswitchinterval()
+
+    def calls(thread):
+        try:
+            for number in range(3000):
+                replay.repeated(lambda *_: None, x, thread, number)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=calls, args=(thread,)) for thread in range(6)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 OPTIONS = {

@@ -18,6 +18,7 @@ a bias's gradient do, is run as it is written.
 import copy
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -254,8 +255,7 @@ def repeated(step: Callable[..., Any], *arguments: Any) -> Any:
     if isinstance(known, Replay):
         return known.run(tensors)
     if known is not SEEN_ONCE:
-        while len(_known) > KINDS_AT_MOST:
-            del _known[next(iter(_known))]
+        forget_old_kinds()
         return step(*arguments)
     recording = Recording(tensors)
     token = _recording.set(recording)
@@ -266,6 +266,12 @@ def repeated(step: Callable[..., Any], *arguments: Any) -> Any:
         _recording.reset(token)
     _known[kind] = Replay(recording, result) if recording.repeatable else NOT_REPEATABLE
     return result
+
+
+def forget_old_kinds() -> None:
+    with suppress(RuntimeError, StopIteration):  # another thread changes them: the next call goes on
+        while len(_known) > KINDS_AT_MOST:
+            _known.pop(next(iter(_known)), None)
 
 
 def watched() -> bool:
