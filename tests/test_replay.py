@@ -239,6 +239,35 @@ def test_threads_forget_old_kinds_together(on_any_device, monkeypatch):
     assert not errors
 
 
+def test_what_is_private_to_triton_is_there():
+    """Its launcher calls `launch` with grid, stream, function and the arguments last, and nothing of it is launched."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    jit = pytest.importorskip("triton.runtime.jit")
+
+    class OfNoKernel(driver.CudaLauncher):
+        run = property(lambda self: self)
+        function, packed_metadata = 7, b"metadata"
+
+        def __init__(self):
+            self.seen = []
+            self.launch = lambda *call: self.seen.append(call)
+
+        def __getattr__(self, name):  # sizes of scratch memory, flags
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return 0
+
+    compiled, place = OfNoKernel(), replay.Place()
+    launch = replay.prepared(compiled, (2, 3, 1), (place, 4))
+    assert compiled.seen == [] and launch.grid == (2, 3, 1)
+    launch.function(*launch.grid, 5, *launch.arguments)
+    assert compiled.seen[0][:5] == (2, 3, 1, 5, 7) and compiled.seen[0][-1] == (place, 4)
+    called_with = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
+    assert called_with in inspect.getsource(jit.JITFunction.run)
+    for hook in (replay.triton.knobs.runtime.launch_enter_hook, replay.triton.knobs.runtime.launch_exit_hook):
+        assert hook.calls == []
+
+
 OPTIONS = {
     "plain": {},
     "bias, softcap": {"linear_bias": True, "softcap": 8.0},
