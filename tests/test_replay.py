@@ -3,6 +3,7 @@
 import inspect
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,19 @@ def test_launches_that_somebody_watches_are_not_repeated(on_any_device, spy, mon
     monkeypatch.setattr(replay.triton.knobs.runtime.launch_enter_hook, "calls", [print])
     replay.repeated(step, x)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("hook, watched", [(None, False), (print, True)])
+def test_a_hook_may_be_no_chain(monkeypatch, hook, watched):
+    monkeypatch.setattr(replay.triton.knobs.runtime, "launch_enter_hook", hook)
+    assert replay.watched() is watched
+
+
+def test_what_the_interpreter_runs_is_not_repeated(monkeypatch):
+    tensor = SimpleNamespace(device=torch.device("cuda", 0))
+    for interpret in (False, True):
+        monkeypatch.setattr(replay.triton.knobs.runtime, "interpret", interpret)
+        assert replay.on_gpu(tensor) is not interpret
 
 
 def test_another_workspace_is_another_kind(on_any_device, spy):

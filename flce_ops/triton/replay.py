@@ -277,7 +277,8 @@ def forget_old_kinds() -> None:
 def watched() -> bool:
     """Triton is to call somebody at each launch, a profiler say: repeated ones would pass that by."""
     runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; None or a function, if one is set
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def current_stream(device: int) -> int:
@@ -285,7 +286,7 @@ def current_stream(device: int) -> int:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    return tensor.device.type == "cuda" and not triton.knobs.runtime.interpret
 
 
 def describe(value: Any, tensors: list[Tensor], features: list[Hashable]) -> None:
