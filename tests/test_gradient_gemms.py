@@ -2,6 +2,8 @@
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, S parts of it
 
+from dataclasses import replace
+
 import pytest
 import torch
 from reference_loss import error
@@ -16,7 +18,7 @@ from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory, steps_and_parts
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.spread_rows import launch_spread_rows
-from flce_ops.triton.tiles import INPUT_TILES
+from flce_ops.triton.tiles import INPUT_TILES, WEIGHT_TILES
 from flce_ops.triton.weight_gradient import WeightGradient
 
 MiB = 2**20
@@ -241,6 +243,17 @@ def test_rows_of_any_size_are_summed_in_units_of_their_own(growth):
 
 
 @interpreter
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 5e-3), (torch.float16, 1.5e-3)], ids=str)
+def test_a_large_feature_takes_no_digits_from_the_others(dtype, bound):
+    """Without tensor maps. Where the memory adds, the room it needs is paid for in digits of small features."""
+    e, x = torch.rand(640, 67), torch.randn(640, 70)
+    x[:, 7] *= 1e4 if dtype == torch.bfloat16 else 1e2
+    found, exact = summed_over_chunks(e, x, 20, dtype)
+    others = torch.arange(70) != 7
+    assert error(found[:, others], exact[:, others]) <= bound
+
+
+@interpreter
 @pytest.mark.parametrize("kept", [1, 32, 64])
 def test_a_first_chunk_with_all_kept_tokens_is_the_result(kept):
     e, x = torch.rand(192, 67), torch.randn(192, 70)
@@ -277,3 +290,53 @@ def test_rows_that_outgrow_their_unit_are_made_again(growth, d):
     of_rows = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
     assert of_rows.max() <= 2.2e-3, of_rows
     assert torch.equal(found, summed_over_chunks(e, x, 5, torch.bfloat16)[0].double()[:, others])
+
+
+@pytest.fixture
+def by_tensor_maps(monkeypatch):
+    """The weight gradient's GEMM as where tensor maps are. Triton's interpreter has none that add: here they do."""
+    from triton.runtime import interpreter
+
+    def add(builder, kind, tensor_map, value, indices):
+        pointers, mask = tensor_map.materialize_pointers(indices)
+        there = builder.create_masked_load(pointers, mask, value, None, None, False)
+        there.data = there.data + value.data
+        return builder.create_masked_store(pointers, there, mask, None, None)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
+    monkeypatch.setitem(WEIGHT_TILES, "interpreter", replace(WEIGHT_TILES["interpreter"], tma=True))
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kept", [0, 1, 32, 33, 160])
+def test_sums_that_the_memory_adds_are_as_exact_as_one_rounding(kept, dtype, by_tensor_maps):
+    e, x = torch.rand(160, 72), torch.randn(160, 80)
+    e[kept:], x[kept:] = 0.0, 0.0
+    found, exact = summed_over_chunks(e, x, 5, dtype, kept)
+    once = cut_off(exact) if dtype == torch.bfloat16 else exact.to(dtype)
+    assert error(found, exact) <= 1.02 * error(once, exact) + 5e-4
+
+
+@interpreter
+@pytest.mark.parametrize("first", [0.0, 1e-36, 1e-9, 1.0])
+@pytest.mark.parametrize("later", [1e-9, 1.0, 1e9, 1e12, 1e30])  # 1e9: inf in the unit of a row of zeros, 2^-100
+def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
+    e, x = torch.rand(160, 72), torch.randn(160, 80)
+    e[:32, 5], e[32:, 5] = e[:32, 5] * first, e[32:, 5] * later
+    found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
+    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert of_rows.max() <= 5e-3, of_rows  # cut off at 8 digits
+
+
+@interpreter
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
+    """Where all else of its row does, in another row, and in a chunk of rows that fit."""
+    e, x = torch.rand(160, 72), torch.randn(160, 80)
+    x[70, 5], x[130, 6] = number, number
+    e[:64, 5], e[64:, 5] = 0.0, 1e9
+    found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
+    others = (torch.arange(80) < 5) | (torch.arange(80) > 6)
+    assert not found[:, 5:7].isfinite().any()
+    assert error(found[:, others], exact[:, others]) <= 4e-3

@@ -1,6 +1,9 @@
 """Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
 
 import inspect
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +193,19 @@ def test_launches_that_somebody_watches_are_not_repeated(on_any_device, spy, mon
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("hook, watched", [(None, False), (print, True)])
+def test_a_hook_may_be_no_chain(monkeypatch, hook, watched):
+    monkeypatch.setattr(replay.triton.knobs.runtime, "launch_enter_hook", hook)
+    assert replay.watched() is watched
+
+
+def test_what_the_interpreter_runs_is_not_repeated(monkeypatch):
+    tensor = SimpleNamespace(device=torch.device("cuda", 0))
+    for interpret in (False, True):
+        monkeypatch.setattr(replay.triton.knobs.runtime, "interpret", interpret)
+        assert replay.on_gpu(tensor) is not interpret
+
+
 def test_another_workspace_is_another_kind(on_any_device, spy):
     kernel, x = replay.Kernel(spy), torch.zeros(4)
 
@@ -212,6 +228,58 @@ def test_old_kinds_are_forgotten(on_any_device, spy, monkeypatch):
     for number in (1, 2, 3, 1, 4, 5):
         replay.repeated(step, torch.zeros(4), number)
     assert [kind[-1] for kind in replay._known] == [1, 4, 5]
+
+
+def test_threads_forget_old_kinds_together(on_any_device, monkeypatch):
+    monkeypatch.setattr(replay, "KINDS_AT_MOST", 2)
+    x, errors, interval = torch.zeros(4), [], sys.getswitchinterval()
+
+    def calls(thread):
+        try:
+            for number in range(3000):
+                replay.repeated(lambda *_: None, x, thread, number)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=calls, args=(thread,)) for thread in range(6)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+
+
+def test_what_is_private_to_triton_is_there():
+    """Its launcher calls `launch` with grid, stream, function and the arguments last, and nothing of it is launched."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    jit = pytest.importorskip("triton.runtime.jit")
+
+    class OfNoKernel(driver.CudaLauncher):
+        run = property(lambda self: self)
+        function, packed_metadata = 7, b"metadata"
+
+        def __init__(self):
+            self.seen = []
+            self.launch = lambda *call: self.seen.append(call)
+
+        def __getattr__(self, name):  # sizes of scratch memory, flags
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return 0
+
+    compiled, place = OfNoKernel(), replay.Place()
+    launch = replay.prepared(compiled, (2, 3, 1), (place, 4))
+    assert compiled.seen == [] and launch.grid == (2, 3, 1)
+    launch.function(*launch.grid, 5, *launch.arguments)
+    assert compiled.seen[0][:5] == (2, 3, 1, 5, 7) and compiled.seen[0][-1] == (place, 4)
+    called_with = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
+    assert called_with in inspect.getsource(jit.JITFunction.run)
+    for hook in (replay.triton.knobs.runtime.launch_enter_hook, replay.triton.knobs.runtime.launch_exit_hook):
+        assert hook.calls == []
 
 
 OPTIONS = {

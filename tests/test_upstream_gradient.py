@@ -133,3 +133,16 @@ def test_normalizer_may_be_a_number(device, reduction, normalizer):
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, normalizer=normalizer)
     for name in expected:
         assert error(found[name], expected[name] / 64) < 1e-14, name
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.7])
+def test_row_scale_alone_may_want_a_gradient(device, factor):
+    """Of the operator itself."""
+    inputs = make_inputs((24, 8, 10), device=device, dtype=torch.float32, requires_grad=False)
+    row_scale = torch.rand(24, device=device, requires_grad=True)
+    operands = inputs.input, inputs.linear_weight, inputs.target, None, None
+    loss, losses, *_ = torch.ops.flce.linear_cross_entropy_with_grad(
+        *operands, row_scale, output_mask=[False, False, False]
+    )
+    (factor * loss).backward()
+    assert error(row_scale.grad, factor * losses) < 1e-6

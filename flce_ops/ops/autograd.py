@@ -313,7 +313,8 @@ def multiply_by_upstream(
     if not plain or graph_is_kept_after_this_backward():
         return [None if grad is None else grad * factor for grad in grads]
     here = [grad for grad in grads if grad is not None]
-    if here[0].device.type == "cuda" and made_by_nvidia() and here[0].dtype in (torch.bfloat16, torch.float16):
+    on_gpu = bool(here) and here[0].device.type == "cuda"  # row_scale alone may want a gradient
+    if on_gpu and made_by_nvidia() and here[0].dtype in (torch.bfloat16, torch.float16):
         from flce_ops.triton import launch_scale_in_place
 
         launch_scale_in_place(here, factor)

@@ -18,6 +18,7 @@ a bias's gradient do, is run as it is written.
 import copy
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -254,8 +255,7 @@ def repeated(step: Callable[..., Any], *arguments: Any) -> Any:
     if isinstance(known, Replay):
         return known.run(tensors)
     if known is not SEEN_ONCE:
-        while len(_known) > KINDS_AT_MOST:
-            del _known[next(iter(_known))]
+        forget_old_kinds()
         return step(*arguments)
     recording = Recording(tensors)
     token = _recording.set(recording)
@@ -268,10 +268,17 @@ def repeated(step: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
+def forget_old_kinds() -> None:
+    with suppress(RuntimeError, StopIteration):  # another thread changes them: the next call goes on
+        while len(_known) > KINDS_AT_MOST:
+            _known.pop(next(iter(_known)), None)
+
+
 def watched() -> bool:
     """Triton is to call somebody at each launch, a profiler say: repeated ones would pass that by."""
     runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; None or a function, if one is set
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def current_stream(device: int) -> int:
@@ -279,7 +286,7 @@ def current_stream(device: int) -> int:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    return tensor.device.type == "cuda" and not triton.knobs.runtime.interpret
 
 
 def describe(value: Any, tensors: list[Tensor], features: list[Hashable]) -> None:

@@ -16,7 +16,9 @@ bfloat16's 8, so that it is the last rounding that counts.
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
 1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
 whose products exceed what its unit has room for is not added but marked. A second launch, which leaves at once where
-none is, makes its tile again, reads what stands there and chooses a new unit; without tensor maps all rows go so.
+none is, makes its tile again, reads what stands there and chooses a new unit. Without tensor maps all rows go so, and
+need no room. With it numbers below 2^-4 of their row's largest lose digits: beside a feature 1000 times as large the
+others are 7e-3 off after 7 chunks, 5e-3 after 20 (sums in bfloat16: 4e-3, 6e-3; in the interpreter).
 """
 
 import torch
@@ -34,6 +36,8 @@ from flce_ops.triton.tiles import Tiles
 
 
 ROOM = tl.constexpr(10)  # a unit is 2^ROOM times the largest number of its row, so that is at least 2^-ROOM of a unit
+# Where each chunk chooses anew: the largest is below 2^15, whatever is above 2^-27 of it has 11 digits.
+NO_ROOM = tl.constexpr(-13)
 LARGEST_SUM = 2**15  # in units: half of float16's largest number
 
 
@@ -45,9 +49,9 @@ def largest_of_rows(tile):
 
 
 @triton.jit
-def exponent_of(largest):
+def exponent_of(largest, room: tl.constexpr):
     """Of the unit: as float32 has it, even, and such that units and their inverses are normal numbers."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + ROOM
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + room
     return tl.minimum(tl.maximum(exponent, 28), 250) & -2
 
 
@@ -94,6 +98,7 @@ def weight_gradient_kernel(
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST or MARKED)
     HALF_N: tl.constexpr = BLOCK_N // 2
+    UNIT_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = kept_rows(kept, n)
@@ -167,7 +172,7 @@ def weight_gradient_kernel(
             tl.atomic_max(guard_ptr + tl.zeros_like(exponent), 1, mask=exceeds)
             acc = tl.where(exceeds, 0.0, acc)
         elif FIRST and not LAST:
-            exponent = exponent_of(largest_of_rows(acc))
+            exponent = exponent_of(largest_of_rows(acc), UNIT_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= tl.where(whole, 1.0, power_of_two(254 - exponent))[:, None]
         # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
@@ -187,7 +192,8 @@ def weight_gradient_kernel(
             left += unit * stored_left.to(tl.float32)
             right += unit * stored_right.to(tl.float32)
             if not LAST:
-                exponent = exponent_of(tl.maximum(largest_of_rows(left), largest_of_rows(right)))
+                largest = tl.maximum(largest_of_rows(left), largest_of_rows(right))
+                exponent = exponent_of(largest, UNIT_ROOM)
                 tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
                 inverse = power_of_two(254 - exponent)[:, None]
                 left, right = left * inverse, right * inverse
