@@ -19,6 +19,8 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="launches are repeated on a GPU")
 class Launcher:
     """As Triton's: called with what a compiled kernel is launched with, it calls `launch` with what that becomes."""
 
+    global_scratch_size = profile_scratch_size = 0
+
     def __init__(self, launch):
         self.launch = launch
 
@@ -140,6 +142,26 @@ def test_a_step_that_does_more_than_launch_is_run_as_it_is_written(on_any_device
 
     for _ in range(4):
         replay.repeated(counted, x)
+    assert len(calls) == 4 and list(replay._known.values()) == [replay.NOT_REPEATABLE]
+
+
+@pytest.mark.parametrize("change", ["no launcher as we know it", "scratch memory", "many launches"])
+def test_what_cannot_be_prepared_is_run_as_it_is_written(on_any_device, spy, monkeypatch, change):
+    kernel, x, calls = replay.Kernel(spy), torch.zeros(4), []
+    if change == "no launcher as we know it":
+        spy.run = None
+    if change == "scratch memory":
+        spy.run.global_scratch_size = 128
+    if change == "many launches":
+        monkeypatch.setattr(replay, "LAUNCHES_AT_MOST", 1)
+
+    def step(x):
+        calls.append(1)
+        kernel[(1,)](x, 1)
+        kernel[(1,)](x, 2)
+
+    for _ in range(4):
+        assert len(launches_of(spy, step, x)) == 2
     assert len(calls) == 4 and list(replay._known.values()) == [replay.NOT_REPEATABLE]
 
 

@@ -43,6 +43,7 @@ VIEWS = (
     aten.view.dtype,
 )
 KINDS_AT_MOST = 256
+LAUNCHES_AT_MOST = 500  # of a kind: some 3 KiB each; a step of more does not wait for the host
 ALIGNMENT = 512  # of an allocation, as the caching allocator has it
 LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
 
@@ -130,7 +131,11 @@ class Recording(TorchDispatchMode):
         return result
 
     def add(self, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        self.launches.append(prepared(compiled, grid, tuple(map(self.placed, arguments))))
+        launch = prepared(compiled, grid, tuple(map(self.placed, arguments)))
+        if launch is None or len(self.launches) == LAUNCHES_AT_MOST:
+            self.repeatable = False
+        else:
+            self.launches.append(launch)
 
     def placed(self, value: Any) -> Any:
         """An argument of a launch, with Places for tensors."""
@@ -163,13 +168,16 @@ class Recording(TorchDispatchMode):
         return place
 
 
-def prepared(compiled: Any, grid: tuple[int, int, int], arguments: tuple) -> Launch:
+def prepared(compiled: Any, grid: tuple[int, int, int], arguments: tuple) -> Launch | None:
     """The call that Triton's launcher makes of these: its own part of a launch is done here once.
 
-    `run` and `launch` are what Triton 3.6 and 3.7 call them; tests/test_replay.py looks whether they are there.
+    `run` and `launch` are what Triton 3.6 to 3.9 call them; tests/test_replay.py looks whether they are there. None
+    where they are not, and for a kernel with scratch memory, which the launcher allocates.
     """
+    launcher = copy.copy(getattr(compiled, "run", None))
+    if not hasattr(launcher, "launch") or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
     stream, seen = object(), []
-    launcher = copy.copy(compiled.run)
     launcher.launch = lambda *call: seen.append(call)
     launcher(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     (call,) = seen
