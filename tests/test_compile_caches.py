@@ -63,9 +63,9 @@ def test_an_upgraded_package_runs_its_own_code(tmp_path):
     assert (hits, misses, old["tag"]) == (0, 1, tag)
 
     source = root / "flce_ops" / "math" / "reduction.py"
-    line = "return valid.sum().to(dtype)"
+    line = "return valid.sum(dtype=dtype)"
     assert source.read_text().count(line) == 1
-    source.write_text(source.read_text().replace(line, "return 2 * valid.sum().to(dtype)"))
+    source.write_text(source.read_text().replace(line, "return 2 * valid.sum(dtype=dtype)"))
 
     new = run_steps(root, tag, old["key"], None)
     stale, own = new["steps"]
