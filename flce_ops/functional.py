@@ -253,7 +253,8 @@ def linear_kl_div(
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable. Tokens of
             weight 0 are left out like ignored ones, unless it gets a gradient.
         reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
-            tokens not ignored (F.kl_div's "batchmean" of flattened tokens; nan without one). "sum".
+            tokens not ignored (F.kl_div's "batchmean" of flattened tokens), 0 without one, as distillation trainers
+            have it (F.cross_entropy's is nan). "sum".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias; teacher_logit_scale must then be given.

@@ -145,7 +145,7 @@ def dense_divergence(
         return rows
     if normalizer is not None:
         return rows.sum() / normalizer
-    return rows.sum() / valid.sum() if reduction == "mean" else rows.sum()
+    return rows.sum() / valid.sum().clamp(min=1) if reduction == "mean" else rows.sum()
 
 
 def reference_divergence(**arguments) -> Tensor:

@@ -150,7 +150,7 @@ def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, 
     return (
         total
         if reduction == "sum" and normalizer is None
-        else total / (valid.sum() if normalizer is None else normalizer)
+        else total / (valid.sum().clamp(min=1) if normalizer is None else normalizer)
     )
 
 
@@ -161,6 +161,7 @@ def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, 
     "case", [name for name, (made, options) in CASES.items() if not {"weight", "token_weight"} & {*made}]
 )
 def test_a_divergence_is_nan_infinite_and_zero_where_plain_torchs_is(case, kind, reduction, path):
+    """Its mean over no token is 0."""
     inputs = make(**CASES[case][0])
     teacher = torch.randn(inputs.input.shape[0], D), torch.randn(V, D)
     options = {"kind": kind, "target": inputs.target, "normalizer": inputs.normalizer, "reduction": reduction}

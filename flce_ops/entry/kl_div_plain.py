@@ -30,6 +30,8 @@ def plain_composite(
     shape = operands.input.shape[:-1]
     operands = flatten_tokens(operands, target, ignore_index)
     denominator = None if reduction == "none" else denominator_of(operands, reduction, normalizer)
+    if denominator is not None and normalizer is None:
+        denominator = denominator.clamp(min=1.0)  # the mean over no token is 0
     operands, token_weight = weigh_tokens(operands, token_weight, denominator)
     if reduction == "none":
         return row_divergences(operands, options, row_factor(operands.valid, token_weight, None)).reshape(shape)

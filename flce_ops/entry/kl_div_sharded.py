@@ -66,7 +66,7 @@ def dtensor_composite(
         local_normalizer = localize(layout, normalizer, layout.replicated, gradient=number_gradient)
         denominator = denominator_of(operands, reduction, local_normalizer)
         if denominator is not None and normalizer is None:
-            denominator = sum_over_tokens(layout, denominator).to_local()
+            denominator = sum_over_tokens(layout, denominator).to_local().clamp(min=1.0)  # as in kl_div_plain.py
     operands, local_weight = weigh_tokens(operands, local_weight, denominator)
     if reduction != "none":
         return quotient_over_tokens(layout, *weighted_loss(operands, options, local_weight, denominator), denominator)

@@ -41,7 +41,8 @@ def call(case: Case, at: Tensors) -> Tensors:
             found["logits"] = z.detach()
         return found
     if case.function == "kl_div":
-        return {"loss": reduced(case, divergences(case, at, z, valid.unsqueeze(-1)), at, valid.to(z.dtype).sum())}
+        count = valid.to(z.dtype).sum().clamp(min=1.0)  # the mean over no token is 0
+        return {"loss": reduced(case, divergences(case, at, z, valid.unsqueeze(-1)), at, count)}
     found = {"loss": cross_entropy(case, at, z, valid, classes, learnt.get("z_loss", case.z_loss))}
     if case.function == "metrics":
         found["logits"] = z.detach()
