@@ -1,8 +1,21 @@
-"""Matrices as the GEMMs take them: by tensor maps (TMA) where all of them allow it."""
+"""Matrices as the GEMMs take them: by tensor maps (TMA) where all of them allow it, else tiles of them by pointers."""
 
 from collections.abc import Sequence
 
+import triton
+import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col=None):
+    """By pointers; without `stride_col` columns are contiguous."""
+    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row
+    if stride_col is None:
+        places += cols[None, :]
+    else:
+        places += cols.to(tl.int64)[None, :] * stride_col
+    return tl.load(places, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
 
 
 def fits_tma(tensor: Tensor | None) -> bool:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm_operands import descriptors, fits_tma
+from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import input_tiles_for, multiprocessors
@@ -152,18 +152,8 @@ def input_gradient_kernel(
                 b = classes_ptr.load([k * BLOCK_K, col_start])
             else:
                 ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = tl.load(
-                    exponentials_ptr + rows.to(tl.int64)[:, None] * stride_exponentials_n + ks[None, :],
-                    mask=row_mask[:, None] & (ks < v)[None, :],
-                    other=0.0,
-                )
-                b = tl.load(
-                    classes_ptr
-                    + ks.to(tl.int64)[:, None] * stride_weight_v
-                    + cols.to(tl.int64)[None, :] * stride_weight_d,
-                    mask=(ks < v)[:, None] & col_mask[None, :],
-                    other=0.0,
-                )
+                a = load_tile(exponentials_ptr, rows, ks, row_mask, ks < v, stride_exponentials_n)
+                b = load_tile(classes_ptr, ks, cols, ks < v, col_mask, stride_weight_v, stride_weight_d)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         mask = row_mask[:, None] & col_mask[None, :]
         places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]

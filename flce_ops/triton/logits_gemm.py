@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.gemm_operands import descriptors, fits_tma
+from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, tiles_for
@@ -140,18 +140,8 @@ def logits_gemm_kernel(
                 b = weight_ptr.load([col_start, k * BLOCK_D])
             else:
                 ks = k * BLOCK_D + tl.arange(0, BLOCK_D)
-                a = tl.load(
-                    input_ptr + rows.to(tl.int64)[:, None] * stride_input_n + ks.to(tl.int64)[None, :] * stride_input_d,
-                    mask=row_mask[:, None] & (ks < D)[None, :],
-                    other=0.0,
-                )
-                b = tl.load(
-                    weight_ptr
-                    + cols.to(tl.int64)[:, None] * stride_weight_v
-                    + ks.to(tl.int64)[None, :] * stride_weight_d,
-                    mask=col_mask[:, None] & (ks < D)[None, :],
-                    other=0.0,
-                )
+                a = load_tile(input_ptr, rows, ks, row_mask, ks < D, stride_input_n, stride_input_d)
+                b = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
 
         bias = None

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm_operands import descriptors, fits_tma
+from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, weight_tiles_for
@@ -143,20 +143,14 @@ def weight_gradient_kernel(
                 b = rows_ptr.load([k * BLOCK_K, feature_start])
             else:
                 ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                row_offsets = ks.to(tl.int64)[:, None] * stride_rows_n + features[None, :]
-                b_mask = (ks < n)[:, None] & (features < D)[None, :]
-                a = tl.load(
-                    exponentials_ptr + ks.to(tl.int64)[:, None] * stride_exponentials_n + classes[None, :],
-                    mask=(ks < n)[:, None] & class_mask[None, :],
-                    other=0.0,
-                )
-                b = tl.load(rows_ptr + row_offsets, mask=b_mask, other=0.0)
+                a = load_tile(exponentials_ptr, ks, classes, ks < n, class_mask, stride_exponentials_n)
+                b = load_tile(rows_ptr, ks, features, ks < n, features < D, stride_rows_n)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             if low_ptr is not None:
                 if USE_TMA:
                     low = low_ptr.load([k * BLOCK_K, feature_start])
                 else:
-                    low = tl.load(low_ptr + row_offsets, mask=b_mask, other=0.0)
+                    low = load_tile(low_ptr, ks, features, ks < n, features < D, stride_rows_n)
                 acc = tl.dot(a.T, low, acc, input_precision=PRECISION)
 
         if FIRST:
