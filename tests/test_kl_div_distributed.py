@@ -174,6 +174,24 @@ def chunks_and_extremes(device):
 
 
 @pytest.mark.parametrize("world", CPU_PAIR)
+def test_the_mean_over_no_token_of_any_rank_is_0(world):
+    run_in_world(world, no_token_counts)
+
+
+def no_token_counts(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for tokens, vocabulary in (([R], [Shard(0)]), ([Shard(0)], [R])):
+        pair = batch(device)
+        pair["target"].fill_(-100)
+        placed = place(pair, mesh, tokens, vocabulary)
+        loss = flce_ops.linear_kl_div(**placed)
+        loss.backward()
+        assert full(loss.detach()).item() == 0.0
+        for name in leaves(pair):
+            assert not full(placed[name].grad).any(), name
+
+
+@pytest.mark.parametrize("world", CPU_PAIR)
 def test_padded_classes_behind_an_infinite_bias(world):
     run_in_world(world, padded_classes)
 
