@@ -205,7 +205,8 @@ def backward(call: Backward) -> Gradients:
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gradients, losses, argmax = recomputed_step(call, forward, backward)
-    return (call.row_scale * losses).sum(), losses, *gradients, argmax
+    valid = call.operands.target != call.ignore_index
+    return call.reduction.loss(losses, valid), losses, *gradients, argmax
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
 
+import ctypes
 import inspect
 import sys
 import threading
@@ -12,20 +13,35 @@ from test_triton_layouts import ON_GPU
 import flce_ops
 
 replay = pytest.importorskip("flce_ops.triton.replay")
+driver_launch = pytest.importorskip("flce_ops.triton.driver_launch")
 
 gpu = pytest.mark.skipif(not ON_GPU, reason="launches are repeated on a GPU")
 
 
 class Launcher:
-    """As Triton's: called with what a compiled kernel is launched with, it calls `launch` with what that becomes."""
+    """As Triton's: called with what a compiled kernel is launched with."""
 
+    num_ctas = 1
     global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
 
     def __init__(self, launch):
         self.launch = launch
 
     def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *arguments):
         self.launch(x, y, z, stream, function, *arguments)
+
+
+class LaunchesWithoutDriver:
+    """In place of DriverLaunches: the launcher itself, with the addresses that are in the Places."""
+
+    def __init__(self, written, places, device):
+        assert len(set(places)) == len(places)
+        self.written = written
+
+    def run(self, stream):
+        for compiled, grid, arguments in self.written:
+            compiled.run(*grid, stream, compiled.function, None, None, None, None, *arguments)
 
 
 class Spy:
@@ -52,10 +68,16 @@ class Spy:
         return run
 
 
+def launches_without_driver(written, places, device):
+    return LaunchesWithoutDriver(written, places, device) if all(map(driver_launch.is_plain, written)) else None
+
+
 @pytest.fixture
 def on_any_device(monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(replay, "current_stream", lambda device: 5)
+    monkeypatch.setattr(replay, "driver_launches", launches_without_driver)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(replay, "_known", {})
 
 
@@ -145,13 +167,15 @@ def test_a_step_that_does_more_than_launch_is_run_as_it_is_written(on_any_device
     assert len(calls) == 4 and list(replay._known.values()) == [replay.NOT_REPEATABLE]
 
 
-@pytest.mark.parametrize("change", ["no launcher as we know it", "scratch memory", "many launches"])
+@pytest.mark.parametrize("change", ["no launcher as we know it", "scratch memory", "clusters", "many launches"])
 def test_what_cannot_be_prepared_is_run_as_it_is_written(on_any_device, spy, monkeypatch, change):
     kernel, x, calls = replay.Kernel(spy), torch.zeros(4), []
     if change == "no launcher as we know it":
         spy.run = None
     if change == "scratch memory":
         spy.run.global_scratch_size = 128
+    if change == "clusters":
+        spy.run.num_ctas = 2
     if change == "many launches":
         monkeypatch.setattr(replay, "LAUNCHES_AT_MOST", 1)
 
@@ -276,32 +300,65 @@ def test_threads_forget_old_kinds_together(on_any_device, monkeypatch):
 
 
 def test_what_is_private_to_triton_is_there():
-    """Its launcher calls `launch` with grid, stream, function and the arguments last, and nothing of it is launched."""
+    """The launcher is called as Triton calls it, and says what a launch is beside its function and parameters."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     jit = pytest.importorskip("triton.runtime.jit")
-
-    class OfNoKernel(driver.CudaLauncher):
-        run = property(lambda self: self)
-        function, packed_metadata = 7, b"metadata"
-
-        def __init__(self):
-            self.seen = []
-            self.launch = lambda *call: self.seen.append(call)
-
-        def __getattr__(self, name):  # sizes of scratch memory, flags
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return 0
-
-    compiled, place = OfNoKernel(), replay.Place()
-    launch = replay.prepared(compiled, (2, 3, 1), (place, 4))
-    assert compiled.seen == [] and launch.grid == (2, 3, 1)
-    launch.function(*launch.grid, 5, *launch.arguments)
-    assert compiled.seen[0][:5] == (2, 3, 1, 5, 7) and compiled.seen[0][-1] == (place, 4)
     called_with = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
     assert called_with in inspect.getsource(jit.JITFunction.run)
+    made = inspect.getsource(driver.CudaLauncher.__init__)
+    assert all(f"self.{name} = " in made for name in driver_launch.PLAIN)
     for hook in (replay.triton.knobs.runtime.launch_enter_hook, replay.triton.knobs.runtime.launch_exit_hook):
         assert hook.calls == []
+
+
+class Driver:
+    """Of the functions of libcuda: launches are written down, a tensor map holds its address in its first word."""
+
+    def __init__(self):
+        self.launched = []
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 1
+        return 0
+
+    def cuTensorMapReplaceAddress(self, tensor_map, cell):
+        ctypes.memmove(tensor_map, ctypes.addressof(cell), 8)
+        return 0
+
+    def cuLaunchKernel(self, function, *call):
+        *numbers, stream, parameters, extra = call
+        found = [ctypes.string_at(pointer, 8) for pointer in parameters]
+        self.launched.append((function.value, [n.value for n in numbers], stream.value, found))
+        return 0 if stream.value else 719
+
+
+def eight_bytes(number):
+    return number.to_bytes(8, "little")
+
+
+def test_a_driver_launch_takes_new_addresses_and_keeps_its_other_parameters(monkeypatch):
+    fake, place, base = Driver(), replay.Place(), replay.Place()
+    monkeypatch.setattr(driver_launch, "driver", lambda: fake)
+    node = driver_launch.KernelNodeParams(function=77, grid=(2, 3, 4), block=(128, 1, 1), shared_bytes=99)
+    launches, places = driver_launch.DriverLaunches(0), {4096: place, 8192: base}
+    tensor_map = eight_bytes(8192) + bytes(range(120))
+    parameters = [eight_bytes(4096), eight_bytes(4097), tensor_map, (5).to_bytes(4, "little")]
+    assert launches.add(node, parameters, places) and launches.add(node, [tensor_map], places)
+    assert len(launches.maps) == 1  # both launches read one
+    for address in (640, 1280):
+        place.cell.value, base.cell.value = address, address + 64
+        launches.run(5)
+        (function, numbers, stream, found), (*_, of_map) = fake.launched[-2:]
+        assert (function, numbers, stream) == (77, [2, 3, 4, 128, 1, 1, 99], 5)
+        assert found[:3] == [eight_bytes(address), eight_bytes(4097), eight_bytes(address + 64)]
+        assert found[3][:4] == (5).to_bytes(4, "little") and of_map == [eight_bytes(address + 64)]
+    with pytest.raises(RuntimeError, match="CUresult 719"):
+        launches.run(0)
+
+
+def test_a_tensor_map_of_unknown_memory_is_not_repeated():
+    launches = driver_launch.DriverLaunches(0)
+    assert not launches.add(driver_launch.KernelNodeParams(), [bytes(128)], {4096: replay.Place()})
 
 
 OPTIONS = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -40,7 +39,8 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
     column = zero_where_ignored(input, target).long().unsqueeze(1)
     accumulate = losses.dtype
-    scale = zero_where_ignored(input, call.row_scale).to(accumulate)
+    valid = target != call.ignore_index
+    scale = call.reduction.scale_of_tokens(valid, accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
     loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
     in_block = product_is_rounded(input) + (call.logits.softcap is not None)
@@ -67,4 +67,4 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    torch.sum(call.row_scale * zero_where_ignored(input, losses), dim=0, out=loss)
+    loss.copy_(call.reduction.loss(zero_where_ignored(input, losses), valid))

@@ -1,6 +1,7 @@
-"""The loss of plain tensors: picks the path, flattens the tokens, reduces in ATen over N numbers.
+"""The loss of plain tensors: picks the path, flattens the tokens, reduces over N numbers.
 
-loss_and_argmax -> weighted_loss -> ..._with_grad | ..._forward        a scalar loss
+loss_and_argmax -> mean_in_one_pass -> ..._with_grad                   a training step's loss, divided by the operator
+                -> weighted_loss -> ..._with_grad | ..._forward        another scalar loss, reduced in ATen
                 -> losses_from_forward -> ..._forward                  reduction="none"
 """
 
@@ -11,10 +12,10 @@ from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import Operands, TokenLosses
+from flce_ops.math.options import Operands, Reduction, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, nan_for_nothing, quotient, row_factor, weighted_sum
-from flce_ops.math.scalars import logit_options, loss_options
+from flce_ops.math.scalars import logit_options, loss_options, scalar
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
 from flce_ops.support.differentiated import differentiated
@@ -32,6 +33,9 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     target = call.target.reshape(tokens)
     input = call.input.reshape(tokens, call.input.shape[-1])
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
+    if token_factors_are_equal(call) and gradients_in_the_same_pass(input, call.linear_weight, call.linear_bias):
+        loss, largest = mean_in_one_pass(call, problem)
+        return loss, largest.reshape(shape) if argmax else None
     accumulate = accumulation_dtype(input.dtype)
     valid = problem.valid
     token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
@@ -44,11 +48,38 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
         losses = losses if factor is None else losses * factor
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
 
-    denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate, target, call.weight)
-    if call.reduction == "mean" and call.normalizer is None and call.weight is not None:
-        denominator = nan_for_nothing(denominator)
+    denominator = denominator_of(call, problem)
     loss, total, largest = weighted_loss(problem, valid, token_weight, denominator)
     return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
+
+
+def token_factors_are_equal(call: CrossEntropy) -> bool:
+    """All tokens that count have one factor, and nobody asks for its gradient."""
+    return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
+
+
+def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
+    """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
+    input = call.input
+    if call.reduction == "mean" and call.normalizer is None and call.weight is None:
+        denominator = None
+    elif call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
+        denominator = scalar(1.0, input) * call.normalizer
+    else:
+        denominator = denominator_of(call, problem)
+        denominator = scalar(1.0, input) if denominator is None else denominator
+    loss, _, largest = losses_with_grad(problem, Reduction(None, denominator))
+    return loss, largest
+
+
+def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
+    dtype, operands = accumulation_dtype(call.input.dtype), problem.operands
+    denominator = mean_denominator(
+        call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight
+    )
+    if call.reduction == "mean" and call.normalizer is None and call.weight is not None:
+        return nan_for_nothing(denominator)
+    return denominator
 
 
 def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:
@@ -75,11 +106,18 @@ def weighted_loss(
         losses, largest = losses_from_forward(problem)
         loss = (row_scale * losses).sum() if wants_gradient else None
         return loss, weighted_sum(valid, token_weight, losses), largest
+    loss, losses, largest = losses_with_grad(problem, Reduction(row_scale))
+    return loss, weighted_sum(valid, token_weight, losses), largest
+
+
+def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, Tensor]:
+    """() with its gradients, the losses of tokens (N,), and argmax: (N,) or (0,)."""
+    input, linear_weight, _, linear_bias, _ = problem.operands
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
     loss, losses, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
-        *problem.operands, row_scale, **problem.options, output_mask=mask, argmax=problem.argmax
+        *problem.operands, *reduction, **problem.options, output_mask=mask, argmax=problem.argmax
     )
-    return loss, weighted_sum(valid, token_weight, losses), largest
+    return loss, losses, largest
 
 
 def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)

@@ -2,7 +2,7 @@
 
 class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in its order; a group stands for its fields
     operands: Operands                                       (Tensor input, Tensor linear_weight, ...,
-    row_scale: Tensor                                         Tensor row_scale, *,
+    reduction: Reduction                                      Tensor? row_scale, Tensor? denominator=None, *,
     ignore_index: int = -100                                  int ignore_index=-100,
     loss: LossOptions = LossOptions()                         float label_smoothing=0.0, Tensor? z_loss=None, ...)
 
@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import Cotangents, LogitOptions, LossOptions, Operands
+from flce_ops.math.options import Cotangents, LogitOptions, LossOptions, Operands, Reduction
 from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
@@ -190,7 +190,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
 
 class WithGrad(Arguments, keyword_from="ignore_index"):
     operands: Operands
-    row_scale: Tensor  # (N,)
+    reduction: Reduction
     ignore_index: int = -100
     loss: LossOptions
     logits: LogitOptions

@@ -53,7 +53,13 @@ def backward_outputs(call: Backward) -> Gradients:
 @takes(WithGrad)
 def with_grad_outputs(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss (), losses (N,), the three gradients, argmax (N,) or (0,)."""
-    return one_pass_outputs("linear_cross_entropy_with_grad", call, call.operands)
+    op, (row_scale, denominator) = "linear_cross_entropy_with_grad", call.reduction
+    if denominator is not None and (row_scale is not None or denominator.dim() != 0):
+        raise ValueError(
+            f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
+            f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
+        )
+    return one_pass_outputs(op, call, call.operands, row_scale)
 
 
 @takes(VocabParallelWithGrad)
@@ -62,15 +68,15 @@ def vocab_parallel_with_grad_outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     # the class weights are those of all ranks
     op = "linear_cross_entropy_vocab_parallel_with_grad"
-    return one_pass_outputs(op, call, call.operands._replace(weight=None))
+    return one_pass_outputs(op, call, call.operands._replace(weight=None), call.row_scale)
 
 
 def one_pass_outputs(
-    op: str, call: WithGrad | VocabParallelWithGrad, operands: Operands
+    op: str, call: WithGrad | VocabParallelWithGrad, operands: Operands, row_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_operands(op, operands)
     input = operands.input
-    check_per_row(op, input, row_scale=call.row_scale)
+    check_per_row(op, input, row_scale=row_scale)
     dtype = accumulation_dtype(input.dtype)
     return (
         input.new_empty((), dtype=dtype),

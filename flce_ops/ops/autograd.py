@@ -233,7 +233,7 @@ class WithGradFormula(Formula):
 
 
 def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The gradients of sum_i row_scale_i loss_i, and that of row_scale, as functions of the operands.
+    """The gradients of the loss, and that of row_scale, as functions of the operands.
 
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
@@ -257,7 +257,7 @@ def recomputed_step(
     terms, losses, valid = losses_of_rows(
         operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
     )
-    scale = torch.where(valid, call.row_scale, 0.0).to(lse.dtype)
+    scale = call.reduction.scale_of_tokens(valid, lse.dtype)
     cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
     gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)
     return gradients, losses, argmax

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.math.options import Reduction
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss, row_loss
+from flce_ops.triton.sum_losses import divisor_of_mean
 
 # n rows of a chunk, V vocabulary
 
@@ -32,7 +34,7 @@ class Tokens(NamedTuple):
     target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap
     column: Tensor  # (n,) int64, the target's, -1 where it is not here
     target_weight: Tensor | None  # (N,) float32, w_y
-    row_scale: Tensor  # (N,) g_i
+    reduction: Reduction  # of (N,) row scales g_i, or a mean
     losses: Tensor  # (N,) out
 
 
@@ -89,7 +91,10 @@ def store_losses(
         target_weight = tl.load(tokens.target_weight + token, mask=mask, other=0.0)
     value, d_lse, d_target = row_loss(surprisal2, lse2, logit_sum2, target_weight, loss)
     tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)  # 0 where ignored
-    row_scale = tl.load(tokens.row_scale + token, mask=mask, other=0.0)
+    if tokens.reduction.row_scale is not None:
+        row_scale = tl.load(tokens.reduction.row_scale + token, mask=mask, other=0.0)
+    else:
+        row_scale = tl.div_rn(1.0, divisor_of_mean(tokens.reduction, tokens.kept.total))
     scaled = row_scale * d_lse
     no_gradient = (d_lse == 0.0) & (d_target == 0.0)
     d_lse = tl.where(tl.abs(d_lse) > 1e-20, d_lse, 1e-20)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.math.options import LogitOptions, Operands, Reduction
 from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
@@ -50,7 +50,7 @@ class StepTokens(NamedTuple):
     """What a step reads and writes of every token, (N,) as the tokens stand; out but for the first two."""
 
     weight: Tensor | None  # float32, the class weight of the target
-    row_scale: Tensor
+    reduction: Reduction
     losses: Tensor
     argmax: Tensor | None  # if it is asked for
 
@@ -110,9 +110,9 @@ class OnePassStep:
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
-        kept, (weight, row_scale, losses, argmax) = self.kept.of(chunk), self.per_token
+        kept, (weight, reduction, losses, argmax) = self.kept.of(chunk), self.per_token
         at_target = launch_gather_tokens(kept, self.operands, self.logit_options, rows, vocab_start=self.vocab_start)
-        tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, row_scale, losses)
+        tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, reduction, losses)
         sums = launch_exponentials(
             rows,
             self.operands.linear_weight,

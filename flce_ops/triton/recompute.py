@@ -45,7 +45,8 @@ def recompute_step(
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
     if per_token.argmax is not None:
         per_token.argmax.copy_(torch.where(mine, torch.where(valid, columns, -1), per_token.argmax))
-    cotangents = terms.cotangents(target_logit, lse, torch.where(here, call.row_scale, 0.0))
+    scale = torch.where(here, call.reduction.scale_of_tokens(valid, torch.float32), 0.0)
+    cotangents = terms.cotangents(target_logit, lse, scale)
     backward = Backward.bind(
         *cotangents,
         *operands,

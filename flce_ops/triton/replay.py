@@ -1,4 +1,4 @@
-"""A step's kernel launches, written down once and repeated: the host's time of a step is theirs alone.
+"""A step's kernel launches, written down once and repeated: the host's time of a step is the driver's alone.
 
     1st call of a kind    the step as it is written
     2nd                   the same; every launch is written down: the compiled kernel, its grid, its arguments
@@ -6,10 +6,10 @@
 
 A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
 arguments, the workspace. What differs within one are addresses: a kernel's pointer is a Place, some bytes into a tensor
-of the arguments or into the temporary memory, where what is not in use together may share its bytes.
+of the arguments or into the temporary memory, where what is not in use together may share its bytes. What has an
+address goes to the driver without Triton (driver_launch.py).
 
-H200's host: a launch through Triton takes 20 us in a loop and 40 in a step, a repeated one 10. The first call of a kind
-writes nothing down, because tokens of ever new numbers would be slower with it.
+The first call of a kind writes nothing down, because tokens of ever new numbers would be slower with it.
 
 Only a step of launches, allocations and views can be repeated; one that runs anything else of ATen, as class weights or
 a bias's gradient do, is run as it is written.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flce_ops.meta.arguments import Arguments
 from flce_ops.support.workspace import get_workspace
+from flce_ops.triton.driver_launch import DriverLaunches, Place, Written, driver_launches
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
@@ -46,24 +47,6 @@ KINDS_AT_MOST = 256
 LAUNCHES_AT_MOST = 500  # of a kind: some 3 KiB each; a step of more does not wait for the host
 ALIGNMENT = 512  # of an allocation, as the caching allocator has it
 LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
-
-
-class Place:
-    """A pointer of repeated launches. Triton asks it, as any argument that is a tensor, for its address."""
-
-    __slots__ = ("address",)
-
-    def __init__(self) -> None:
-        self.address = 0
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Launch(NamedTuple):
-    function: Callable
-    grid: tuple[int, int, int]
-    arguments: tuple  # behind the grid and the stream
 
 
 @dataclass
@@ -116,8 +99,8 @@ class Recording(TorchDispatchMode):
         self.temporaries: list[Temporary] = []
         self.allocated: dict[int, Temporary] = {}  # by the address of its storage, the last one there
         self.places: dict[tuple[int, int], Place] = {}  # by (index of a tensor, bytes into it)
-        self.temporary_places: list[tuple[Place, Temporary, int]] = []
-        self.launches: list[Launch] = []
+        self.temporary_places: dict[tuple[int, int], tuple[Place, Temporary, int]] = {}
+        self.launches: list[Written] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -131,11 +114,10 @@ class Recording(TorchDispatchMode):
         return result
 
     def add(self, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        launch = prepared(compiled, grid, tuple(map(self.placed, arguments)))
-        if launch is None or len(self.launches) == LAUNCHES_AT_MOST:
+        if len(self.launches) == LAUNCHES_AT_MOST:
             self.repeatable = False
         else:
-            self.launches.append(launch)
+            self.launches.append(Written(compiled, grid, tuple(map(self.placed, arguments))))
 
     def placed(self, value: Any) -> Any:
         """An argument of a launch, with Places for tensors."""
@@ -163,26 +145,12 @@ class Recording(TorchDispatchMode):
         now = len(self.launches)
         temporary.first = now if temporary.first < 0 else temporary.first
         temporary.last = now
-        place = Place()
-        self.temporary_places.append((place, temporary, address - storage))
+        offset = address - storage
+        place, *_ = self.temporary_places.setdefault((id(temporary), offset), (Place(), temporary, offset))
         return place
 
-
-def prepared(compiled: Any, grid: tuple[int, int, int], arguments: tuple) -> Launch | None:
-    """The call that Triton's launcher makes of these: its own part of a launch is done here once.
-
-    `run` and `launch` are what Triton 3.6 to 3.9 call them; tests/test_replay.py looks whether they are there. None
-    where they are not, and for a kernel with scratch memory, which the launcher allocates.
-    """
-    launcher = copy.copy(getattr(compiled, "run", None))
-    if not hasattr(launcher, "launch") or launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    stream, seen = object(), []
-    launcher.launch = lambda *call: seen.append(call)
-    launcher(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-    (call,) = seen
-    assert call[:3] == grid and call[3] is stream
-    return Launch(compiled.run.launch, grid, call[4:])
+    def every_place(self) -> list[Place]:
+        return [*self.places.values(), *(place for place, *_ in self.temporary_places.values())]
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
@@ -221,13 +189,14 @@ def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
 class Replay:
     """What a Recording found, ready to be repeated."""
 
-    def __init__(self, recording: Recording, result: Any) -> None:
+    def __init__(self, recording: Recording, launches: DriverLaunches, result: Any) -> None:
         self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
-        self.places = [(place, index, offset) for (index, offset), place in recording.places.items()]
-        self.temporary_places = [(place, t.block, t.offset + offset) for place, t, offset in recording.temporary_places]
-        self.launches = recording.launches
+        self.cells = [(place.cell, index, offset) for (index, offset), place in recording.places.items()]
+        temporary_places = recording.temporary_places.values()
+        self.temporary_cells = [(place.cell, t.block, t.offset + offset) for place, t, offset in temporary_places]
+        self.launches = launches
         self.result = result
-        self.lock = threading.Lock()  # its Places are one thread's at a time
+        self.lock = threading.Lock()  # its cells are one thread's at a time
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         device = tensors[0].device
@@ -236,12 +205,11 @@ class Replay:
         stream = current_stream(device.index)
         addresses = [tensor.data_ptr() for tensor in tensors]
         with self.lock:
-            for place, index, offset in self.places:
-                place.address = addresses[index] + offset
-            for place, block, offset in self.temporary_places:
-                place.address = starts[block] + offset
-            for function, grid, arguments in self.launches:
-                function(*grid, stream, *arguments)
+            for cell, index, offset in self.cells:
+                cell.value = addresses[index] + offset
+            for cell, block, offset in self.temporary_cells:
+                cell.value = starts[block] + offset
+            self.launches.run(stream)
         return self.result
 
 
@@ -250,30 +218,41 @@ _known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
 _recording: ContextVar[Recording | None] = ContextVar("flce_ops recording", default=None)
 
 
-def repeated(step: Callable[..., Any], *arguments: Any) -> Any:
-    """step(*arguments), whose result holds no tensors. All memory it writes to, but its own, is in the arguments."""
+def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
+    """step(*arguments, *fresh), whose result holds no tensors. All memory it writes to, but its own, is in these.
+
+    `fresh` was allocated for this call, and its shapes follow from the arguments.
+    """
     tensors: list[Tensor] = []
     features: list[Hashable] = [step, get_workspace()]
     describe(arguments, tensors, features)
+    tensors += fresh
     if not on_gpu(tensors[0]) or watched():
-        return step(*arguments)
+        return step(*arguments, *fresh)
     kind = tuple(features)
     known = _known.pop(kind, None)
     _known[kind] = SEEN_ONCE if known is None else known
     if isinstance(known, Replay):
         return known.run(tensors)
-    if known is not SEEN_ONCE:
+    if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
         forget_old_kinds()
-        return step(*arguments)
+        return step(*arguments, *fresh)
     recording = Recording(tensors)
     token = _recording.set(recording)
     try:
         with recording:
-            result = step(*arguments)
+            result = step(*arguments, *fresh)
     finally:
         _recording.reset(token)
-    _known[kind] = Replay(recording, result) if recording.repeatable else NOT_REPEATABLE
+    _known[kind] = replay_of(recording, result, tensors[0].device) or NOT_REPEATABLE
     return result
+
+
+def replay_of(recording: Recording, result: Any, device: torch.device) -> Replay | None:
+    launches = None
+    if recording.repeatable:
+        launches = driver_launches(recording.launches, recording.every_place(), device)
+    return None if launches is None else Replay(recording, launches, result)
 
 
 def forget_old_kinds() -> None:

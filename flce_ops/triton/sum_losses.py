@@ -1,9 +1,10 @@
-"""loss = sum_i row_scale_i losses_i in float32, in a fixed order: a step's last launch, where ATen would take two."""
+"""The scalar loss from the losses of tokens, in float32 and in a fixed order: one launch, ATen takes more."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.math.options import Reduction
 from flce_ops.triton.replay import Kernel
 
 # N tokens
@@ -13,7 +14,8 @@ from flce_ops.triton.replay import Kernel
 @triton.jit
 def sum_losses_kernel(
     losses_ptr,  # (N,), 0 where ignored
-    row_scale_ptr,  # (N,)
+    reduction,  # Reduction
+    kept_total_ptr,  # () how many tokens are not ignored
     loss_ptr,  # () out
     N,
     BLOCK: tl.constexpr,
@@ -23,9 +25,21 @@ def sum_losses_kernel(
     for start in range(0, N, BLOCK):
         i = start + tl.arange(0, BLOCK)
         losses = tl.load(losses_ptr + i, mask=i < N, other=0.0)
-        acc += losses * tl.load(row_scale_ptr + i, mask=i < N, other=0.0)
-    tl.store(loss_ptr, tl.sum(acc, 0))
+        if reduction.row_scale is not None:
+            losses *= tl.load(reduction.row_scale + i, mask=i < N, other=0.0)
+        acc += losses
+    loss = tl.sum(acc, 0)
+    if reduction.row_scale is None:
+        loss = tl.div_rn(loss, divisor_of_mean(reduction, kept_total_ptr))
+    tl.store(loss_ptr, loss)
 
 
-def launch_sum_losses(losses: Tensor, row_scale: Tensor, loss: Tensor) -> None:
-    sum_losses_kernel[(1,)](losses, row_scale, loss, losses.shape[0], BLOCK=4096, num_warps=8)
+@triton.jit
+def divisor_of_mean(reduction, kept_total_ptr):
+    if reduction.denominator is not None:
+        return tl.load(reduction.denominator).to(tl.float32)
+    return tl.load(kept_total_ptr).to(tl.float32)
+
+
+def launch_sum_losses(losses: Tensor, reduction: Reduction, kept_total: Tensor, loss: Tensor) -> None:
+    sum_losses_kernel[(1,)](losses, reduction, kept_total, loss, losses.shape[0], BLOCK=4096, num_warps=8)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.math.options import Reduction
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
 from flce_ops.support.target_range import assert_in_range
@@ -40,7 +41,7 @@ def launch_vocab_parallel_with_grad(
     loss, losses, *grads, columns = outputs
     call.operands = operands = with_contiguous_vectors(call.operands)
     input, linear_weight, target, _, weight = operands
-    row_scale = call.row_scale.contiguous()
+    reduction = Reduction(call.row_scale.contiguous())
     argmax, logit_options, vocab_start = call.argmax, call.logits, call.vocab_start
     cut = cut_shard(input, shard_rows(call.vocab_size, call.ranks), call.output_mask, argmax=argmax)
     record_chunks(call, linear_weight, cut.chunks)
@@ -61,14 +62,14 @@ def launch_vocab_parallel_with_grad(
             )
             return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
 
-        per_token = StepTokens(exchange.target_weight, row_scale, losses, columns if argmax else None)
+        per_token = StepTokens(exchange.target_weight, reduction, losses, columns if argmax else None)
         gradients = wanted_gradients(grads, call.output_mask)
         step = OnePassStep(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, vocab_start=vocab_start
         )
         step.run_chunks(cut.chunks)
         finish_gradients(grads, gradients, kept, place)
-        launch_sum_losses(losses, row_scale, loss)
+        launch_sum_losses(losses, reduction, kept.total, loss)
     return outputs
 
 

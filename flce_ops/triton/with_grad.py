@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
+from flce_ops.math.options import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
@@ -35,7 +36,8 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.with_grad_outputs(call)
     input, linear_weight, target, _, weight = call.operands = with_contiguous_vectors(call.operands)
-    call.row_scale = call.row_scale.contiguous()
+    if call.reduction.row_scale is not None:
+        call.reduction = Reduction(call.reduction.row_scale.contiguous())
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
         class_weights = None
@@ -44,7 +46,7 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             class_weights = ClassWeights(
                 class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
             )
-        chunks, notes = repeated(with_grad_step, call, class_weights, in_range, outputs)
+        chunks, notes = repeated(with_grad_step, call, class_weights, fresh=(in_range, *outputs))
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     record_chunks(call, linear_weight, chunks, *notes)
     return outputs
@@ -60,11 +62,11 @@ def with_grad_step(
     call: WithGrad,
     class_weights: ClassWeights | None,
     in_range: Tensor,  # () bool, out
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    *outputs: Tensor,  # of the operator
 ) -> tuple[list[slice], list[str]]:
     """The chunks it took, and notes on them."""
     loss, losses, *grads, columns = outputs
-    operands, row_scale, loss_options, logit_options = call.operands, call.row_scale, call.loss, call.logits
+    operands, reduction, loss_options, logit_options = call.operands, call.reduction, call.loss, call.logits
     input, linear_weight, target, _, _ = operands
     num_classes = linear_weight.shape[0]
     cut = cut_tokens(
@@ -75,7 +77,7 @@ def with_grad_step(
     target_weight, class_weight, class_weight_sum = class_weights or (None, None, None)
     smoothing = None
     if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-        d_sum = torch.where(target != call.ignore_index, row_scale, 0.0)
+        d_sum = reduction.scale_of_tokens(target != call.ignore_index, torch.float32)
         d_sum *= -loss_options.label_smoothing / num_classes
         if logit_options.logit_scale is not None:
             d_sum = d_sum * logit_options.logit_scale
@@ -86,7 +88,7 @@ def with_grad_step(
         finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
         return finished, sums.argmax
 
-    per_token = StepTokens(target_weight, row_scale, losses, columns if call.argmax else None)
+    per_token = StepTokens(target_weight, reduction, losses, columns if call.argmax else None)
     chunks, weight_gradient = cut.chunks, None
     if cut.lead is not None or not cut.recompute:
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
@@ -108,6 +110,6 @@ def with_grad_step(
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, kept, place)
-    launch_sum_losses(losses, row_scale, loss)
+    launch_sum_losses(losses, reduction, kept.total, loss)
     lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
     return lead + chunks, cut.notes
