@@ -146,6 +146,7 @@ def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
     if low:
         blocks["low_ptr"] = ("bf16", of_rows)
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "low_ptr": "constexpr", "kept": KEPT}
+    types["column_ptr"] = "*i64" if low else "constexpr"
     types |= {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
@@ -159,9 +160,9 @@ def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
     else:
         types |= {"exponent_ptr": "*u8", "guard_ptr": "*i32"}
     constants = {"FIRST": first, "LAST": last, "MARKED": marked, "GROUP": tiles.group, **gradient_blocks(tiles)}
-    constants["FLATTEN"] = tiles.flatten and not marked
+    constants["FLATTEN"] = tiles.flatten and not marked and not low
     name = f"weight, {chunk}{', low' * low}"
-    return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages - low)
+    return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
 def input_variant(tiles: Tiles, *, whole: bool) -> Variant:

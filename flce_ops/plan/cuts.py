@@ -140,11 +140,11 @@ def lead_of(head: Head, lead: "Lead") -> Cut:
 def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False) -> Cut:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
     from flce_ops.triton.chunks import padded
-    from flce_ops.triton.one_pass_step import SPLIT_AT_MOST
+    from flce_ops.triton.weight_gradient import SPLIT_AT_MOST
 
     size = head.dtype.itemsize
     rows = chunks[0].stop - chunks[0].start
-    low = rows * head.hidden * size * (head.tokens <= SPLIT_AT_MOST)
+    low = rows * head.hidden * size * (head.tokens <= SPLIT_AT_MOST.value)
     partial = PARTIAL_BYTES * vocabulary_tiles(head) * rows
     # the last chunk's products have no later rows of grad_input to wait in
     small = max(partial, low, product_bytes)

@@ -30,20 +30,12 @@ from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
-from flce_ops.triton.weight_gradient import WeightGradient
+from flce_ops.triton.weight_gradient import SPLIT_AT_MOST, LowPart, WeightGradient
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 
 # What the rows of a chunk make, and their argmax if it is asked for. Between ranks the sums are exchanged here.
 FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
-
-# c rows go into the GEMM as two half numbers instead of one. A target's row of grad_linear_weight is often one token's:
-# c input times an entry of E that is exact with its factor (finish_rows.py). Rounding c input alone moves it by a step,
-# where the logits' gradient in half, as plain torch has it, is a power of two or near one. In an emulation
-# (benchmarks/NOTES.md) 1.6e-3 becomes 7e-5 at 16 tokens, reduction="sum" and 64000 classes (plain torch 1.3e-4), 2.3e-3
-# becomes 1.7e-3 at 60 tokens, "mean" (plain torch 3.8e-3). Up to so many tokens the GEMM waits for grad_linear_weight's
-# own bytes all the same.
-SPLIT_AT_MOST = 128
 
 
 class StepTokens(NamedTuple):
@@ -142,8 +134,9 @@ class OnePassStep:
             return
         start, count = tokens.kept.start, self.operands.input.shape[0]
         last = start + rows.shape[0] == count
-        low = torch.empty_like(rows) if count <= SPLIT_AT_MOST else None
-        launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=low)
+        low = LowPart(torch.empty_like(rows), tokens.column) if count <= SPLIT_AT_MOST.value else None
+        rest = None if low is None else low.rows
+        launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=rest)
         for cols, piece in pieces:
             self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last, low=low)
 
