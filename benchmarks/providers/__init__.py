@@ -22,6 +22,7 @@ FILES = {
     "floor": "floor",
     "ours": "ours",
     "ours_compiled": "ours",
+    "ours_captured": "ours",
     "ours_2GiB": "ours",
     "ours_128MiB": "ours",
     "ours_64MiB": "ours",

@@ -1,4 +1,4 @@
-"""flce_ops: eager, compiled, with other workspaces, recomputing the logits in backward, on rows compacted by hand."""
+"""flce_ops: eager, compiled, captured, in other workspaces, recomputing in backward, on rows compacted by hand."""
 
 from __future__ import annotations
 
@@ -48,6 +48,31 @@ def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
     return step
 
 
+def _captured_step(plain: Step, problem: Problem) -> Step:
+    """A whole training step in one CUDA graph: its gradients are memory of the graph."""
+    if not problem.input.is_cuda:
+        raise Unavailable("a CUDA graph wants CUDA")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            plain()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = plain()
+    leaves = problem.input, problem.linear_weight
+    gradients = [leaf.grad for leaf in leaves]
+
+    def step() -> Tensor:
+        graph.replay()
+        for leaf, gradient in zip(leaves, gradients):
+            leaf.grad = gradient
+        return value
+
+    return step
+
+
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     import flce_ops
 
@@ -58,6 +83,8 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         return step_of(loss, problem, mode)
     if name == "ours_compiled":
         return step_of(torch.compile(loss, dynamic=False, fullgraph=True), problem, mode)
+    if name == "ours_captured":
+        return _captured_step(step_of(loss, problem, mode), problem)
     if name == "ours_recompute":
         if mode.name in ("fwd", "none"):
             raise Unavailable("the same as ours in this mode")
