@@ -18,8 +18,9 @@ from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory, steps_and_parts
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.spread_rows import launch_spread_rows
+from flce_ops.triton.target_rows import launch_target_rows
 from flce_ops.triton.tiles import INPUT_TILES, WEIGHT_TILES
-from flce_ops.triton.weight_gradient import LowPart, WeightGradient
+from flce_ops.triton.weight_gradient import WeightGradient
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -129,23 +130,27 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count):
 
 
 @interpreter
-def test_rows_in_two_half_numbers_lose_nothing_where_a_class_is_a_target():
-    """What rounding took from c x is a second addend, in tiles of classes that hold a target."""
-    n, d, v, start = 16, 70, 67, 100
-    block = WEIGHT_TILES["interpreter"].block_m
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
+    """What rounding took from c x is a second addend; rows of other classes stay as they are."""
+    n, d, v, count = 150, 70, 67, 140
     e, x = torch.rand(n, v).half(), torch.randn(n, d)
     high = x.half()
     low = (x - high.float()).half()
-    out, exact = torch.empty(start + v, d), e.double().T @ x.double()
-    columns = slice(start, start + v)  # of the vocabulary
-    for tile in range(-(-v // block)):
-        column = torch.tensor([*range(-1, n - 2), start + min(tile * block + 3, v - 1)])
-        low_part = LowPart(low, column)
-        WeightGradient(out, chunks=1).add(columns, e, high, kept_of(n, n), first=True, last=True, low=low_part)
-        for other in range(-(-v // block)):
-            classes = slice(other * block, min((other + 1) * block, v))
-            found = error(out[columns][classes], exact[classes])
-            assert found <= 2.0**-21 if other == tile else 2.0**-15 < found < 2.0**-11
+    low[count:] = high[count:] = torch.nan  # behind the kept tokens nothing is read
+    column = torch.randint(40, (n,))
+    column[::7] = -1  # on other ranks
+    outer = (torch.rand(v), torch.rand(d)) if smoothed else None
+    out = torch.full((v, d), 7.0)
+    launch_target_rows(out, e, high, low, column, kept_of(count, n), outer)
+    exact = e[:count].double().T @ x[:count].double()
+    if smoothed:
+        exact += outer[0][:, None].double() * outer[1]
+    targets = column[:count][column[:count] >= 0].unique()
+    assert error(out[targets], exact[targets]) <= 2.0**-21
+    others = torch.ones(v, dtype=torch.bool)
+    others[targets] = False
+    assert (out[others] == 7.0).all() and others.any()
 
 
 @pytest.mark.parametrize("start", range(8))  # offsets that are odd, rows too few, none

@@ -134,8 +134,7 @@ WEIGHT_CHUNKS = {
 }
 
 
-def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
-    """`low` where c input takes two numbers, which is of one chunk."""
+def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     first, last, marked = WEIGHT_CHUNKS[chunk]
     of_rows = [tiles.block_k, tiles.block_n]
     blocks = {
@@ -143,10 +142,7 @@ def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
         "rows_ptr": ("bf16", of_rows),
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
-    if low:
-        blocks["low_ptr"] = ("bf16", of_rows)
-    types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "low_ptr": "constexpr", "kept": KEPT}
-    types["column_ptr"] = "*i64" if low else "constexpr"
+    types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
     types |= {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
@@ -160,8 +156,8 @@ def weight_variant(tiles: Tiles, chunk: str, *, low: bool = False) -> Variant:
     else:
         types |= {"exponent_ptr": "*u8", "guard_ptr": "*i32"}
     constants = {"FIRST": first, "LAST": last, "MARKED": marked, "GROUP": tiles.group, **gradient_blocks(tiles)}
-    constants["FLATTEN"] = tiles.flatten and not marked and not low
-    name = f"weight, {chunk}{', low' * low}"
+    constants["FLATTEN"] = tiles.flatten and not marked
+    name = f"weight, {chunk}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
@@ -182,7 +178,6 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
     for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
         if (every or chunk == "later") and (tma or not marked):
             yield weight_variant(weight_tiles, chunk)
-    yield weight_variant(weight_tiles, "only", low=True)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

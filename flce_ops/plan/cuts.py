@@ -140,14 +140,14 @@ def lead_of(head: Head, lead: "Lead") -> Cut:
 def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False) -> Cut:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
     from flce_ops.triton.chunks import padded
-    from flce_ops.triton.weight_gradient import SPLIT_AT_MOST
+    from flce_ops.triton.target_rows import TOKENS_AT_MOST
 
     size = head.dtype.itemsize
     rows = chunks[0].stop - chunks[0].start
-    low = rows * head.hidden * size * (head.tokens <= SPLIT_AT_MOST.value)
+    rest = rows * head.hidden * size * (head.tokens <= TOKENS_AT_MOST and len(chunks) == 1)
     partial = PARTIAL_BYTES * vocabulary_tiles(head) * rows
     # the last chunk's products have no later rows of grad_input to wait in
-    small = max(partial, low, product_bytes)
+    small = max(partial, rest, product_bytes)
     return Cut(
         "triton",
         temporaries=rows * padded(head.vocab, size) * size

@@ -30,7 +30,8 @@ from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
-from flce_ops.triton.weight_gradient import SPLIT_AT_MOST, LowPart, WeightGradient
+from flce_ops.triton.target_rows import TOKENS_AT_MOST, launch_target_rows
+from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 
@@ -134,11 +135,15 @@ class OnePassStep:
             return
         start, count = tokens.kept.start, self.operands.input.shape[0]
         last = start + rows.shape[0] == count
-        low = LowPart(torch.empty_like(rows), tokens.column) if count <= SPLIT_AT_MOST.value else None
-        rest = None if low is None else low.rows
+        few = count <= TOKENS_AT_MOST and start == 0 and last and len(pieces) == 1
+        rest = torch.empty_like(rows) if few else None
         launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=rest)
         for cols, piece in pieces:
-            self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last, low=low)
+            self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last)
+        if few:
+            ((_, piece),) = pieces
+            outer = None if self.smoothing is None else self.smoothing.weight_terms()
+            launch_target_rows(self.weight_gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor

@@ -21,8 +21,6 @@ need no room. With it numbers below 2^-8 of the largest in their row of a tile l
 large the others have 9 or 10.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -43,12 +41,6 @@ ROOM = tl.constexpr(6)
 # Where each chunk chooses anew: the largest is below 2^15, whatever is above 2^-27 of it has 11 bits.
 NO_ROOM = tl.constexpr(-13)
 LARGEST_SUM = 2**15  # in units: half of float16's largest number
-# c rows go into the GEMM as two half numbers instead of one. A target's row of grad_linear_weight is often one token's:
-# c input times an entry of E that is exact with its factor (finish_rows.py). Rounding c input alone moves it by a step,
-# where the logits' gradient in half, as plain torch has it, is a power of two or near one. In an emulation
-# (benchmarks/NOTES.md) 1.6e-3 becomes 7e-5 at 16 tokens, reduction="sum" and 64000 classes (plain torch 1.3e-4), 2.3e-3
-# becomes 1.7e-3 at 60 tokens, "mean" (plain torch 3.8e-3). Only tiles that have a target take the second product.
-SPLIT_AT_MOST = tl.constexpr(128)  # tokens
 
 
 @triton.jit
@@ -75,9 +67,6 @@ def power_of_two(exponent):
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
     rows_ptr,  # (n, D): likewise, c input
-    low_ptr,  # (n, D): likewise, what rounding took from c input, for tiles of classes that are targets; or None
-    column_ptr,  # (n,) int64, with low_ptr: the tokens' targets, less column_start classes of these V
-    column_start,
     map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
     stored_ptr,  # (V, D): for the last chunk the sum's
     sum_ptr,  # (V, D) float16, for float32 results float32
@@ -156,19 +145,6 @@ def weight_gradient_kernel(
                 a = load_tile(exponentials_ptr, ks, classes, ks < n, class_mask, stride_exponentials_n)
                 b = load_tile(rows_ptr, ks, features, ks < n, features < D, stride_rows_n)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        if low_ptr is not None:
-            place = tl.arange(0, SPLIT_AT_MOST)
-            column = tl.load(column_ptr + place, mask=place < count, other=-1) - column_start - class_start
-            here = tl.max(((column >= 0) & (column < BLOCK_M)).to(tl.int32), 0)
-            for k in range(steps * here):
-                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                if USE_TMA:
-                    a = exponentials_ptr.load([k * BLOCK_K, class_start])
-                    low = low_ptr.load([k * BLOCK_K, feature_start])
-                else:
-                    a = load_tile(exponentials_ptr, ks, classes, ks < n, class_mask, stride_exponentials_n)
-                    low = load_tile(low_ptr, ks, features, ks < n, features < D, stride_rows_n)
-                acc = tl.dot(a.T, low, acc, input_precision=PRECISION)
 
         if FIRST:
             if outer_ptr is not None:
@@ -231,13 +207,6 @@ def weight_gradient_kernel(
                 tl.store(pointer, part, mask=mask)
 
 
-class LowPart(NamedTuple):
-    """Of a step of few tokens: the second half numbers of c input."""
-
-    rows: Tensor  # (n, D)
-    column: Tensor  # (n,) int64, the tokens' targets
-
-
 class WeightGradient:
     """grad_linear_weight of a step of one chunk or of several."""
 
@@ -267,9 +236,8 @@ class WeightGradient:
         *,
         first: bool,
         last: bool,
-        low: LowPart | None = None,
     ) -> None:
-        self.launch(columns, exponentials, rows, kept, first=first, last=last, marked=False, low=low)
+        self.launch(columns, exponentials, rows, kept, first=first, last=last, marked=False)
         if self.tiles.tma and not (first or last):
             self.launch(columns, exponentials, rows, kept, first=False, last=False, marked=True)
 
@@ -283,29 +251,23 @@ class WeightGradient:
         first: bool,
         last: bool,
         marked: bool,
-        low: LowPart | None = None,
     ) -> None:
-        low_rows, column = low or (None, None)
         assert exponentials.stride(1) == rows.stride(1) == 1
-        assert low_rows is None or low_rows.stride() == rows.stride()
         out, total, tiles = self.out[columns], self.sum[columns], self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
-        matrices = [exponentials, rows, low_rows, None, None]
+        matrices = [exponentials, rows, None, None]
         if tiles.tma:
-            matrices[3:] = None if marked else out if last else total, total if last and not first else None
+            matrices[2:] = None if marked else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
-            matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, of_rows, half, half))
+            matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
         exponents = None if self.exponents is None else self.exponents[:, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
-            *matrices[:3],
-            column,
-            columns.start,
-            *matrices[3:],
+            *matrices,
             total,
             out,
             exponents,
@@ -331,7 +293,7 @@ class WeightGradient:
             BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten and not marked and low is None,
+            FLATTEN=tiles.flatten and not marked,
             PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
