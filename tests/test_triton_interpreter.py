@@ -125,6 +125,31 @@ def test_a_small_workspace_recomputes_and_says_so(options, poisoned_memory):
         assert_one_pass(args, options, [True, True, args[3] is not None], chunks=2, reason="recomputing")
 
 
+@pytest.mark.parametrize(
+    "way, denominator",
+    [(way, None) for way in ("one pass", "smoothed", "recomputing", "aten", "no token")]
+    + [("one pass", torch.tensor(7.0)), ("recomputing", torch.tensor(7)), ("aten", torch.tensor(7))],  # 0-d, any dtype
+    ids=str,
+)
+def test_a_mean_is_the_sum_of_row_scales_over_its_denominator(way, denominator, poisoned_memory):
+    """One division, of the same numbers: the same bits but for the loss, whose sum is divided as a whole."""
+    args = list(operands((150 if way == "recomputing" else 37, 20, 67), torch.float32, {}))
+    if way == "no token":
+        args[2] = torch.full_like(args[2], -100)
+    options = {"output_mask": [True, True, False], **({"label_smoothing": 0.1} if way == "smoothed" else {})}
+    with_grad = aten.with_grad if way == "aten" else launch_with_grad
+    valid = args[2] != -100
+    divisor = valid.sum() if denominator is None else denominator
+    with flce_ops.workspace(1 if way == "recomputing" else 512 << 20):
+        found = with_grad(*args, None, denominator, **options)
+        expected = with_grad(*args, torch.where(valid, 1.0 / divisor, 0.0), **options)
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(one, other)
+    mean = expected[1].double().sum() / divisor
+    assert mean.isnan().item() is (way == "no token" and denominator is None)
+    torch.testing.assert_close(found[0].double(), mean, rtol=3e-7, atol=0.0, equal_nan=True)
+
+
 def assert_one_pass(args, options, mask, chunks=1, reason=""):
     rows = args[0].shape[0]
     row_scale = torch.rand(rows) / rows

@@ -220,28 +220,25 @@ class WithGradFormula(Formula):
             return WithGrad.gradients()
         call, (losses, *made) = saved(ctx, WithGrad)
         *needs, needs_row_scale = wanted(ctx, WithGrad, *OPERANDS, "row_scale")
-        grad_row_scale = None
         if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
-            gradients, grad_row_scale = differentiable_gradients(call, grad_loss)
+            gradients, losses = differentiable_gradients(call, grad_loss)
         else:
             input, linear_weight, _, linear_bias, _ = call.operands
             leaf = linear_weight if needs[1] else linear_bias if needs[2] else input
             gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-            if needs_row_scale:
-                grad_row_scale = losses * grad_loss
+        grad_row_scale = losses * grad_loss if needs_row_scale else None
         return WithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
 
 
 def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The gradients of the loss, and that of row_scale, as functions of the operands.
+    """The gradients, times grad_loss, and the losses of tokens, as functions of the operands.
 
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
     call.argmax = False  # it is known
     forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
-    gradients, losses, _ = recomputed_step(call, forward, backward, grad_loss)
-    return gradients, losses * grad_loss
+    return recomputed_step(call, forward, backward, grad_loss)[:2]
 
 
 def recomputed_step(
@@ -344,8 +341,8 @@ def vmap_by_loop(function: type[Function], info, in_dims, args):
 def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
     """The kernel of `op` on the autograd keys: its formula where a gradient can flow, else straight down."""
     arguments = formula.arguments
-    # numbers are constants of an operator; flce_ops/entry/learnt_scale.py is the way to a gradient
-    numbers = [(index, name) for name, index in arguments.index.items() if name in NUMBERS]
+    # constants of an operator; flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient
+    numbers = [(index, name) for name, index in arguments.index.items() if name in (*NUMBERS, "denominator")]
 
     def run(*args, **kwargs):
         values = arguments.values_of(args, kwargs)
