@@ -75,7 +75,7 @@ def test_kernels_lose_nothing_that_plain_torch_keeps(tokens, factor, shard, pois
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("tokens", [1, 15, 16, 64, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 64, 128])
 def test_bf16_weight_gradients_are_as_accurate_as_plain_torchs(tokens, reduction):
     args = make_rare_targets(tokens, 256, 128256, torch.bfloat16, device="cuda")
     factor = 1.0 if reduction == "sum" else 1 / tokens

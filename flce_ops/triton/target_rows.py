@@ -22,7 +22,7 @@ from flce_ops.triton.replay import Kernel
 
 # n tokens, D hidden, V vocabulary
 
-TOKENS_AT_MOST = 256  # each row of the result reads all of them
+TOKENS_AT_MOST = 128  # each row of the result reads all of them: 19 us at 128x4096, 41 at 256x2048
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 
