@@ -21,8 +21,9 @@ import pytest
 import torch._functorch.config
 import torch._inductor.config
 
-# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python.
-torch._inductor.config.force_disable_caches = True
+# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python. What g++ can
+# do and compiled headers are remembered (force_disable_caches would not): 10 s a graph otherwise.
+torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False
 
 # A new one for every run. In the environment: xdist's workers and the tests' own processes have it from there.
