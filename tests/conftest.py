@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
+import interpreter
 import process_pool
 import pytest
 import torch._functorch.config
@@ -25,6 +26,9 @@ import torch._inductor.config
 # do and compiled headers are remembered (force_disable_caches would not): 10 s a graph otherwise.
 torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False
+
+if not torch.cuda.is_available():
+    interpreter.remember_what_is_patched()
 
 # A new one for every run. In the environment: xdist's workers and the tests' own processes have it from there.
 SEED = int(os.environ.setdefault("FLCE_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))

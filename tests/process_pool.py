@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import inputs
+import interpreter
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,6 +137,8 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = str(rank), str(rank), str(size)
     torch.set_num_threads(1)
     device = torch.device("cpu")
+    if device_type == "cpu":
+        interpreter.remember_what_is_patched()
     if device_type == "cuda":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs the host's whole fabric to itself
         device = torch.device("cuda", rank)
