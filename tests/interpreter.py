@@ -1,4 +1,4 @@
-"""Triton's interpreter, a third faster."""
+"""Triton's interpreter in half the time."""
 
 import functools
 import importlib.util
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 def remember_what_is_patched() -> None:
     """At every call of a function within a kernel it goes through all names of triton.language for those to patch.
 
-    They are the same at each: listed once here, and none where a namespace is patched already, which is as a whole. What is
-    patched, and with what, is left to it.
+    They are the same at each: listed once here, and none where a namespace is patched already, which is as a whole.
+    What is patched, and with what, is left to it.
     """
     if importlib.util.find_spec("triton") is None:
         return
