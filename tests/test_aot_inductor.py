@@ -51,13 +51,6 @@ def packages_load(request):
         pytest.skip("an AOTInductor package of nn.Linear does not load here either")
 
 
-@pytest.fixture(autouse=True)
-def probes_of_the_compiler_are_remembered():
-    """What g++ can do, compiled headers: 10 s a package otherwise. Graphs themselves are still not cached."""
-    with torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=False):
-        yield
-
-
 class Loss(torch.nn.Module):
     def __init__(self, **options):
         super().__init__()
