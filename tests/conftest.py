@@ -23,8 +23,8 @@ import pytest
 import torch._functorch.config
 import torch._inductor.config
 
-# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python. What g++ can
-# do and compiled headers are remembered (force_disable_caches would not): 10 s a graph otherwise.
+# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python. What g++
+# can do and compiled headers are remembered, 10 s a graph: force_disable_caches would make them anew.
 torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False
 

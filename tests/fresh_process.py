@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, forked from one that has imported torch and nothing else: 2 s of a core less each."""
+"""Scripts in processes of their own, forked from one that has imported torch and nothing else: that takes 2 s."""
 
 import functools
 import json
