@@ -1,5 +1,6 @@
 """Devices, seeds, threads and compiler caches of the whole suite."""
 
+import gc
 import os
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -16,14 +17,19 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
+import interpreter
 import process_pool
 import pytest
 import torch._functorch.config
 import torch._inductor.config
 
-# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python.
-torch._inductor.config.force_disable_caches = True
+# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python. What g++
+# can do and compiled headers are remembered, 10 s a graph: force_disable_caches would make them anew.
+torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False
+
+if not torch.cuda.is_available():
+    interpreter.remember_what_is_patched()
 
 # A new one for every run. In the environment: xdist's workers and the tests' own processes have it from there.
 SEED = int(os.environ.setdefault("FLCE_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))
@@ -52,6 +58,12 @@ def pytest_report_header():
 def pytest_terminal_summary(terminalreporter):
     """Under -q, too, which leaves out the header; FLCE_TEST_SEED=<it> repeats the run."""
     terminalreporter.write_line(f"inputs: FLCE_TEST_SEED={SEED}")
+
+
+def pytest_collection_finish():
+    """The collector leaves out what was imported so far: a gc.collect() of all of torch takes a quarter of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish():

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import inputs
+import interpreter
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ CASE_SECONDS = 120  # one case, compilation included
 GRACE_SECONDS = 5  # for the others' tracebacks once one process has failed: they may wait for it in a collective
 
 GPU_WORLDS = (2, 4, 8)
+
+# What processes on the CPU are forked from, so that they import it once and not each: 5 s of a core. CUDA forbids that.
+IMPORTED = (
+    "pytest",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._inductor.compile_fx",
+    "flce_ops",
+)
 
 
 def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
@@ -54,7 +65,9 @@ def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> Non
 
 class Pool:
     def __init__(self, device_type: str, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if device_type == "cpu" else "spawn")
+        if device_type == "cpu":
+            context.set_forkserver_preload(list(IMPORTED))
         self.directory = tempfile.TemporaryDirectory()
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(size)]
@@ -117,13 +130,15 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     import torch._inductor.config
 
     # as conftest.py: a cached graph would outlive the formula that made it
-    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.compile_threads = 1
     torch._functorch.config.enable_autograd_cache = False
     threading.Thread(target=end_with_the_parent, daemon=True).start()
     os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = str(rank), str(rank), str(size)
     torch.set_num_threads(1)
     device = torch.device("cpu")
+    if device_type == "cpu":
+        interpreter.remember_what_is_patched()
     if device_type == "cuda":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs the host's whole fabric to itself
         device = torch.device("cuda", rank)

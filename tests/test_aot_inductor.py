@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from fresh_process import run_script
 from inputs import make_inputs
 from reference_loss import error
 from torch._inductor import aoti_compile_and_package, aoti_load_package
@@ -50,13 +51,6 @@ def packages_load(request):
         pytest.skip("an AOTInductor package of nn.Linear does not load here either")
 
 
-@pytest.fixture(autouse=True)
-def probes_of_the_compiler_are_remembered():
-    """What g++ can do, compiled headers: 10 s a package otherwise. Graphs themselves are still not cached."""
-    with torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=False):
-        yield
-
-
 class Loss(torch.nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -75,8 +69,7 @@ def exported(inputs, **options):
 def run_without_flce_ops(package, args, expected) -> subprocess.CompletedProcess:
     file = package.with_suffix(".pt")
     torch.save((args, expected), file)
-    command = [sys.executable, "-c", RUN, str(package), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_script(RUN, str(package), str(file))
 
 
 @pytest.mark.usefixtures("packages_load")

@@ -1,6 +1,7 @@
 """The benchmark's own rules, at toy size on a CPU: what it writes, what it survives, what it measures."""
 
 import csv
+import gc
 import sys
 import sysconfig
 from pathlib import Path
@@ -21,6 +22,15 @@ from benchmarks.shapes import GROUPS, Shape, parse_shapes
 CPU = torch.device("cpu")
 TOY = Shape(60, 33, 501)  # N tokens, D hidden, V vocabulary
 FIGURE = {"device": "cpu", "shape": (8, 8, 16), "dtype": "float32", "calls": 9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Each row starts with a gc.collect(), which costs a quarter of a second where earlier tests have left a heap."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def make_toy(mode="fwd_bwd", dtype=torch.float32):

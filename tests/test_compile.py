@@ -25,7 +25,6 @@ def warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # torch's own remarks on how the suite configures it
-        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield

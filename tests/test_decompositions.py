@@ -3,11 +3,10 @@
 # N tokens, D hidden, V vocabulary
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
+from fresh_process import run_script
 from inputs import make_inputs, scalars
 from reference_loss import error, plain_loss, run, run_reference
 from torch import Tensor
@@ -328,5 +327,5 @@ def test_saved_program_runs_where_flce_ops_is_not_installed(tmp_path):
         "assert torch.allclose(found, expected, rtol=1e-6), (found, expected)\n"
         "assert not hasattr(torch.ops.flce, 'linear_cross_entropy')\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt")]
-    subprocess.run(command, check=True, timeout=120)
+    done = run_script(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
+    assert done.returncode == 0, done.stderr

@@ -3,11 +3,10 @@
 # N tokens, D hidden, V vocabulary
 
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
+from fresh_process import run_script
 from inputs import make_inputs
 from reference_loss import error, reference_loss, run
 from torch.export import Dim, export
@@ -101,5 +100,5 @@ def test_saved_program_loads_in_a_fresh_process(tmp_path):
         "found = torch.export.load(sys.argv[1]).module()(*args)\n"
         "assert torch.allclose(found, expected, rtol=1e-6), (found, expected)\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt")]
-    subprocess.run(command, check=True, timeout=120)
+    done = run_script(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
+    assert done.returncode == 0, done.stderr

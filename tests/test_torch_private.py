@@ -207,11 +207,10 @@ def test_key_compiled_graphs_separates_what_torch_compile_has_cached():
         return counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]
 
     config = torch._inductor.config
-    caches = {"force_disable_caches": False, "cache_key_tag": str(uuid.uuid4())}
     with (
-        torch.compiler.config.patch(caches),
+        torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())),
         torch._functorch.config.patch(enable_autograd_cache=True),
-        config.patch(unsafe_marked_cacheable_functions={}),
+        config.patch(unsafe_marked_cacheable_functions={}, fx_graph_cache=True),
     ):
         torch_private.key_compiled_graphs("flce_test", "1")
         assert compile_again(torch.ones(2, 2)) == (0, 1)

@@ -9,6 +9,7 @@ import torch
 
 from flce_ops.ops.paths import KERNELS, choose, function, situation_of
 from flce_ops.ops.registration import OPERATORS
+from tests.interpreter import remember_what_is_patched
 
 _library = torch.library.Library("flce", "IMPL")  # its kernels live as long as this does
 
@@ -25,6 +26,7 @@ def kernel(name: str) -> Callable:
 
 
 def install() -> None:
+    remember_what_is_patched()
     for name in ("forward", "backward", "with_grad"):
         name = f"linear_cross_entropy_{name}"
         _library.impl(name, kernel(name), "CPU")

@@ -1,0 +1,59 @@
+"""Scripts in processes of their own, forked from one that has imported torch and nothing else: that takes 2 s."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 180  # one script
+
+SERVER = f"""
+import json, os, signal, sys, traceback, torch
+
+for line in sys.stdin:
+    script, arguments, folder = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        signal.alarm({SECONDS})
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{{folder}}/{{descriptor}}", os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv, status = ["-c", *arguments], 0
+        try:
+            exec(compile(script, "script", "exec"), {{"__name__": "__main__"}})
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def server() -> subprocess.Popen:
+    """Ends when this process does, with its standard input."""
+    # the checkout's own root is not the working directory, so that the installed package is what is imported
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT / "tests",
+    )
+
+
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    """As `python -c script arguments`, captured."""
+    with tempfile.TemporaryDirectory() as folder:
+        server().stdin.write(json.dumps([script, arguments, folder]) + "\n")
+        server().stdin.flush()
+        status = int(server().stdout.readline())
+        out, err = ((Path(folder) / descriptor).read_text() for descriptor in "12")
+    return subprocess.CompletedProcess(script, status, out, err)

@@ -1,0 +1,30 @@
+"""Triton's interpreter in half the time."""
+
+import functools
+import importlib.util
+import inspect
+from types import SimpleNamespace
+
+
+def remember_what_is_patched() -> None:
+    """At every call of a function within a kernel it goes through all names of triton.language for those to patch.
+
+    They are the same at each: listed once here, and none where a namespace is patched already, which is as a whole.
+    What is patched, and with what, is left to it.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins_of(namespace: object) -> list[str]:
+        return [name for name, member in inspect.getmembers(namespace) if is_builtin(member)]
+
+    def getmembers(namespace: object) -> list[tuple[str, object]]:
+        names = builtins_of(namespace)
+        if not names or not is_builtin(getattr(namespace, names[0])):
+            return []
+        return [(name, getattr(namespace, name)) for name in names]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
