@@ -21,7 +21,7 @@ from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 from trl.trainer import distillation_trainer, utils
 
 import flce_ops
-from flce_ops.integrations.trl import patch, patched, places, unpatch, zero3
+from flce_ops.integrations.trl import patch, patched, patching, unpatch, zero3
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
 from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
 
@@ -332,7 +332,7 @@ def test_unpatch_puts_everything_back():
     unpatch()
     assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
     assert distillation_trainer._chunked_divergence_loss is THEIR_DIVERGENCE
-    with pytest.raises(ValueError, match="TRL is not patched"):
+    with pytest.raises(ValueError, match="trl is not patched"):
         unpatch()
 
 
@@ -363,17 +363,16 @@ class Renamed(torch.autograd.Function):
 )
 def test_a_trl_that_has_moved_its_places_is_refused_by_name(where, name, value, message, monkeypatch):
     monkeypatch.setattr(where, name, value)
-    kept = {place: getattr(place.load(), place.name) for place in (places.LOG_PROBS, places.DIVERGENCE)}
-    with pytest.raises(
-        NotImplementedError, match=f"TRL {trl.__version__}: .*{message}.*flce_ops knows TRL {places.TESTED}"
-    ):
+    kept = {place: place.get() for place in patching.REPLACEMENTS.functions}
+    refusal = f"trl {trl.__version__}: .*{message}.*flce_ops knows it in trl 1.16; train without patch"
+    with pytest.raises(NotImplementedError, match=refusal):
         patch()
     for place, value in kept.items():
-        assert getattr(place.load(), place.name) is value
+        assert place.get() is value
 
 
 def test_the_tested_version_is_the_one_that_the_refusal_names():
-    assert trl.__version__.startswith(f"{places.TESTED}.")
+    assert trl.__version__.startswith(f"{patching.REPLACEMENTS.tested}.")
 
 
 def test_an_output_that_is_not_known_is_refused():

@@ -10,8 +10,7 @@ autograd Function with hidden states and the head's weight, and DistillationTrai
 this package in those two places; what TRL does around them stays: shifting, leaving out ignored tokens, gathering a
 head that FSDP2 or ZeRO-3 has sharded, the losses themselves.
 
-    places.py        the two places, and the check that TRL still has them as this package knows them
-    patching.py      puts the stand-ins there and takes them away
+    patching.py      the two places; puts the stand-ins there and takes them away
     log_probs.py     stands in for TRL's ChunkedLogProbFunction
     divergence.py    stands in for TRL's _chunked_divergence_loss
     zero3.py         parameters that DeepSpeed takes away between forward and backward

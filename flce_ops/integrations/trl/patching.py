@@ -1,15 +1,37 @@
-"""Puts the operators in TRL's two places, for the whole process, and takes them away."""
+"""The two private names of TRL by which its trainers compute, and what goes there.
+
+trl.trainer.utils._ChunkedLogProbFunction                       called by the forward that add_fused_lm_head sets
+trl.trainer.distillation_trainer._chunked_divergence_loss       called by DistillationTrainer
+"""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
+from flce_ops.integrations.places import Place, Replacements
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
 from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
-from flce_ops.integrations.trl.places import DIVERGENCE, LOG_PROBS, Place
 
-STAND_INS: dict[Place, Any] = {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss}
-originals: dict[Place, Any] = {}  # of places that are patched
+LOG_PROBS = Place(
+    "trl.trainer.utils",
+    "_ChunkedLogProbFunction",
+    (
+        *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
+        *("final_logit_softcapping", "logit_scale", "outputs"),
+    ),
+    caller="add_fused_lm_head",
+)
+DIVERGENCE = Place(
+    "trl.trainer.distillation_trainer",
+    "_chunked_divergence_loss",
+    (
+        *("student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight"),
+        *("completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias"),
+        *("student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping"),
+        *("teacher_final_logit_softcapping", "temperature"),
+    ),
+    caller="DistillationTrainer._compute_loss",
+)
+REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss})
 
 
 def patch() -> None:
@@ -18,27 +40,16 @@ def patch() -> None:
     For the whole process: trainers made before and after. A second call does nothing.
 
     Raises:
-        NotImplementedError: TRL does not have, or does not use, one of the two places as this package knows them. TRL
+        NotImplementedError: TRL does not have, or does not use, one of the two names as this package knows them. TRL
             is then as it was.
         ImportError: TRL is not installed.
     """
-    if originals:
-        return
-    for place in STAND_INS:
-        place.check()
-    for place, stand_in in STAND_INS.items():
-        module = place.load()
-        originals[place] = getattr(module, place.name)
-        setattr(module, place.name, stand_in)
+    REPLACEMENTS.put()
 
 
 def unpatch() -> None:
     """Undo `patch`. ValueError if TRL is not patched."""
-    if not originals:
-        raise ValueError("TRL is not patched")
-    for place, original in originals.items():
-        setattr(place.load(), place.name, original)
-    originals.clear()
+    REPLACEMENTS.take_away()
 
 
 @contextlib.contextmanager
