@@ -257,6 +257,7 @@ class TakenAway:
 @pytest.mark.parametrize("apply", [ChunkedLogProbs.apply, ChunkedLogProbFunction.apply], ids=["ours", "TRL's"])
 def test_parameters_that_are_taken_away_before_backward(apply, monkeypatch):
     hidden, weight, bias, targets = head_inputs(torch.float32, bias=True)
+    weight, bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T + bias, targets, reduction="sum")
     wanted = torch.autograd.grad(expected, (hidden, weight, bias))
     zero = TakenAway(weight, bias)

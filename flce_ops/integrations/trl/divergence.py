@@ -5,6 +5,8 @@ whose gradients are made in forward: 3 passes of the student and 1 of the teache
 that TRL logs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -41,7 +43,7 @@ def chunked_divergence_loss(
         teacher_weight, teacher_bias = in_dtype_of(teacher_hidden_states, *map(constant, map(whole, teacher)))
         valid = completion_mask != 0
         target = torch.where(valid, 0, IGNORED)
-        options = {"logit_scale": student_logit_scale, "softcap": student_final_logit_softcapping}
+        options: dict[str, Any] = {"logit_scale": student_logit_scale, "softcap": student_final_logit_softcapping}
         with gathered_in_backward(weight, bias, teacher_weight, teacher_bias):
             loss = linear_kl_div(
                 *(student_hidden_states, weight, teacher_hidden_states.detach(), teacher_weight),

@@ -13,6 +13,8 @@ With z the logits, scaled, capped and divided by the temperature, p = softmax(z)
 The first three come from one pass.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -45,32 +47,26 @@ class ChunkedLogProbs:
             raise NotImplementedError(
                 f"TRL asks its head for {sorted(unknown)}, which flce_ops does not have: unpatch()"
             )
-        weight, bias = parameters = in_dtype_of(hidden, weight, bias)
-        options = {"softcap": final_logit_softcapping, "logit_scale": logit_scale, "ignore_index": NO_CLASS}
-        with gathered_in_backward(*parameters):
+        weight, bias = in_dtype_of(hidden, weight, bias)
+        head = (hidden, weight, targets, bias)
+        options: dict[str, Any] = {"softcap": final_logit_softcapping, "logit_scale": logit_scale}
+        options["ignore_index"] = NO_CLASS
+        with gathered_in_backward(weight, bias):
             found = linear_log_probs(
-                *(hidden, weight, targets, bias),
-                **options,
-                temperature=temperature,
-                entropy="entropy" in outputs,
-                argmax="is_top1" in outputs,
+                *head, **options, temperature=temperature, entropy="entropy" in outputs, argmax="is_top1" in outputs
             )
         log_sum_sq_probs = mean_logits = None
         with torch.no_grad():
             if "log_sum_sq_probs" in outputs:
-                squared = linear_log_probs(hidden, weight, targets, bias, **options, temperature=temperature / 2)
+                squared = linear_log_probs(*head, **options, temperature=temperature / 2)
                 log_sum_sq_probs = squared.lse - 2 * found.lse
             if "mean_logits" in outputs and final_logit_softcapping is None:
                 mean_logits = mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
             elif "mean_logits" in outputs:
                 uniform = linear_cross_entropy(
-                    *(hidden, weight, targets, bias),
-                    **options,
-                    temperature=temperature,
-                    label_smoothing=1.0,
-                    reduction="none",
+                    *head, **options, temperature=temperature, label_smoothing=1.0, reduction="none"
                 )
-                mean_logits = found.lse - uniform
+                mean_logits = found.lse - cast(Tensor, uniform)
         is_top1 = None if found.argmax is None else found.argmax == targets
         return found.log_probs, found.entropy, log_sum_sq_probs, mean_logits, is_top1
 

@@ -10,14 +10,14 @@ Without ZeRO-3 both do nothing.
 
 import contextlib
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
-def gathered(*parameters: Tensor | None) -> contextlib.AbstractContextManager:
+def gathered(*parameters: Any) -> contextlib.AbstractContextManager:
     from trl.trainer import utils
 
     return utils.maybe_gather_lm_head_ctx(*parameters)
@@ -28,12 +28,13 @@ def gathered_in_backward(*parameters: Tensor | None) -> Iterator[None]:
     if not is_deepspeed_zero3_enabled():
         yield
         return
-    leaves = [parameter for parameter in parameters if parameter is not None and parameter.is_leaf]
+    # casts and aliases of them keep their numbers
+    taken = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
 
     def pack(tensor: Tensor) -> tuple[bool, Tensor]:
-        for leaf in leaves:
-            if tensor.shape == leaf.shape and tensor.data_ptr() == leaf.data_ptr():
-                return True, leaf
+        for parameter in taken:
+            if tensor.shape == parameter.shape and tensor.data_ptr() == parameter.data_ptr():
+                return True, parameter
         return False, tensor
 
     def unpack(kept: tuple[bool, Tensor]) -> Tensor:
