@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import importlib
+import sys
 
 import pytest
 
@@ -11,14 +13,12 @@ pytest.importorskip("trl")
 import torch
 import torch.distributed as dist
 import trl
-from datasets import Dataset
 from tiny_models import VOCAB, make_batch, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, set_seed
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
-from trl.trainer import distillation_trainer, utils
 
 import flce_ops
 from flce_ops.integrations.trl import patch, patched, patching, unpatch, zero3
@@ -29,7 +29,18 @@ from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
 
 STEPS = 3
 EPSILON = torch.finfo(torch.float32).eps
-THEIR_DIVERGENCE = distillation_trainer._chunked_divergence_loss
+UTILS, DISTILLATION = "trl.trainer.utils", "trl.trainer.distillation_trainer"
+
+
+@pytest.fixture
+def utils():
+    # not at the top: with its trainers TRL takes seconds to import, which every process that collects tests would spend
+    return importlib.import_module(UTILS)
+
+
+@pytest.fixture
+def their_divergence():
+    return importlib.import_module(DISTILLATION)._chunked_divergence_loss
 
 
 def texts(count: int, words: int, seed: int) -> list[str]:
@@ -51,7 +62,7 @@ POLICY = {**SAMPLED, "num_generations": 2, "temperature": 0.7, "reward_funcs": p
 # name: (trainer, data, options, model). Learning rates: what STEPS move is above the rounding of a parameter.
 RUNS = {
     "SFT": ("SFT", TEXTS, {"loss_type": "nll", "learning_rate": 0.5}, "Llama"),
-    "SFT, nothing to train on in a batch": ("SFT", TEXTS, {"max_length": 2, "learning_rate": 0.5}, "Llama tied"),
+    "SFT, tied head": ("SFT", TEXTS, {"gradient_accumulation_steps": 2, "learning_rate": 0.5}, "Llama tied"),
     "SFT by DFT, softcap": ("SFT", TEXTS, {"loss_type": "dft", "learning_rate": 20.0}, "Gemma2"),
     "DPO with WPO's weights": ("DPO", PAIRS, {"use_weighting": True, "learning_rate": 1.0}, "Granite"),
     "DPO, softcap": ("DPO", PAIRS, {"learning_rate": 1.0}, "Gemma2"),
@@ -73,6 +84,8 @@ def tokenizer():
 
 
 def make_trainer(name: str, tokenizer, folder):
+    from datasets import Dataset
+
     kind, data, options, model_name = RUNS[name]
     # one draw in every run of the tests: a sampled token is another one where rounding decides
     set_seed(3)
@@ -120,7 +133,7 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     assert len(calls) >= STEPS
     largest = max(float((theirs[key] - before[key]).abs().max()) for key in theirs)
     for key, expected in theirs.items():
-        # seen: 2e-5 of the largest change, and a unit in the last place of the parameter
+        # seen: 5e-5 of the largest change by WPO, 3e-6 else, and a unit in the last place of the parameter
         atol = 1e-4 * largest + 2 * EPSILON * float(expected.abs().max())
         assert atol < 1e-3 * largest or "norm" in key, (key, atol, largest)
         torch.testing.assert_close(ours[key], expected, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
@@ -128,7 +141,7 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     for our_log, their_log in zip(our_logs, their_logs, strict=True):
         expected = {key: value for key, value in their_log.items() if not key.endswith(timed)}
         found = {key: our_log[key] for key in expected}
-        assert found == pytest.approx(expected, rel=2e-4, abs=2e-6)
+        assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)  # seen: 2.4e-5, a norm of gradients
 
 
 @pytest.fixture
@@ -216,7 +229,7 @@ def test_no_token_at_all():
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("items", [None, 50, torch.tensor(50.0)])
-def test_the_divergence_is_that_of_trl(beta, items):
+def test_the_divergence_is_that_of_trl(beta, items, their_divergence):
     def results(function):
         torch.manual_seed(0)
         student, teacher = torch.randn(3, 7, 24), torch.randn(3, 7, 32)
@@ -231,7 +244,7 @@ def test_the_divergence_is_that_of_trl(beta, items):
         assert teacher_weight.grad is None
         return loss, entropy, count, *(leaf.grad for leaf in leaves)
 
-    for ours, theirs in zip(results(chunked_divergence_loss), results(THEIR_DIVERGENCE), strict=True):
+    for ours, theirs in zip(results(chunked_divergence_loss), results(their_divergence), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6 * float(theirs.abs().max()))
 
 
@@ -255,7 +268,7 @@ class TakenAway:
 
 
 @pytest.mark.parametrize("apply", [ChunkedLogProbs.apply, ChunkedLogProbFunction.apply], ids=["ours", "TRL's"])
-def test_parameters_that_are_taken_away_before_backward(apply, monkeypatch):
+def test_parameters_that_are_taken_away_before_backward(apply, monkeypatch, utils):
     hidden, weight, bias, targets = head_inputs(torch.float32, bias=True)
     weight, bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T + bias, targets, reduction="sum")
@@ -280,7 +293,7 @@ def one_process():
     dist.destroy_process_group()
 
 
-def test_a_head_that_fsdp2_has_sharded(one_process):
+def test_a_head_that_fsdp2_has_sharded(one_process, utils):
     """TRL gathers it: full_tensor()."""
     model, batch = make_model("Llama"), make_batch()
     reference = copy.deepcopy(model)
@@ -325,14 +338,14 @@ def test_a_divergence_of_heads_that_fsdp2_has_sharded(one_process):
 # --- patch and unpatch ---
 
 
-def test_unpatch_puts_everything_back():
+def test_unpatch_puts_everything_back(utils, their_divergence):
     patch()
     patch()  # does nothing
     assert utils._ChunkedLogProbFunction is ChunkedLogProbs
-    assert distillation_trainer._chunked_divergence_loss is chunked_divergence_loss
+    assert sys.modules[DISTILLATION]._chunked_divergence_loss is chunked_divergence_loss
     unpatch()
     assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-    assert distillation_trainer._chunked_divergence_loss is THEIR_DIVERGENCE
+    assert sys.modules[DISTILLATION]._chunked_divergence_loss is their_divergence
     with pytest.raises(ValueError, match="trl is not patched"):
         unpatch()
 
@@ -345,25 +358,16 @@ class Renamed(torch.autograd.Function):
 @pytest.mark.parametrize(
     "where,name,value,message",
     [
-        (utils, "_ChunkedLogProbFunction", None, r"trl.trainer.utils._ChunkedLogProbFunction is not there"),
-        (utils, "_ChunkedLogProbFunction", Renamed, r"_ChunkedLogProbFunction to take .*'logit_scale'.* got .*'scale'"),
-        (
-            utils,
-            "add_fused_lm_head",
-            lambda model: None,
-            r"add_fused_lm_head to call _ChunkedLogProbFunction, which it",
-        ),
-        (utils, "add_fused_lm_head", None, r"add_fused_lm_head to call _ChunkedLogProbFunction, which it"),
-        (
-            distillation_trainer,
-            "_chunked_divergence_loss",
-            None,
-            r"distillation_trainer._chunked_divergence_loss is not",
-        ),
+        (UTILS, "_ChunkedLogProbFunction", None, "utils._ChunkedLogProbFunction is not there"),
+        (UTILS, "_ChunkedLogProbFunction", Renamed, "_ChunkedLogProbFunction to take .*'logit_scale'.* got .*'scale'"),
+        (UTILS, "add_fused_lm_head", lambda model: None, "add_fused_lm_head to call _ChunkedLogProbFunction, which"),
+        (UTILS, "add_fused_lm_head", None, "add_fused_lm_head to call _ChunkedLogProbFunction, which"),
+        (DISTILLATION, "_chunked_divergence_loss", None, "_chunked_divergence_loss is not there"),
     ],
+    ids=["gone", "other arguments", "not called", "caller gone", "divergence gone"],
 )
 def test_a_trl_that_has_moved_its_places_is_refused_by_name(where, name, value, message, monkeypatch):
-    monkeypatch.setattr(where, name, value)
+    monkeypatch.setattr(importlib.import_module(where), name, value)
     kept = {place: place.get() for place in patching.REPLACEMENTS.functions}
     refusal = f"trl {trl.__version__}: .*{message}.*flce_ops knows it in trl 1.16; train without patch"
     with pytest.raises(NotImplementedError, match=refusal):
