@@ -1,0 +1,94 @@
+"""Private names of other libraries in which this package puts functions of its own.
+
+A library promises nothing about them, so each is read before anything is put there: that it exists, that it takes the
+arguments it is known to take, and that the function which should ask for it still does.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    module: str
+    name: str  # dotted where it is a class's
+    arguments: tuple[str, ...]  # of what is there, in order
+    caller: str | None = None  # dotted, in the same module: looks the name up when it runs
+
+    def get(self) -> Any:
+        """None where there is nothing."""
+        return look_up(self.module, self.name)
+
+    def set(self, value: Any) -> None:
+        owner, _, attribute = self.name.rpartition(".")
+        setattr(look_up(self.module, owner), attribute, value)
+
+    def what_is_wrong(self) -> str | None:
+        where = f"{self.module}.{self.name}"
+        found = self.get()
+        if found is None:
+            return f"{where} is not there"
+        arguments = tuple(inspect.signature(function_of(found)).parameters)
+        if arguments != self.arguments:
+            return f"expected {where} to take {self.arguments}, got {arguments}"
+        if self.caller is not None:
+            caller = look_up(self.module, self.caller)
+            if caller is None or self.name not in names_in(inspect.unwrap(caller).__code__):
+                return f"expected {self.module}.{self.caller} to call {self.name}, which it does not"
+        return None
+
+
+class Replacements:
+    """What goes where in one library, for the whole process."""
+
+    def __init__(self, library: str, tested: str, functions: Mapping[Place, Any]) -> None:
+        """library: its distribution's name; tested: the version that the tests run."""
+        self.library, self.tested, self.functions = library, tested, functions
+        self.originals: dict[Place, Any] = {}  # while they are replaced
+
+    def put(self) -> None:
+        """NotImplementedError by name where one of the places is not as it is known; nothing is replaced then."""
+        if self.originals:
+            return
+        for place in self.functions:
+            wrong = place.what_is_wrong()
+            if wrong is not None:
+                raise NotImplementedError(
+                    f"{self.library} {importlib.metadata.version(self.library)}: {wrong}. flce_ops knows it in "
+                    f"{self.library} {self.tested}; train without patch, or with that version"
+                )
+        for place, function in self.functions.items():
+            self.originals[place] = place.get()
+            place.set(function)
+
+    def take_away(self) -> None:
+        if not self.originals:
+            raise ValueError(f"{self.library} is not patched")
+        for place, original in self.originals.items():
+            place.set(original)
+        self.originals.clear()
+
+
+def look_up(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split(".") if name else ():
+        found = getattr(found, part, None)
+    return found
+
+
+def function_of(found: Any) -> Callable:
+    """forward of an autograd Function."""
+    return found.forward if isinstance(found, type) and hasattr(found, "forward") else found
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Names that a function and the functions in it look up."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_in(inner)

@@ -1,0 +1,78 @@
+"""torchtitan: a loss for its Trainer, in place of ChunkedLossWrapper.
+
+    from flce_ops.integrations.torchtitan import LinearCrossEntropyLoss
+
+    config = llama3_8b()
+    config.loss = LinearCrossEntropyLoss.Config()
+
+Trainer gives the head to losses that are a ChunkedLossWrapper, and has the model return hidden states to those. It is
+one here for that reason alone: there are no chunks of the sequence, no inner loss, and one backward.
+
+The loss is computed inside the forward of the head, around which FSDP2 gathers the weight that it shares a group with.
+"""
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
+from torchtitan.config import CompileConfig
+
+from flce_ops.functional import linear_cross_entropy
+
+# B batch, T tokens, D hidden, V vocabulary
+
+INSTEAD = "use torchtitan's ChunkedLossWrapper there"
+
+
+def sum_of_losses(self: nn.Linear, input: Tensor, target: Tensor) -> Tensor:  # (B, T, D), (B, T) -> ()
+    """Forward of the head, while FSDP2 has its weight whole."""
+    for name, tensor in (("hidden states", input), ("labels", target), ("a weight of lm_head", self.weight)):
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(f"expected plain tensors, got DTensors as {name}; {INSTEAD}")
+    if self.weight.shape[0] != self.out_features:
+        raise NotImplementedError(
+            f"expected all {self.out_features} classes of lm_head on this rank, got {self.weight.shape[0]}: tensor "
+            f"parallelism has sharded it; {INSTEAD}"
+        )
+    loss = linear_cross_entropy(input, self.weight, target, self.bias, reduction="sum", ignore_index=IGNORE_INDEX)
+    return cast(Tensor, loss)
+
+
+class LinearCrossEntropyLoss(ChunkedLossWrapper):
+    """Sum of the cross-entropies over `global_valid_tokens`, as torchtitan's CrossEntropyLoss of lm_head's logits.
+
+    For data parallelism (FSDP2, HSDP), with pipeline and context parallelism. NotImplementedError under tensor
+    parallelism, and where lm_head is not a plain linear layer: adapters, low precision.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        pass
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
+        """compile_config: not looked at; the operator is one kernel call to a compiler."""
+        self.lm_head: nn.Module | None = None
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+            raise NotImplementedError(
+                f"expected lm_head to compute input @ weight.T + bias, got {type(lm_head).__qualname__}; {INSTEAD}"
+            )
+        # in place of what torchtitan may have put around it, which redistributes logits over tensor parallelism
+        lm_head.forward = MethodType(sum_of_losses, lm_head)  # type: ignore[method-assign]
+        self.lm_head = lm_head
+
+    def __call__(
+        self,
+        pred: Tensor,  # hidden states, (B, T, D)
+        labels: Tensor,  # (B, T)
+        global_valid_tokens: Tensor | None = None,  # ()
+        **loss_inputs: object,  # positions: this loss has no use for them
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.lm_head is None:
+            raise RuntimeError("LinearCrossEntropyLoss needs the head: call set_lm_head first, as Trainer does")
+        loss = self.lm_head(pred, labels)
+        return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}

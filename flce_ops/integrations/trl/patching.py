@@ -1,0 +1,62 @@
+"""The two private names of TRL by which its trainers compute, and what goes there.
+
+trl.trainer.utils._ChunkedLogProbFunction                       called by the forward that add_fused_lm_head sets
+trl.trainer.distillation_trainer._chunked_divergence_loss       called by DistillationTrainer
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from flce_ops.integrations.places import Place, Replacements
+from flce_ops.integrations.trl.divergence import chunked_divergence_loss
+from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
+
+LOG_PROBS = Place(
+    "trl.trainer.utils",
+    "_ChunkedLogProbFunction",
+    (
+        *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
+        *("final_logit_softcapping", "logit_scale", "outputs"),
+    ),
+    caller="add_fused_lm_head",
+)
+DIVERGENCE = Place(
+    "trl.trainer.distillation_trainer",
+    "_chunked_divergence_loss",
+    (
+        *("student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight"),
+        *("completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias"),
+        *("student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping"),
+        *("teacher_final_logit_softcapping", "temperature"),
+    ),
+    caller="DistillationTrainer._compute_loss",
+)
+REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss})
+
+
+def patch() -> None:
+    """Make TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers compute by this package's operators.
+
+    For the whole process: trainers made before and after. A second call does nothing.
+
+    Raises:
+        NotImplementedError: TRL does not have, or does not use, one of the two names as this package knows them. TRL
+            is then as it was.
+        ImportError: TRL is not installed.
+    """
+    REPLACEMENTS.put()
+
+
+def unpatch() -> None:
+    """Undo `patch`. ValueError if TRL is not patched."""
+    REPLACEMENTS.take_away()
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """`patch` for the duration of a with block."""
+    patch()
+    try:
+        yield
+    finally:
+        unpatch()

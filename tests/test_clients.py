@@ -1,0 +1,195 @@
+"""Loops of other libraries around the operator, as docs/clients.md has them: the same steps as dense logits."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flce_ops
+from flce_ops.integrations.places import Place, Replacements
+
+# B batch, T tokens, D hidden, V vocabulary
+
+VOCAB, DIM, STEPS = 61, 16, 3
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = [torch.randint(VOCAB, (4, 9)) for _ in range(STEPS)]
+    return [(batch[:, :-1], batch[:, 1:].where(torch.rand(4, 8) < 0.8, -100)) for batch in tokens]
+
+
+def check_same_parameters(ours: nn.Module, theirs: nn.Module, start: nn.Module) -> None:
+    for our, their, before in zip(ours.parameters(), theirs.parameters(), start.parameters(), strict=True):
+        change = float((their - before).detach().abs().max())
+        assert change > 1e-4
+        torch.testing.assert_close(our, their, rtol=0, atol=1e-4 * change)
+
+
+# ---------------------------------------------------------------- Lightning
+
+
+@pytest.mark.parametrize("kind", ["head", "loss module"])
+def test_a_lightning_module(kind, tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self, dense: bool) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, DIM)
+            if kind == "head":
+                self.head = flce_ops.LinearCrossEntropyHead(DIM, VOCAB)
+            else:
+                self.head = flce_ops.LinearCrossEntropyLoss(DIM, VOCAB)
+            self.dense = dense
+
+        def training_step(self, batch, _):
+            tokens, target = batch
+            hidden = self.embed(tokens).tanh()
+            if self.dense:
+                weight = self.head.weight if kind == "head" else self.head.linear.weight
+                loss = F.cross_entropy((hidden @ weight.T).flatten(0, 1), target.flatten())
+            else:
+                loss = self.head(hidden, target)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    ours, data = Model(dense=False), batches()
+    theirs, start = copy.deepcopy(ours), copy.deepcopy(ours)
+    theirs.dense = True
+    for model in (ours, theirs):
+        lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        ).fit(model, train_dataloaders=torch.utils.data.DataLoader(data, batch_size=None))
+    check_same_parameters(ours, theirs, start)
+
+
+# ---------------------------------------------------------------- loops by hand
+
+
+def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
+    """nanoGPT, nanochat: forward(idx, targets) with a head and a cross-entropy at its end."""
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lm_head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+        def forward(self, tokens, target=None, fused=True):
+            hidden = self.embed(tokens).tanh()
+            if target is None:
+                return 15 * torch.tanh(self.lm_head(hidden) / 15)
+            if fused:
+                return flce_ops.linear_cross_entropy(hidden, self.lm_head.weight, target, softcap=15)
+            return F.cross_entropy(self(tokens).flatten(0, 1), target.flatten(), ignore_index=-100)
+
+    ours = GPT()
+    theirs, start, data = copy.deepcopy(ours), copy.deepcopy(ours), batches()
+    for model, fused in ((ours, True), (theirs, False)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for tokens, target in data:
+            model(tokens, target, fused).backward()
+            optimizer.step(), optimizer.zero_grad()
+    check_same_parameters(ours, theirs, start)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_litgpt(softcap):
+    """Its GPT returns logits: a head that keeps the hidden states in their place."""
+    litgpt = pytest.importorskip("litgpt", reason="litgpt 0.5 does not install beside the pinned Transformers")
+    config = litgpt.Config(
+        block_size=16, n_layer=1, n_embd=DIM, n_head=2, padded_vocab_size=VOCAB, final_logit_softcapping=softcap
+    )
+    ours = litgpt.GPT(config)
+    theirs, start, data = copy.deepcopy(ours), copy.deepcopy(ours), batches()
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for tokens, target in data:
+            if model is ours:
+                hidden = hidden_states(model, tokens)
+                loss = flce_ops.linear_cross_entropy(hidden, model.lm_head.weight, target, softcap=softcap)
+            else:
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+    check_same_parameters(ours, theirs, start)
+
+
+def hidden_states(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """What `model` gives its lm_head, which makes no logits meanwhile."""
+    kept = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: [kept.append(args[0]), (args[0][..., :0, :],)][1])
+    model(tokens)
+    hook.remove()
+    return kept[0]
+
+
+# ---------------------------------------------------------------- verl
+
+
+def test_verl_heads():
+    torch_functional = pytest.importorskip(
+        "verl.utils.experimental.torch_functional", reason="verl 0.9 asks for transformers<5.11"
+    )
+    from flce_ops.integrations import verl
+
+    head = torch_functional.FusedLinearForPPO()
+    hidden, weight = torch.randn(2, 7, DIM).requires_grad_(), torch.randn(VOCAB, DIM).requires_grad_()
+    tokens = torch.randint(VOCAB, (2, 7))
+    results = []
+    for put in (verl.patch, verl.unpatch):
+        put()
+        found = head(hidden_states=hidden, vocab_weights=weight, input_ids=tokens, temperature=0.7)
+        loss = (found[0] * torch.randn(2, 7, generator=torch.Generator().manual_seed(0))).sum() + found[1].sum()
+        results.append([*found, *torch.autograd.grad(loss, (hidden, weight))])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.detach().abs().max()))
+
+
+# ---------------------------------------------------------------- private names of other libraries
+
+
+@pytest.fixture
+def library(monkeypatch):
+    module = types.ModuleType("library")
+    exec(
+        "class Head:\n    def forward(self, hidden): return 0\ndef caller(): return Head().forward(1)", module.__dict__
+    )
+    monkeypatch.setitem(sys.modules, "library", module)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.0")
+    return module
+
+
+def test_a_method_is_replaced_and_put_back(library):
+    replacements = Replacements("library", "1.0", {Place("library", "Head.forward", ("self", "hidden")): lambda *_: 1})
+    replacements.put()
+    assert library.caller() == 1
+    replacements.take_away()
+    assert library.caller() == 0
+    with pytest.raises(ValueError, match="library is not patched"):
+        replacements.take_away()
+
+
+@pytest.mark.parametrize(
+    "place,message",
+    [
+        (Place("library", "Gone.forward", ("self",)), "library.Gone.forward is not there"),
+        (Place("library", "Head.forward", ("self", "states")), "to take .'self', 'states'., got .'self', 'hidden'."),
+        (Place("library", "Head.forward", ("self", "hidden"), caller="other"), "expected library.other to call"),
+    ],
+)
+def test_a_place_that_has_moved_is_refused(library, place, message):
+    with pytest.raises(NotImplementedError, match=f"library 2.0: .*{message}.*flce_ops knows it in library 1.0"):
+        Replacements("library", "1.0", {place: None}).put()
