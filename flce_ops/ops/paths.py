@@ -43,6 +43,7 @@ class Situation(NamedTuple):
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
+    teacher: torch.dtype | None = None  # of a teacher's hidden states
 
 
 class Choice(NamedTuple):
@@ -66,7 +67,8 @@ class Choice(NamedTuple):
 
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
-HALF = Condition("half operands", lambda s: s.dtype in (torch.bfloat16, torch.float16))
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
@@ -80,7 +82,11 @@ NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
+
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
+HALF_TEACHER = Condition("a teacher of half operands", lambda s: s.teacher in (None, *HALF_DTYPES))
+UNCAPPED = Condition("no softcap of the student's", lambda s: not s.softcap)
+KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, UNCAPPED, EVERY_RANK)  # nothing that differs between ranks
 
 # A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
 # By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
@@ -124,9 +130,18 @@ KERNELS = {
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
-    "linear_kl_div_forward": (Path("aten", (), "flce_ops.aten.kl_div:forward"),),
-    "linear_kl_div_backward": (Path("aten", (), "flce_ops.aten.kl_div:backward"),),
-    "linear_kl_div_with_grad": (Path("aten", (), "flce_ops.aten.kl_div:with_grad"),),
+    "linear_kl_div_forward": (
+        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
+        Path("aten", (), "flce_ops.aten.kl_div:forward"),
+    ),
+    "linear_kl_div_backward": (
+        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_backward"),
+        Path("aten", (), "flce_ops.aten.kl_div:backward"),
+    ),
+    "linear_kl_div_with_grad": (
+        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_with_grad"),
+        Path("aten", (), "flce_ops.aten.kl_div:with_grad"),
+    ),
 }
 
 

@@ -110,6 +110,7 @@ def logits_gemm_kernel(
     WARP_SPECIALIZE: tl.constexpr,
     STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
@@ -151,7 +152,7 @@ def logits_gemm_kernel(
         partial_offset = vocab_block.to(tl.int64) * n + rows
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V)
         if out_ptr is not None:
-            if logit_options.softcap is not None:
+            if SLOPED:
                 result = result * dz_du
             if USE_TMA:
                 rounded = result.to(out_ptr.dtype)
@@ -220,6 +221,7 @@ def launch_logits_gemm(
         WARP_SPECIALIZE=tiles.warp_specialize,
         STORE_HALVES=tiles.store_halves,
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
+        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -1,0 +1,297 @@
+"""CUDA kernels of linear_kl_div: two matrices of a chunk of tokens, the logits of both models in 16 bits.
+
+    rows, teacher's rows = the chunk's kept tokens                                                 gather_rows.py
+    t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
+    s = logits of the student                   likewise; over shards one exchange of row numbers
+    divergence, G over s                        one or two passes over s and t                     divergence_rows.py
+    grad_linear_weight += G.T @ rows            in float16 until the last chunk                    weight_gradient.py
+    grad_input[rows]    = G @ linear_weight     in float32, rounded once; its parts where t was    input_gradient.py
+
+All three operators are this loop: forward makes no G, backward knows what rows add up to. Probabilities of a teacher
+that are given are read where they are, so a chunk has twice the rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.options import LogitOptions
+from flce_ops.math.shards import shard_rows
+from flce_ops.meta import kl_div as meta
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
+from flce_ops.support.exchange import all_reduce
+from flce_ops.support.workspace import matrix_bytes
+from flce_ops.triton.chunks import MULTIPLE, TOKEN_BYTES, contiguous, product_bytes, record_chunks, slices, small_bytes
+from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
+from flce_ops.triton.even_features import with_even_features
+from flce_ops.triton.gather_rows import launch_gather_rows
+from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
+from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory
+from flce_ops.triton.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.replay import repeated
+from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
+from flce_ops.triton.sum_losses import launch_sum_losses
+from flce_ops.triton.target import tiles_for, weight_tiles_for
+from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
+
+# N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles along it
+
+ROW_ALIGNMENT = 16  # numbers between rows of logits: 16 bytes of them are read at a time whatever V is
+NO_GRADIENTS = Gradients(None, None, None)
+
+
+class KnownRows(NamedTuple):
+    """What forward found of every token, in nats."""
+
+    shift: Tensor  # (2, N)
+    teacher_shift: Tensor  # (2, N), or (2, 0)
+    student_kl: Tensor  # (N,), or (0,)
+
+
+@takes(KlDivForward)
+def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(call)
+    run(call, forward_step, outputs)
+    return outputs
+
+
+def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]:
+    divergence, shift, teacher_shift, student_kl = outputs
+    results = RowResults(
+        divergence,
+        shift,
+        teacher_shift if teacher_shift.numel() else None,
+        student_kl if student_kl.numel() else None,
+    )
+    kept, _ = kept_tokens(call.operands)
+    return run_chunks(call.operands, call.options, kept, NO_GRADIENTS, results)
+
+
+@takes(KlDivWithGrad)
+@with_even_features
+def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.with_grad_outputs(call)
+    call.row_scale = call.row_scale.contiguous()
+    run(call, with_grad_step, outputs)
+    return outputs
+
+
+def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[slice]:
+    loss, divergence, *grads = outputs
+    kept, place = kept_tokens(call.operands)
+    gradients = wanted_gradients(grads, call.output_mask)
+    scale = RowScale(call.row_scale, call.options.logit_scale)
+    chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(divergence), scale)
+    finish_gradients(grads, gradients, kept, place)
+    launch_sum_losses(divergence, call.row_scale, loss)
+    return chunks
+
+
+@takes(KlDivBackward)
+@with_even_features
+def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
+    outputs = meta.backward_outputs(call)
+    call.grad, call.shift, call.teacher_shift, call.student_kl = contiguous(
+        call.grad, call.shift, call.teacher_shift, call.student_kl
+    )
+    run(call, backward_step, outputs)
+    return outputs
+
+
+def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
+    kept, place = kept_tokens(call.operands)
+    gradients = wanted_gradients(outputs, call.output_mask)
+    known = KnownRows(call.shift, call.teacher_shift, call.student_kl)
+    scale = RowScale(call.grad, call.options.logit_scale)
+    chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(None), scale, known)
+    finish_gradients(outputs, gradients, kept, place)
+    return chunks
+
+
+def run(call: KlDivForward | KlDivWithGrad | KlDivBackward, step, outputs: tuple[Tensor, ...]) -> None:
+    operands = call.operands
+    linear_bias, teacher_bias = contiguous(operands.linear_bias, operands.teacher_bias)
+    with torch.cuda.device_of(operands.input):
+        valid = operands.valid
+        if valid is None:
+            valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
+        call.operands = operands._replace(
+            linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid.contiguous()
+        )
+        chunks = repeated(step, call, outputs) if call.options.ranks == 1 else step(call, outputs)
+    record_chunks(call, operands.linear_weight, chunks)
+
+
+def kept_tokens(operands: Operands) -> tuple[Kept, Tensor]:
+    """Those where `valid` is not 0."""
+    return keep_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])
+
+
+def run_chunks(
+    operands: Operands,
+    options: Options,
+    kept: Kept,
+    gradients: Gradients,
+    results: RowResults,
+    scale: RowScale | None = None,
+    known: KnownRows | None = None,
+) -> list[slice]:
+    """The chunks it took."""
+    fitting = rows_that_fit(operands, options, gradients)
+    chunks = slices(operands.input.shape[0], fitting)
+    step = KlDivStep(operands, options, kept, gradients, fitting, chunks)
+    for chunk in chunks:
+        step.run(chunk, results, scale, known)
+    return chunks
+
+
+def rows_that_fit(operands: Operands, options: Options, gradients: Gradients) -> int:
+    """A multiple of 128, at least 128; the same on all ranks that share a vocabulary, whatever their shard."""
+    input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
+    (tokens, hidden), size = input.shape, stored_dtype(input).itemsize
+    classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
+    of_both = 1 if teacher_input is None else 2
+    row_bytes = of_both * row_numbers(classes) * size
+    row_bytes += 4 * (2 + of_both) * triton.cdiv(classes, tiles_for(input).block_n)  # tile maxima, sums of tiles
+    if gradients.input is None:
+        row_bytes += hidden * input.dtype.itemsize
+    if teacher_input is not None and not fits_in_logits(teacher_input, classes, size):
+        row_bytes += teacher_input.shape[1] * teacher_input.dtype.itemsize
+    # grad_input's parts wait where the teacher's logits were
+    reserved = small_bytes() if teacher_input is None else small_bytes() // 8
+    if gradients.linear_weight is not None:
+        reserved += sum_bytes(classes, hidden, weight_tiles_for(gradients.linear_weight))
+    rows = (matrix_bytes(tokens, TOKEN_BYTES) - reserved) // row_bytes
+    return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
+
+
+def stored_dtype(input: Tensor) -> torch.dtype:
+    return torch.float16 if input.dtype.itemsize == 2 else input.dtype
+
+
+def row_numbers(classes: int) -> int:
+    return triton.cdiv(classes, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def fits_in_logits(teacher_input: Tensor, classes: int, size: int) -> bool:
+    """Whether the teacher's rows can wait where the student's logits will be."""
+    return teacher_input.shape[1] * teacher_input.dtype.itemsize <= row_numbers(classes) * size
+
+
+class KlDivStep:
+    """What the chunks of a step share."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        options: Options,
+        kept: Kept,
+        gradients: Gradients,
+        fitting: int,
+        chunks: list[slice],
+    ) -> None:
+        self.operands, self.options, self.kept = operands, options, kept
+        self.grad_input, grad_weight, self.bias_sum = gradients
+        input, teacher_input = operands.input, operands.teacher_input
+        self.tokens, hidden = input.shape
+        self.rows = chunks[0].stop
+        self.classes = operands.linear_weight.shape[0]
+        self.tile = tiles_for(input).block_n
+        dtype, stride = stored_dtype(input), row_numbers(self.classes)
+        self.student_memory = input.new_empty(self.rows * stride, dtype=dtype)
+        self.teacher_memory = self.teacher_rows = None
+        if teacher_input is not None:
+            self.teacher_memory = input.new_empty(self.rows * stride, dtype=dtype)
+            if fits_in_logits(teacher_input, self.classes, dtype.itemsize):
+                self.teacher_rows = self.student_memory.view(teacher_input.dtype)
+            else:
+                self.teacher_rows = teacher_input.new_empty(self.rows * teacher_input.shape[1])
+        self.apart = input.new_empty(self.rows, hidden) if self.grad_input is None else None
+        self.weight_gradient = None if grad_weight is None else WeightGradient(grad_weight, chunks=len(chunks))
+        self.product_bytes = 0
+        if teacher_input is None and self.grad_input is not None:
+            self.product_bytes = product_bytes(fitting, self.rows, self.classes, hidden, dtype.itemsize)
+
+    def run(self, chunk: slice, results: RowResults, scale: RowScale | None, known: KnownRows | None) -> None:
+        kept, n = self.kept.of(chunk), chunk.stop - chunk.start
+        tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
+        distributions, sums = self.softmaxes(kept, tokens, known)
+        rows = Rows(distributions, self.options.kind, self.options.beta, kept, self.tile)
+        gradient = None if scale is None else self.matrix(self.student_memory.view(tokens.dtype), n)
+        if known is not None and self.options.kind != "forward":
+            rows.take_number(known.student_kl)
+        elif known is None or not rows.gradient_at_once:
+            totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, scale)
+            totals = all_reduce(totals, self.options.group, self.options.ranks)
+            rows.finish(totals, results, self.tokens)
+        if gradient is None:
+            return
+        if known is not None or not rows.gradient_at_once:
+            rows.make_gradient(gradient, scale)
+        self.add_to_weight(gradient, tokens, kept)
+        self.write_input(gradient, chunk, kept)
+
+    def softmaxes(self, kept: Kept, tokens: Tensor, known: KnownRows | None) -> tuple[Distributions, Tensor]:
+        """The distributions of a chunk, and (2, T, n) memory for sums of tiles."""
+        operands, options, n = self.operands, self.options, tokens.shape[0]
+        launch_gather_rows(kept, operands.input, tokens)
+        logit_options = LogitOptions(options.softcap, options.logit_scale)
+        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
+        memories, shifts = [self.student_memory], None if known is None else known[:2]
+        if operands.teacher_input is not None:
+            hidden = operands.teacher_input.shape[1]
+            teacher_tokens = self.teacher_rows[: n * hidden].view(n, hidden)
+            launch_gather_rows(kept, operands.teacher_input, teacher_tokens)
+            teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
+            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
+            memories.append(self.teacher_memory)
+        per_tile = tokens.new_empty(len(models) + 2, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
+        softmaxes = [
+            Softmax(self.matrix(memory, n), tile_max, per_tile.new_empty(2, n))
+            for memory, tile_max in zip(memories, per_tile)
+        ]
+        sums = per_tile[len(models) :]
+        # the teacher first: its rows wait where the student's logits will be
+        for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
+            store_logits(model, softmax, tile_sum, kept)
+        for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
+            if shifts is None:
+                find_shift(softmax, tile_sum, kept)
+            else:
+                take_shift(softmax, shifts[k], kept)
+        if shifts is None:
+            share_denominators(softmaxes, options.group, options.ranks)
+        teacher = softmaxes[1] if len(softmaxes) > 1 else None
+        return Distributions(softmaxes[0], teacher, operands.teacher_probs), sums
+
+    def matrix(self, memory: Tensor, n: int) -> Tensor:  # (n, V)
+        return memory[: n * row_numbers(self.classes)].view(n, -1)[:, : self.classes]
+
+    def add_to_weight(self, gradient: Tensor, tokens: Tensor, kept: Kept) -> None:
+        if self.bias_sum is not None:
+            self.bias_sum += weighted_column_sum(gradient, None, kept)
+        if self.weight_gradient is not None:
+            last = kept.start + gradient.shape[0] == self.tokens
+            columns = slice(0, self.classes)
+            self.weight_gradient.add(columns, gradient, tokens, kept, first=kept.start == 0, last=last)
+
+    def write_input(self, gradient: Tensor, chunk: slice, kept: Kept) -> None:
+        """In place of the tokens."""
+        if self.grad_input is None:
+            return
+        columns = slice(0, self.classes)
+        memory = self.product_memory(chunk)
+        product = InputGradient(self.grad_input[chunk], self.operands.linear_weight, Finish(), kept, [columns], memory)
+        product.add(columns, gradient)
+        product.close()
+
+    def product_memory(self, chunk: slice) -> Tensor:
+        """Flat float32: where the teacher's logits were, later rows of grad_input, or what the workspace has left."""
+        if self.teacher_memory is not None:
+            return float32_memory(self.teacher_memory)
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.product_bytes // 4
+        return later if later.shape[0] >= numbers else later.new_empty(numbers)
