@@ -88,6 +88,7 @@ def source(
 def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Variant]:
     constants = {
         "EVEN_V": False,
+        "SLOPED": False,
         "BLOCK_N": tiles.block_m,
         "BLOCK_V": tiles.block_n,
         "BLOCK_D": tiles.block_k,

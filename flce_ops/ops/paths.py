@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Arguments
 from flce_ops.support.table import Condition, Path, choose
@@ -159,6 +160,8 @@ def function(kernel: str) -> Callable:
 
 def situation_of(call: Any) -> Situation:
     """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
+    if isinstance(call.operands, kl_div.Operands):
+        return kl_div_situation(call.operands, call.options)
     operands, groups = call.operands, vars(call)
     input, loss, logits = operands.input, groups.get("loss"), groups.get("logits")
     return Situation(
@@ -169,6 +172,20 @@ def situation_of(call: Any) -> Situation:
         loss is not None and loss.label_smoothing != 0.0,
         logits is not None and logits.softcap is not None,
     )
+
+
+def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
+    input, teacher = operands.input, operands.teacher_input
+    situation = Situation(
+        input.device.type,
+        input.dtype,
+        input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        softcap=options.softcap is not None,
+        teacher=None if teacher is None else teacher.dtype,
+    )
+    if options.vocab_size is None:
+        return situation
+    return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
 
 
 def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **sharding) -> Situation:

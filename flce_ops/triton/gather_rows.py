@@ -21,26 +21,27 @@ def gather_rows_kernel(
     stride_matrix_n,
     stride_matrix_d,
     stride_rows_n,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    count = kept_rows(kept, n)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    # not (d < D) & (row < ...): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
-    mask = d < tl.where(row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, D, 0)
-    token = tl.load(kept.order + row).to(tl.int64)
+    count = kept_rows(kept, n)
+    end = tl.minimum(tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, n)
+    token = tl.load(kept.order + rows, mask=rows < count, other=0).to(tl.int64)
     values = tl.load(
-        matrix_ptr + token * stride_matrix_n + d.to(tl.int64) * stride_matrix_d,
-        mask=d < tl.where(row < count, D, 0),
+        matrix_ptr + token[:, None] * stride_matrix_n + d.to(tl.int64)[None, :] * stride_matrix_d,
+        mask=(rows < count)[:, None] & (d < D)[None, :],
         other=0.0,
     )
-    tl.store(rows_ptr + row * stride_rows_n + d, values, mask=mask)
+    places = rows.to(tl.int64)[:, None] * stride_rows_n + d[None, :]
+    tl.store(rows_ptr + places, values, mask=(rows < end)[:, None] & (d < D)[None, :])
 
 
 def launch_gather_rows(kept: Kept, matrix: Tensor, rows: Tensor) -> None:  # (N, D) -> (n, D)
     assert rows.stride(1) == 1
     n, hidden = rows.shape
-    block_d = min(1024, triton.next_power_of_2(hidden))
-    gather_rows_kernel[(n, triton.cdiv(hidden, block_d))](
-        kept, matrix, rows, n, hidden, *matrix.stride(), rows.stride(0), BLOCK_D=block_d, num_warps=4
+    block_n, block_d = 8, 512
+    gather_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(hidden, block_d))](
+        kept, matrix, rows, n, hidden, *matrix.stride(), rows.stride(0), BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4
     )
