@@ -47,7 +47,8 @@ def test_the_reason_names_what_rules_out_the_paths_before():
     assert flce_ops.last_path().reason == expected
     teacher = (torch.randn(24, 7), torch.randn(50, 7))
     flce_ops.linear_kl_div(*inputs.args[:2], *teacher)
-    assert flce_ops.last_path().reason == "cpu tensors in torch.float32"
+    expected = "cpu tensors in torch.float32 (triton expects an NVIDIA GPU, half operands, a half teacher)"
+    assert flce_ops.last_path().reason == expected
     situation = Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True)
     op = "linear_cross_entropy_with_grad"
     expected = "cuda tensors in torch.bfloat16 (triton expects no label smoothing under a softcap)"

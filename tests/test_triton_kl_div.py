@@ -10,6 +10,7 @@ from reference_loss import error
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double
 
+import flce_ops
 
 from flce_ops.aten import kl_div as aten
 from flce_ops.triton import kl_div as triton_kl_div
@@ -23,10 +24,10 @@ SHAPE = (37, 35, 24, 131)  # N, D, E, V: two tiles of rows, three of classes, no
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 
 
-def arguments(dtype, kind, *, shape=SHAPE, **pair):
+def arguments(dtype, kind, options={}, *, shape=SHAPE, **pair):
     made = make_pair(shape, dtype=dtype, requires_grad=False, **pair)
-    options = {"kind": kind, "beta": 0.3 if kind == "jsd" else None, "logit_scale": 0.7, "teacher_logit_scale": 1.2}
-    return inner_args(made), scalars({name: value for name, value in options.items() if value is not None}, "cpu")
+    options = {"kind": kind, "beta": 0.3, "logit_scale": 0.7, "teacher_logit_scale": 1.2, **options}
+    return inner_args(made), scalars(options, "cpu")
 
 
 def assert_close(found, exact, tolerance):
@@ -70,3 +71,48 @@ def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
     gradients = triton_kl_div.launch_kl_div_backward(grad, *args, *found[1:], **options)
     truth = aten.backward(grad.double(), *double(*args), *exact[1:], **options)
     assert_close(gradients, truth, TOLERANCE[dtype])
+
+
+CAPS = {"softcap": 3.0, "teacher_softcap": 4.0}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_softcaps(kind, dtype, poisoned_memory):
+    args, options = arguments(dtype, kind, CAPS, bias=True)
+    row_scale = torch.rand(SHAPE[0])
+    options["output_mask"] = [True, True, False]
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    exact = aten.with_grad(*double(*args), row_scale.double(), **options)
+    assert_close(found, exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_workspace_takes_chunks(kind, poisoned_memory):
+    shape = (300, 40, 24, 131)
+    args, options = arguments(torch.float32, kind, shape=shape, ignored=0.4)
+    row_scale = torch.rand(shape[0])
+    options["output_mask"] = [True, True, True]
+    with flce_ops.workspace(1):
+        found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+        assert (flce_ops.last_path().chunks, flce_ops.last_path().rows_per_chunk) == (3, 128)
+    exact = aten.with_grad(*double(*args), row_scale.double(), **options)
+    assert_close(found, exact, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
+    args, options = arguments(torch.float32, kind, bias=True)
+    args = [20 * arg if arg is not None and arg.dim() == 2 else arg for arg in args]
+    for bias in (args[2], args[5]):
+        bias[::3] = -torch.inf
+        bias[64:128] = -torch.inf  # a tile
+    options["output_mask"] = [True, True, False]
+    row_scale = torch.rand(SHAPE[0])
+    call = (*args, row_scale), options
+    found, plain = triton_kl_div.launch_kl_div_with_grad(*call[0], **options), aten.with_grad(*call[0], **options)
+    exact = aten.with_grad(*double(*call[0]), **options)
+    for mine, theirs, right in zip(found, plain, exact, strict=True):
+        assert mine.isfinite().all()
+        if right.numel():
+            assert error(mine, right) <= 2 * error(theirs, right) + 1e-6

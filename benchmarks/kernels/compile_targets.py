@@ -89,6 +89,7 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
     constants = {
         "EVEN_V": False,
         "SLOPED": False,
+        "BEFORE_SOFTCAP": False,
         "BLOCK_N": tiles.block_m,
         "BLOCK_V": tiles.block_n,
         "BLOCK_D": tiles.block_k,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
-from flce_ops.triton.logits_gemm import LN2, number_at
+from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_divergence import divergence_gradient, divergence_of_sums, divergence_terms
 from flce_ops.triton.softmax_rows import Softmax, store_shift
@@ -47,18 +47,23 @@ class RowScale(NamedTuple):
 
 @triton.jit
 def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
-    """Base 2; -inf behind V.
+    """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
 
     What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
     come at a time whatever V is.
     """
     places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0.0)
-    tile_max = tl.load(softmax.tile_max + vocab_block.to(tl.int64) * n + rows, mask=row_mask, other=0.0)
-    high = tile_max - tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
+    logits = logits.to(tl.float32)
+    high = -tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
-    logits = (logits.to(tl.float32) + high[:, None]) - low[:, None]
-    return tl.where((cols < V)[None, :], logits, float("-inf"))
+    dz_du = logits
+    if softmax.softcap is not None:
+        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number_at(softmax.softcap))
+    else:
+        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * n + rows, mask=row_mask, other=0.0)
+    logits = (logits + high[:, None]) - low[:, None]
+    return tl.where((cols < V)[None, :], logits, float("-inf")), dz_du
 
 
 @Kernel
@@ -89,9 +94,10 @@ def divergence_kernel(
         cols = vocab_block * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask = rows < count
         token = tl.load(kept.order + rows, mask=row_mask, other=0)
-        log2_q = log_probabilities(distributions.student, rows, cols, row_mask, vocab_block, n, V, stride_student)
-        if distributions.teacher is not None:
-            log2_p = log_probabilities(distributions.teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
+        student, teacher = distributions.student, distributions.teacher
+        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
+        if teacher is not None:
+            log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
         else:
             places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
             mask = row_mask[:, None] & (cols < V)[None, :]
@@ -110,6 +116,8 @@ def divergence_kernel(
             # the entries of a row would be inf of either sign, and some 0 * inf
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
             gradient = divergence_gradient(log2_q, log2_p, row_number, beta, KIND) * factor[:, None]
+            if student.softcap is not None:
+                gradient *= dz_du
             gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
             places = rows.to(tl.int64)[:, None] * stride_student + cols[None, :]
             tl.store(

@@ -251,8 +251,8 @@ class KlDivStep:
             memories.append(self.teacher_memory)
         per_tile = tokens.new_empty(len(models) + 2, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
         softmaxes = [
-            Softmax(self.matrix(memory, n), tile_max, per_tile.new_empty(2, n))
-            for memory, tile_max in zip(memories, per_tile)
+            Softmax(self.matrix(memory, n), tile_max, per_tile.new_empty(2, n), softcap)
+            for memory, tile_max, softcap in zip(memories, per_tile, (options.softcap, None))
         ]
         sums = per_tile[len(models) :]
         # the teacher first: its rows wait where the student's logits will be

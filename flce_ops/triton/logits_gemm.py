@@ -10,7 +10,8 @@
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
              0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
-    out = result dz/du / logit_scale, rounded once; optional
+    out = result dz/du / logit_scale, rounded once; optional            (max_sum's: without dz/du, or instead of it the
+                                                                         logits before the softcap)
 
 "exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
 exponential, whose relative error does not depend on the reference. The target's own logit is such a number for every
@@ -111,6 +112,7 @@ def logits_gemm_kernel(
     STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
     SLOPED: tl.constexpr,
+    BEFORE_SOFTCAP: tl.constexpr,
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
@@ -152,7 +154,9 @@ def logits_gemm_kernel(
         partial_offset = vocab_block.to(tl.int64) * n + rows
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V)
         if out_ptr is not None:
-            if SLOPED:
+            if BEFORE_SOFTCAP:
+                result = (acc if bias is None else acc + bias) * logit_scale
+            elif SLOPED:
                 result = result * dz_du
             if USE_TMA:
                 rounded = result.to(out_ptr.dtype)
@@ -182,6 +186,7 @@ def launch_logits_gemm(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
+    before_softcap: bool = False,  # what is stored, in nats, in place of the result
     tiles: LogitsTiles | None = None,
 ) -> None:
     assert out is None or out.stride(1) == 1
@@ -222,6 +227,7 @@ def launch_logits_gemm(
         STORE_HALVES=tiles.store_halves,
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
+        BEFORE_SOFTCAP=before_softcap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

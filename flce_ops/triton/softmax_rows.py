@@ -7,6 +7,9 @@ shift_0 is the row's maximum over this rank's columns, shift_1 the log of the so
 sum, one float32, would cost digits at large logits. Logits, maxima and shifts are in base 2 (times log2 e) but where a
 docstring says nats.
 
+Where G needs dz/du of a softcap, what is stored are the logits before it, in nats. dz/du made of z would be a difference
+that cancels.
+
 float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile: what has the probability has
 the digits. bfloat16 would lose eight times as much, and an exponential in float16 ends 2^-24 below the largest.
 """
@@ -26,7 +29,6 @@ from flce_ops.triton.exponentials import max_and_sum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, R ranks that share it
 
@@ -35,6 +37,7 @@ class Softmax(NamedTuple):
     logits: Tensor  # (n, V) u; its rows are apart by a multiple of 16
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
+    softcap: Tensor | None = None  # (), of logits that are stored before it
 
 
 class Linear(NamedTuple):
@@ -123,7 +126,7 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) 
         model.options,
         kept,
         out=softmax.logits,
-        tiles=tiles_for(model.rows),
+        before_softcap=softmax.softcap is not None,
     )
 
 
