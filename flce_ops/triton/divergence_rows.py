@@ -94,9 +94,10 @@ def divergence_kernel(
         cols = vocab_block * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask = rows < count
         token = tl.load(kept.order + rows, mask=row_mask, other=0)
-        student, teacher = distributions.student, distributions.teacher
+        student = distributions.student
         log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
-        if teacher is not None:
+        if distributions.teacher_probs is None:
+            teacher = distributions.teacher
             log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
         else:
             places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
