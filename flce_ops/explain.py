@@ -61,7 +61,11 @@ def explain(function: Callable, *args, **kwargs) -> str:
     ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
     lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
-    if op == "with_grad" and function is linear_cross_entropy and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
+    if (
+        op == "with_grad"
+        and function is linear_cross_entropy
+        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
+    ):
         lines += tokens_in_triton(call, situation)
     return "\n".join(lines)
 

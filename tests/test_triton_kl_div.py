@@ -11,7 +11,6 @@ from test_kl_div_operator import inner_args
 from test_triton_interpreter import double
 
 import flce_ops
-
 from flce_ops.aten import kl_div as aten
 from flce_ops.triton import kl_div as triton_kl_div
 
@@ -24,9 +23,9 @@ SHAPE = (37, 35, 24, 131)  # N, D, E, V: two tiles of rows, three of classes, no
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 
 
-def arguments(dtype, kind, options={}, *, shape=SHAPE, **pair):
+def arguments(dtype, kind, more=None, *, shape=SHAPE, **pair):
     made = make_pair(shape, dtype=dtype, requires_grad=False, **pair)
-    options = {"kind": kind, "beta": 0.3, "logit_scale": 0.7, "teacher_logit_scale": 1.2, **options}
+    options = {"kind": kind, "beta": 0.3, "logit_scale": 0.7, "teacher_logit_scale": 1.2, **(more or {})}
     return inner_args(made), scalars(options, "cpu")
 
 

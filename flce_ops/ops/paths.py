@@ -199,7 +199,7 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
     )
 
 
-def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, int | bool]:
+def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
     """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
     sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
     without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes

@@ -14,7 +14,6 @@ Memory bounds the two passes over the matrices: 4 bytes an entry are read, and 2
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -46,8 +46,8 @@ class Finish(NamedTuple):
     outer_column: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
-        *per_row, outer_column = self
-        return Finish(*(None if vector is None else vector[rows] for vector in per_row), outer_column)
+        per_row = [None if vector is None else vector[rows] for vector in self[:-1]]
+        return Finish._make([*per_row, self.outer_column])
 
 
 @triton.jit

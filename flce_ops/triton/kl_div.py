@@ -9,8 +9,8 @@
 
 All three operators are this loop: forward makes no G, backward knows what rows add up to. The first four lines are done
 for a part of a chunk at a time, because the teacher's logits are of no use once there is G: 4096 tokens of 151936
-classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. Probabilities of a teacher
-that are given are read where they are.
+classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A teacher's probabilities
+are read where they are.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 from flce_ops.triton.target import tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
-# N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles along it
+# N tokens, n rows of a chunk or part, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles
 
 ROW_ALIGNMENT = 16  # numbers between rows of logits: 16 bytes of them are read at a time whatever V is
 # Of a part, where a chunk is to have more: fewer starve the logits' GEMMs, and read the weights more often.
@@ -123,9 +123,7 @@ def run(call: KlDivForward | KlDivWithGrad | KlDivBackward, step, outputs: tuple
         valid = operands.valid
         if valid is None:
             valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
-        call.operands = operands._replace(
-            linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid.contiguous()
-        )
+        call.operands = operands._replace(linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid.contiguous())
         chunks = repeated(step, call, outputs) if call.options.ranks == 1 else step(call, outputs)
     record_chunks(call, operands.linear_weight, chunks)
 
@@ -161,7 +159,7 @@ class RowCut(NamedTuple):
 def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowCut:
     """In multiples of 128; the same on all ranks that share a vocabulary, whatever their shard.
 
-    G of a chunk is kept until the GEMMs of its gradients, which want many rows; the teacher's logits are those of a part.
+    G of a chunk is kept for the GEMMs of the gradients, which want many rows; the teacher's logits are those of a part.
     """
     input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
     (tokens, hidden), size = input.shape, stored_dtype(input).itemsize
@@ -181,7 +179,7 @@ def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowC
         reserved += sum_bytes(classes, hidden, weight_tiles_for(gradients.linear_weight))
     left = matrix_bytes(tokens, TOKEN_BYTES) - reserved
     part = rows = tiles_of(left, of_chunk + of_part)
-    if rows < tokens and teacher_input is not None and (gradients.input is not None or gradients.linear_weight is not None):
+    if rows < tokens and teacher_input is not None and any(gradient is not None for gradient in gradients):
         part = min(rows, PART_ROWS)
         rows = tiles_of(left - part * of_part, of_chunk)
     chunks = slices(tokens, rows)

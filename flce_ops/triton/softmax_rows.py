@@ -3,12 +3,12 @@
     stored     u_ij = z_ij - tile_max_it          t the tile of column j; rounded to 16 bits
     log q_ij = (u_ij + (tile_max_it - shift_0i)) - shift_1i
 
-shift_0 is the row's maximum over this rank's columns, shift_1 the log of the softmax's denominator relative to it: their
-sum, one float32, would cost digits at large logits. Logits, maxima and shifts are in base 2 (times log2 e) but where a
-docstring says nats.
+shift_0 is the row's maximum over this rank's columns, shift_1 the log of the softmax's denominator relative to it: one
+float32, their sum, would cost digits at large logits. Logits, maxima and shifts are in base 2 (times log2 e) but where
+nats are named.
 
-Where G needs dz/du of a softcap, what is stored are the logits before it, in nats. dz/du made of z would be a difference
-that cancels.
+Where G needs dz/du of a softcap, what is stored are the logits before it, in nats: dz/du made of z would be a
+difference that cancels.
 
 float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile: what has the probability has
 the digits. bfloat16 would lose eight times as much, and an exponential in float16 ends 2^-24 below the largest.
@@ -151,6 +151,4 @@ def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) 
 
 def take_shift(softmax: Softmax, known: Tensor, kept: Kept) -> None:  # (2, N) nats
     n = softmax.shift.shape[1]
-    known_shift_kernel[(triton.cdiv(n, 64),)](
-        known, softmax.shift, kept, n, known.shape[1], BLOCK_N=64, num_warps=2
-    )
+    known_shift_kernel[(triton.cdiv(n, 64),)](known, softmax.shift, kept, n, known.shape[1], BLOCK_N=64, num_warps=2)
