@@ -4,6 +4,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from inputs import scalars
 from reference_divergence import KINDS, make_pair
 from reference_loss import error
@@ -13,6 +15,7 @@ from test_triton_interpreter import double
 import flce_ops
 from flce_ops.aten import kl_div as aten
 from flce_ops.triton import kl_div as triton_kl_div
+from flce_ops.triton.fixed_point import from_fixed_point, to_fixed_point
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -20,7 +23,8 @@ pytestmark = [
 ]
 
 SHAPE = (37, 35, 24, 131)  # N, D, E, V: two tiles of rows, three of classes, none of them full
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}
+CASES = [(torch.float32, False), (torch.float32, True), (torch.float16, False)]
 
 
 def arguments(dtype, kind, more=None, *, shape=SHAPE, **pair):
@@ -42,8 +46,7 @@ def shift_sums(results):
     return divergence, shift.double().sum(0), teacher_shift.double().sum(0), student_kl
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("probs", [False, True], ids=["pair", "probs"])
+@pytest.mark.parametrize("dtype, probs", CASES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(kind, probs, dtype, poisoned_memory):
     args, options = arguments(dtype, kind, probs=probs, bias=True)
@@ -57,8 +60,7 @@ def test_loss_and_gradients(kind, probs, dtype, poisoned_memory):
         assert not found[1][row] and not found[2][row].any()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("probs", [False, True], ids=["pair", "probs"])
+@pytest.mark.parametrize("dtype, probs", CASES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
     args, options = arguments(dtype, kind, probs=probs)
@@ -83,7 +85,7 @@ def test_softcaps(kind, poisoned_memory):
     options["output_mask"] = [True, True, False]
     found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
     exact = aten.with_grad(*double(*args), row_scale.double(), **options)
-    assert_close(found, exact, TOLERANCE[dtype])
+    assert_close(found, exact, 2 * TOLERANCE[dtype])  # what stands before the cap is rounded, its probabilities grow
 
 
 @pytest.mark.parametrize("nbytes, kind, cut", [(1, "reverse", (3, 128)), (250_000, "jsd", (2, 256))])
@@ -115,4 +117,40 @@ def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
     for mine, theirs, right in zip(found, plain, exact, strict=True):
         assert mine.isfinite().all()
         if right.numel():
-            assert error(mine, right) <= 2 * error(theirs, right) + 1e-6
+            assert (
+                error(mine, right) <= 4 * error(theirs, right) + 1e-6
+            )  # beside the exponent's digits, a product by log2 e
+
+
+def test_fixed_point_holds_every_logit_below_its_maximum():
+    u = torch.cat([-torch.logspace(-6, 4, 500), torch.tensor([0.0, -1.0, -16.9999, -17.0, -17.1, -torch.inf])])
+    code = torch.empty(u.shape, dtype=torch.int16)
+    found = torch.empty_like(u)
+    round_trip_kernel[(1,)](u, code, found, u.numel(), BLOCK=1024)
+    assert (found - u)[u > -17].abs().max() <= 1.01 * 2.0**-12
+    as_half = (u > -1) | (u <= -17)
+    assert torch.equal(found[as_half], u[as_half].half().float())
+
+
+@triton.jit
+def round_trip_kernel(u_ptr, code_ptr, found_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(code_ptr + i, to_fixed_point(tl.load(u_ptr + i, mask=i < n, other=0.0)), mask=i < n)
+    tl.store(found_ptr + i, from_fixed_point(tl.load(code_ptr + i, mask=i < n, other=0)), mask=i < n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
+    """As of a model that has not learnt: what float16 rounds of them is small, and a tile's maximum is far."""
+    args, options = arguments(torch.float16, kind, shape=(60, 64, 64, 640))
+    args = [None if arg is None else torch.randn(arg.shape).half() if arg.dim() == 2 else arg for arg in args]
+    for weight in (args[1], args[4]):
+        weight *= 0.3 / 8
+    options["output_mask"] = [True, True, False]
+    grad = torch.randn(60)
+    call = (*args, grad)
+    found = triton_kl_div.launch_kl_div_with_grad(*call, **options)[2:4]
+    plain = aten.with_grad(*call, **options)[2:4]  # on a CPU half products are rounded, as dense torch has them
+    exact = aten.with_grad(*double(*call), **options)[2:4]
+    for mine, theirs, right in zip(found, plain, exact, strict=True):
+        assert error(mine, right) <= 1.3 * error(theirs, right)

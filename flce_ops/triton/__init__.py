@@ -28,6 +28,7 @@
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
         divergence_rows.py                    sums of rows, divergences and G from those of both models
             row_divergence.py                 the divergence of an entry and its derivative
+            fixed_point.py                    16 bits for logits of float16 operands
         gather_rows.py                        the kept tokens' rows
     upstream.py                               the scalar that arrives in backward
 

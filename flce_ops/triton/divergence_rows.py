@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.fixed_point import from_fixed_point
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
@@ -52,7 +53,9 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     come at a time whatever V is.
     """
     places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0.0)
+    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
+    if softmax.logits.dtype.element_ty == tl.int16:
+        logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
     high = -tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)

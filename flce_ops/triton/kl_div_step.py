@@ -79,7 +79,7 @@ def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowC
     G of a chunk is kept for the GEMMs of the gradients, which want many rows; the teacher's logits are those of a part.
     """
     input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
-    (tokens, hidden), size = input.shape, stored_dtype(input).itemsize
+    (tokens, hidden), size = input.shape, input.dtype.itemsize
     classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
     of_chunk = row_numbers(classes) * size
     if gradients.input is None:
@@ -111,7 +111,10 @@ def tiles_of(memory: int, row_bytes: int) -> int:
     return max(memory // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
 
 
-def stored_dtype(input: Tensor) -> torch.dtype:
+def stored_dtype(input: Tensor, softcap: Tensor | None) -> torch.dtype:
+    """Of logits."""
+    if input.dtype == torch.float16 and softcap is None:
+        return torch.int16  # fixed_point.py, of logits that have a maximum
     return torch.float16 if input.dtype.itemsize == 2 else input.dtype
 
 
@@ -141,7 +144,7 @@ class KlDivStep:
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
         self.tile = tiles_for(input).block_n
-        rows, dtype, stride = cut.chunks[0].stop, stored_dtype(input), row_numbers(self.classes)
+        rows, dtype, stride = cut.chunks[0].stop, stored_dtype(input, options.softcap), row_numbers(self.classes)
         self.logits = input.new_empty(rows * stride, dtype=dtype)  # of the student; then G
         self.teacher_logits = self.teacher_rows = None
         if teacher_input is not None:

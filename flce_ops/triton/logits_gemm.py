@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from flce_ops.triton.fixed_point import to_fixed_point
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
@@ -113,6 +114,7 @@ def logits_gemm_kernel(
     PRECISION: tl.constexpr,
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
+    FIXED_POINT: tl.constexpr,
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
@@ -156,6 +158,8 @@ def logits_gemm_kernel(
         if out_ptr is not None:
             if BEFORE_SOFTCAP:
                 result = (acc if bias is None else acc + bias) * logit_scale
+            elif FIXED_POINT:
+                result = to_fixed_point(result)
             elif SLOPED:
                 result = result * dz_du
             if USE_TMA:
@@ -228,6 +232,7 @@ def launch_logits_gemm(
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
         BEFORE_SOFTCAP=before_softcap,
+        FIXED_POINT=out is not None and out.dtype == torch.int16,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -11,7 +11,8 @@ Where G needs dz/du of a softcap, what is stored are the logits before it, in na
 difference that cancels.
 
 float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile: what has the probability has
-the digits. bfloat16 would lose eight times as much, and an exponential in float16 ends 2^-24 below the largest.
+the digits. bfloat16 would lose eight times as much, and an exponential in float16 ends 2^-24 below the largest. Of
+float16 operands u is a fixed-point number (fixed_point.py).
 """
 
 from typing import NamedTuple
