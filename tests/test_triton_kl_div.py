@@ -117,9 +117,7 @@ def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
     for mine, theirs, right in zip(found, plain, exact, strict=True):
         assert mine.isfinite().all()
         if right.numel():
-            assert (
-                error(mine, right) <= 4 * error(theirs, right) + 1e-6
-            )  # beside the exponent's digits, a product by log2 e
+            assert error(mine, right) <= 4 * error(theirs, right) + 1e-6
 
 
 def test_fixed_point_holds_every_logit_below_its_maximum():
