@@ -61,13 +61,17 @@ def explain(function: Callable, *args, **kwargs) -> str:
     ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
     lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
-    if op == "with_grad" and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
+    if (
+        op == "with_grad"
+        and function is linear_cross_entropy
+        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
+    ):
         lines += tokens_in_triton(call, situation)
     return "\n".join(lines)
 
 
 def situation_of_call(call: dict) -> Situation:
-    input, device = call["input"], call["input"].device.type
+    input = call["input"]
     sharding = {}
     if any_dtensor(input, call["linear_weight"]):
         from flce_ops.distributed.layout import layout_of
@@ -77,17 +81,24 @@ def situation_of_call(call: dict) -> Situation:
         if not layout.splits_vocabulary:
             sharding = {}
     situation = loss_situation(input, call["linear_weight"], call["linear_bias"], **sharding)
-    dtype: torch.dtype = input.dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    teacher = call.get("teacher_input")
     return situation._replace(
-        dtype=dtype,
-        empty=input.numel() == 0,
+        dtype=dtype_in_operators(input),
+        empty=input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
         one_class=call["linear_weight"].shape[0] == 1,
         label_smoothing=bool(call.get("label_smoothing")),
         softcap=call["softcap"] is not None,
         wants_gradient=situation.wants_gradient or learnt(call),
+        teacher=None if teacher is None else dtype_in_operators(teacher),
     )
+
+
+def dtype_in_operators(tensor: Tensor) -> torch.dtype:
+    """As autocast hands it to them."""
+    device, dtype = tensor.device.type, tensor.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
 
 
 def learnt(call: dict) -> bool:

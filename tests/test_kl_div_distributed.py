@@ -368,3 +368,38 @@ def refusals(device):
     refused(NotImplementedError, "more than one mesh dimension", twice)
     asking = {**placed, "teacher_weight": placed["teacher_weight"].requires_grad_()}
     refused(NotImplementedError, "teacher_weight requires a gradient", asking)
+
+
+@pytest.mark.parametrize("world", [pytest.param(("cpu", 2), id="interpreter2")])
+def test_triton_kernels_on_a_sharded_vocabulary(world):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run for real on this machine: the tests of half dtypes")
+    run_in_world(world, triton_kernels)
+
+
+def triton_kernels(device):
+    from flce_ops.triton import kl_div
+
+    mesh = mesh_of(device, dist.get_world_size())
+    own = slice(31, V) if dist.get_rank() else slice(0, 31)
+    sharing = {"group": mesh.get_group().group_name, "ranks": 2, "vocab_size": V}
+    mask = {"output_mask": [True, True, True]}
+    for kind, off, scale in (("forward", V, 1.0), ("reverse", V, 20.0), ("jsd", 31, 1.0)):
+        pair = make_pair((B * T, D, E, V), bias=True, requires_grad=False)
+        for bias in (pair["linear_bias"], pair["teacher_bias"]):
+            bias[off:] = -torch.inf  # the second rank's
+        rows = scale * pair["input"], scale * pair["teacher_input"]
+        of_shard = [pair[name][own] for name in ("linear_weight", "linear_bias", "teacher_weight", "teacher_bias")]
+        operands = [rows[0], *of_shard[:2], rows[1], *of_shard[2:], None, pair["target"] != -100]
+        exact = [x.double() if x is not None and x.is_floating_point() else x for x in operands]
+        arguments = {**sharing, **scalars({"kind": kind, "beta": 0.3})}
+        row_scale = torch.linspace(0.1, 1.0, B * T)
+        truth = reference.with_grad(*exact, row_scale.double(), **arguments, **mask)
+        found = kl_div.launch_kl_div_with_grad(*operands, row_scale, **arguments, **mask)
+        if kind == "reverse":
+            divergence, *statistics = kl_div.launch_kl_div_forward(*operands, **arguments)
+            gradients = kl_div.launch_kl_div_backward(row_scale, *operands, *statistics, **arguments, **mask)
+            found, truth = (*found, divergence, *gradients), (*truth, *truth[1:])
+        tolerance = 1e-5 if scale == 1.0 else 2e-4  # a float32 logit of hundreds is right to 3e-5
+        for ours, right in zip(found, truth, strict=True):
+            assert error(ours, right) < tolerance, (kind, error(ours, right))

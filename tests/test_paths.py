@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops import aten, explain
-from flce_ops.ops.paths import KERNELS, LOSS, Choice, Situation, choose
+from flce_ops.meta.arguments import KlDivForward
+from flce_ops.ops.paths import KERNELS, LOSS, Choice, Situation, choice_of, choose
 
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -47,7 +48,8 @@ def test_the_reason_names_what_rules_out_the_paths_before():
     assert flce_ops.last_path().reason == expected
     teacher = (torch.randn(24, 7), torch.randn(50, 7))
     flce_ops.linear_kl_div(*inputs.args[:2], *teacher)
-    assert flce_ops.last_path().reason == "cpu tensors in torch.float32"
+    expected = "cpu tensors in torch.float32 (triton expects an NVIDIA GPU, half operands, a half teacher)"
+    assert flce_ops.last_path().reason == expected
     situation = Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True)
     op = "linear_cross_entropy_with_grad"
     expected = "cuda tensors in torch.bfloat16 (triton expects no label smoothing under a softcap)"
@@ -167,6 +169,31 @@ def test_every_table_ends_in_a_path_without_conditions(paths):
 )
 def test_kernels_that_triton_takes(op, situation, triton):
     assert (choose(KERNELS[f"linear_cross_entropy_{op}"], situation).name == "triton") == triton
+
+
+@pytest.mark.parametrize(
+    ("situation", "triton"),
+    [
+        (Situation("cuda", torch.bfloat16, teacher=torch.float16, softcap=True, one_class=True), True),
+        (Situation("cuda", torch.float16), True),  # probabilities
+        (Situation("cuda", torch.bfloat16, teacher=torch.float32), False),
+        (Situation("cuda", torch.float32, teacher=torch.bfloat16), False),
+        (Situation("cuda", torch.bfloat16, teacher=torch.bfloat16, rank_without_classes=True), False),
+        (Situation("cuda", torch.bfloat16, teacher=torch.bfloat16, empty=True), False),
+        (Situation("cpu", torch.bfloat16, teacher=torch.bfloat16), False),
+    ],
+)
+@pytest.mark.parametrize("op", ["forward", "backward", "with_grad"])
+def test_divergences_that_triton_takes(op, situation, triton):
+    assert (choose(KERNELS[f"linear_kl_div_{op}"], situation).name == "triton") == triton
+
+
+def test_the_facts_of_a_divergence_are_the_same_on_all_ranks():
+    operands = [torch.zeros(4, 8), torch.zeros(1, 8), None, torch.zeros(4, 6), torch.zeros(1, 6), None, None, None]
+    call = KlDivForward.bind(*operands, group="any", ranks=3, vocab_size=4)
+    assert choice_of("linear_kl_div_forward", call).situation == Situation(
+        vocabulary_dimensions=1, rank_without_classes=True, teacher=torch.float32
+    )
 
 
 def as_markdown() -> str:

@@ -88,6 +88,9 @@ def source(
 def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Variant]:
     constants = {
         "EVEN_V": False,
+        "SLOPED": False,
+        "BEFORE_SOFTCAP": False,
+        "FIXED_POINT": False,
         "BLOCK_N": tiles.block_m,
         "BLOCK_V": tiles.block_n,
         "BLOCK_D": tiles.block_k,
@@ -111,12 +114,8 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
             "operands": operands,
             "kept": KEPT,
         }
-        matrices = dict(blocks)
-        if isinstance(operands, MaxSum):
-            types["out_ptr"] = "constexpr"
-            del matrices["out_ptr"]
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)]}
-        of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
+        of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, blocks, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Arguments
 from flce_ops.support.table import Condition, Path, choose
@@ -43,6 +44,7 @@ class Situation(NamedTuple):
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
+    teacher: torch.dtype | None = None  # of a teacher's hidden states
 
 
 class Choice(NamedTuple):
@@ -66,7 +68,8 @@ class Choice(NamedTuple):
 
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
-HALF = Condition("half operands", lambda s: s.dtype in (torch.bfloat16, torch.float16))
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
@@ -80,7 +83,10 @@ NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
+
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
+HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
+KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
 
 # A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
 # By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
@@ -124,9 +130,18 @@ KERNELS = {
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
-    "linear_kl_div_forward": (Path("aten", (), "flce_ops.aten.kl_div:forward"),),
-    "linear_kl_div_backward": (Path("aten", (), "flce_ops.aten.kl_div:backward"),),
-    "linear_kl_div_with_grad": (Path("aten", (), "flce_ops.aten.kl_div:with_grad"),),
+    "linear_kl_div_forward": (
+        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
+        Path("aten", (), "flce_ops.aten.kl_div:forward"),
+    ),
+    "linear_kl_div_backward": (
+        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_backward"),
+        Path("aten", (), "flce_ops.aten.kl_div:backward"),
+    ),
+    "linear_kl_div_with_grad": (
+        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_with_grad"),
+        Path("aten", (), "flce_ops.aten.kl_div:with_grad"),
+    ),
 }
 
 
@@ -144,6 +159,8 @@ def function(kernel: str) -> Callable:
 
 def situation_of(call: Any) -> Situation:
     """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
+    if isinstance(call.operands, kl_div.Operands):
+        return kl_div_situation(call.operands, call.options)
     operands, groups = call.operands, vars(call)
     input, loss, logits = operands.input, groups.get("loss"), groups.get("logits")
     return Situation(
@@ -154,6 +171,19 @@ def situation_of(call: Any) -> Situation:
         loss is not None and loss.label_smoothing != 0.0,
         logits is not None and logits.softcap is not None,
     )
+
+
+def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
+    input, teacher = operands.input, operands.teacher_input
+    situation = Situation(
+        input.device.type,
+        input.dtype,
+        input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        teacher=None if teacher is None else teacher.dtype,
+    )
+    if options.vocab_size is None:
+        return situation
+    return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
 
 
 def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **sharding) -> Situation:
@@ -169,7 +199,7 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
     )
 
 
-def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, int | bool]:
+def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
     """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
     sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
     without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes

@@ -23,6 +23,13 @@
         set_entries.py                        the target's entry of a gradient
             gemm_operands.py                  matrices as tensor maps
             target.py, tiles.py               the device; tile shapes
+    kl_div.py                                 the operators of linear_kl_div
+        kl_div_step.py                        their chunks
+        softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
+        divergence_rows.py                    sums of rows, divergences and G from those of both models
+            row_divergence.py                 the divergence of an entry and its derivative
+            fixed_point.py                    16 bits for logits of float16 operands
+        gather_rows.py                        the kept tokens' rows
     upstream.py                               the scalar that arrives in backward
 
 Imported only when a CUDA kernel of an operator runs.

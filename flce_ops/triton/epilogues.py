@@ -2,7 +2,7 @@
 
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column
-    max_sum     row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
+    max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
 What they return is rounded and stored by the GEMM. Each takes the tuple above it, whose absent fields are None.
@@ -81,7 +81,8 @@ def max_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN
     z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
     row_max = tl.max(z, 1)
     finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only: sum 0, not nan
-    tl.store(operands.partial + partial_offset, tl.sum(tl.exp2(z - finite[:, None]), 1), mask=row_mask)
+    z -= finite[:, None]
+    tl.store(operands.partial + partial_offset, tl.sum(tl.exp2(z), 1), mask=row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
     return z
 

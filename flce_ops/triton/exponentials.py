@@ -58,6 +58,35 @@ def sum_tiles_kernel(
         tl.atomic_max(guard_ptr, tl.max(tl.where(rows < count, bits, 0), 0))
 
 
+@triton.jit
+def max_and_sum(
+    partial_max_ptr,  # (T, n) base 2
+    partial_ptr,  # (T, n)
+    rows,
+    count,
+    n,
+    T,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """max_t partial_max_t, and sum_t partial_t exp2(partial_max_t - it)."""
+    running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        offsets = t[:, None].to(tl.int64) * n + rows[None, :]
+        mask = (t[:, None] < T) & (rows[None, :] < count)
+        tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
+        tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+        new_max = tl.maximum(running_max, tl.max(tile_max, 0))
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        running_sum = running_sum * tl.exp2(running_max - finite) + tl.sum(
+            tile_sum * tl.exp2(tile_max - finite[None, :]), 0
+        )
+        running_max = new_max
+    return running_max, running_sum
+
+
 @Kernel
 @triton.jit
 def combine_kernel(
@@ -76,20 +105,7 @@ def combine_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     count = kept_rows(kept, n)
     end = tl.where(exceeds(guard_ptr), T, 0)
-    running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    running_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, end, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        offsets = t[:, None].to(tl.int64) * n + rows[None, :]
-        mask = (t[:, None] < T) & (rows[None, :] < count)
-        tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
-        tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-        new_max = tl.maximum(running_max, tl.max(tile_max, 0))
-        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - finite) + tl.sum(
-            tile_sum * tl.exp2(tile_max - finite[None, :]), 0
-        )
-        running_max = new_max
+    running_max, running_sum = max_and_sum(partial_max_ptr, partial_ptr, rows, count, n, end, BLOCK_N, BLOCK_T)
     row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
     rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
     # a row whose classes are all at -inf: any finite reference makes its exponentials 0

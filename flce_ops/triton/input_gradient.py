@@ -39,15 +39,15 @@ TILE_OVERHEAD = tl.constexpr(8)  # of filling the pipeline and storing a tile, i
 class Finish(NamedTuple):
     """What makes grad_input of the product; (n,) each but the last."""
 
-    row_factor: Tensor | None  # c_i; None for 1
-    column: Tensor  # int64, the target's, -1 where there is none
-    residual: Tensor
+    row_factor: Tensor | None = None  # c_i; None for 1
+    column: Tensor | None = None  # int64, the target's, -1 where there is none; with the next
+    residual: Tensor | None = None
     outer_row: Tensor | None = None  # times the next: a matrix of rank 1 that is added
     outer_column: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
-        row_factor, outer = (None if vector is None else vector[rows] for vector in (self.row_factor, self.outer_row))
-        return Finish(row_factor, self.column[rows], self.residual[rows], outer, self.outer_column)
+        per_row = [None if vector is None else vector[rows] for vector in self[:-1]]
+        return Finish._make([*per_row, self.outer_column])
 
 
 @triton.jit
@@ -86,16 +86,17 @@ def finished_tile(
     mask = row_mask[:, None] & col_mask[None, :]
     if finish.row_factor is not None:
         product *= tl.load(finish.row_factor + rows, mask=row_mask, other=0.0)[:, None]
-    column = tl.load(finish.column + rows, mask=row_mask, other=-1)
-    residual = tl.where(column >= 0, tl.load(finish.residual + rows, mask=row_mask, other=0.0), 0.0)
-    weight = tl.load(
-        weight_ptr
-        + tl.where(column >= 0, column, 0)[:, None] * stride_weight_v
-        + cols.to(tl.int64)[None, :] * stride_weight_d,
-        mask=mask & (column >= 0)[:, None],
-        other=0.0,
-    )
-    product += residual[:, None] * weight.to(tl.float32)
+    if finish.column is not None:
+        column = tl.load(finish.column + rows, mask=row_mask, other=-1)
+        residual = tl.where(column >= 0, tl.load(finish.residual + rows, mask=row_mask, other=0.0), 0.0)
+        weight = tl.load(
+            weight_ptr
+            + tl.where(column >= 0, column, 0)[:, None] * stride_weight_v
+            + cols.to(tl.int64)[None, :] * stride_weight_d,
+            mask=mask & (column >= 0)[:, None],
+            other=0.0,
+        )
+        product += residual[:, None] * weight.to(tl.float32)
     if finish.outer_row is not None:
         outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
         product += outer[:, None] * tl.load(finish.outer_column + cols, mask=col_mask, other=0.0)[None, :]

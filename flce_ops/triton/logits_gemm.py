@@ -10,7 +10,8 @@
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
              0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
-    out = result dz/du / logit_scale, rounded once; optional
+    out = result dz/du / logit_scale, rounded once; optional            (max_sum's: without dz/du, or instead of it the
+                                                                         logits before the softcap)
 
 "exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
 exponential, whose relative error does not depend on the reference. The target's own logit is such a number for every
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from flce_ops.triton.fixed_point import to_fixed_point
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
@@ -110,6 +112,9 @@ def logits_gemm_kernel(
     WARP_SPECIALIZE: tl.constexpr,
     STORE_HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SLOPED: tl.constexpr,
+    BEFORE_SOFTCAP: tl.constexpr,
+    FIXED_POINT: tl.constexpr,
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
@@ -151,7 +156,11 @@ def logits_gemm_kernel(
         partial_offset = vocab_block.to(tl.int64) * n + rows
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V)
         if out_ptr is not None:
-            if logit_options.softcap is not None:
+            if BEFORE_SOFTCAP:
+                result = (acc if bias is None else acc + bias) * logit_scale
+            elif FIXED_POINT:
+                result = to_fixed_point(result)
+            elif SLOPED:
                 result = result * dz_du
             if USE_TMA:
                 rounded = result.to(out_ptr.dtype)
@@ -181,6 +190,7 @@ def launch_logits_gemm(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
+    before_softcap: bool = False,  # what is stored, in nats, in place of the result
     tiles: LogitsTiles | None = None,
 ) -> None:
     assert out is None or out.stride(1) == 1
@@ -220,6 +230,9 @@ def launch_logits_gemm(
         WARP_SPECIALIZE=tiles.warp_specialize,
         STORE_HALVES=tiles.store_halves,
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
+        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
+        BEFORE_SOFTCAP=before_softcap,
+        FIXED_POINT=out is not None and out.dtype == torch.int16,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

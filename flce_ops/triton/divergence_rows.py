@@ -1,0 +1,288 @@
+"""The divergence of a chunk of rows and G, from the stored logits of both models.
+
+                 V                       V
+        ┌──┬──┬──┬──┐            ┌──┬──┬──┬──┐
+      n │  │▓▓│  │  │ student  n │  │▓▓│  │  │ teacher        a program has BLOCK_N rows of one tile of the logits GEMM
+        └──┴──┴──┴──┘            └──┴──┴──┴──┘
+
+    1. two sums of each row, tile by tile       row_divergence.py says which; "forward" makes G at once
+    2. over all tiles (and ranks)               the divergence, the number of the row that G needs
+    3. G = row_scale logit_scale G', rounded    over the student's logits
+
+Memory bounds the two passes over the matrices: 4 bytes an entry are read, and 2 written where G is.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.fixed_point import from_fixed_point
+from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
+from flce_ops.triton.replay import Kernel
+from flce_ops.triton.row_divergence import divergence_gradient, divergence_of_sums, divergence_terms
+from flce_ops.triton.softmax_rows import Softmax, store_shift
+
+# N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
+
+BLOCK_ROWS = 64  # of kernels over rows
+
+
+class Distributions(NamedTuple):
+    """Of a chunk's rows; the teacher's is one of the two."""
+
+    student: Softmax
+    teacher: Softmax | None
+    teacher_probs: Tensor | None  # (N, V)
+
+
+class RowScale(NamedTuple):
+    """What G is multiplied by."""
+
+    row_scale: Tensor  # (N,)
+    logit_scale: Tensor | None  # ()
+
+
+@triton.jit
+def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
+    """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
+
+    What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
+    come at a time whatever V is.
+    """
+    places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
+    if softmax.logits.dtype.element_ty == tl.int16:
+        logits = from_fixed_point(logits)
+    logits = logits.to(tl.float32)
+    high = -tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
+    low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
+    dz_du = logits
+    if softmax.softcap is not None:
+        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number_at(softmax.softcap))
+    else:
+        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * n + rows, mask=row_mask, other=0.0)
+    logits = (logits + high[:, None]) - low[:, None]
+    return tl.where((cols < V)[None, :], logits, float("-inf")), dz_du
+
+
+@Kernel
+@triton.jit
+def divergence_kernel(
+    distributions,  # Distributions
+    beta_ptr,  # (), of "jsd"
+    sums_ptr,  # (2, T, n) out, or None
+    gradient_ptr,  # (n, V) out, the memory of the student's logits; or None
+    row_number_ptr,  # (n,), for G; or None for 1
+    scale,  # RowScale, for G
+    kept,  # Kept
+    n,
+    V,
+    stride_student,
+    stride_teacher,
+    stride_probs_n,
+    stride_probs_v,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    vocab_block = tl.program_id(0)
+    row_start = tl.program_id(1) * BLOCK_N
+    count = kept_rows(kept, n)
+    if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
+        rows = row_start + tl.arange(0, BLOCK_N)
+        cols = vocab_block * BLOCK_V + tl.arange(0, BLOCK_V)
+        row_mask = rows < count
+        token = tl.load(kept.order + rows, mask=row_mask, other=0)
+        student = distributions.student
+        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
+        if distributions.teacher_probs is None:
+            teacher = distributions.teacher
+            log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
+        else:
+            places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
+            mask = row_mask[:, None] & (cols < V)[None, :]
+            log2_p = tl.log2(tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32))
+        beta = number_at(beta_ptr)
+        if sums_ptr is not None:
+            first, second = divergence_terms(log2_q, log2_p, beta, KIND)
+            partial = vocab_block.to(tl.int64) * n + rows
+            tl.store(sums_ptr + partial, tl.sum(first, 1), mask=row_mask)
+            tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * n + partial, tl.sum(second, 1), mask=row_mask)
+        if gradient_ptr is not None:
+            row_number = 1.0
+            if row_number_ptr is not None:
+                row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number_at(scale.logit_scale)
+            # the entries of a row would be inf of either sign, and some 0 * inf
+            factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
+            gradient = divergence_gradient(log2_q, log2_p, row_number, beta, KIND) * factor[:, None]
+            if student.softcap is not None:
+                gradient *= dz_du
+            gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
+            places = rows.to(tl.int64)[:, None] * stride_student + cols[None, :]
+            tl.store(
+                gradient_ptr + places,
+                gradient.to(gradient_ptr.dtype.element_ty),
+                mask=(rows < n)[:, None] & (cols < stride_student)[None, :],
+            )
+
+
+@Kernel
+@triton.jit
+def total_kernel(
+    sums_ptr,  # (2, T, n)
+    totals_ptr,  # (2, n) out
+    kept,  # Kept
+    n,
+    T,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    which = tl.program_id(1)
+    count = kept_rows(kept, n)
+    end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for start in range(0, end, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        mask = (t[:, None] < T) & (rows[None, :] < count)
+        places = (which * T + t).to(tl.int64)[:, None] * n + rows[None, :]
+        acc += tl.load(sums_ptr + places, mask=mask, other=0.0)
+    tl.store(totals_ptr + which * n + rows, tl.sum(acc, 0), mask=rows < count)
+
+
+class RowResults(NamedTuple):
+    """By token, 0 where ignored; out. Nats."""
+
+    divergence: Tensor | None  # (N,)
+    shift: Tensor | None = None  # (2, N)
+    teacher_shift: Tensor | None = None  # (2, N), of a teacher that is a model
+    student_kl: Tensor | None = None  # (N,), but for "forward"
+
+
+@Kernel
+@triton.jit
+def finish_divergence_kernel(
+    totals_ptr,  # (2, n)
+    beta_ptr,  # (), of "jsd"
+    student_shift_ptr,  # (2, n)
+    teacher_shift_ptr,  # (2, n)
+    results,  # RowResults
+    row_number_ptr,  # (n,) out
+    kept,  # Kept
+    n,
+    N,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < n
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=inside, other=0)
+    first = tl.load(totals_ptr + i, mask=mask, other=0.0)
+    second = tl.load(totals_ptr + n + i, mask=mask, other=0.0)
+    value, row_number = divergence_of_sums(first, second, number_at(beta_ptr), KIND)
+    tl.store(row_number_ptr + i, row_number, mask=mask)
+    if results.divergence is not None:
+        tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
+    if results.student_kl is not None:
+        tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
+    if results.shift is not None:
+        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask, BLOCK_N)
+    if results.teacher_shift is not None:
+        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask, BLOCK_N)
+
+
+@Kernel
+@triton.jit
+def known_number_kernel(
+    student_kl_ptr,  # (N,) nats
+    row_number_ptr,  # (n,) out
+    kept,  # Kept
+    n,
+    BLOCK_N: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=mask, other=0)
+    tl.store(row_number_ptr + i, tl.load(student_kl_ptr + token, mask=mask, other=0.0) / LN2, mask=mask)
+
+
+class Rows:
+    """The kernels of a chunk's rows."""
+
+    def __init__(self, distributions: Distributions, kind: str, beta: Tensor | None, kept: Kept, tile: int) -> None:
+        self.distributions, self.kind, self.beta, self.kept, self.tile = distributions, kind, beta, kept, tile
+        student, teacher, _ = distributions
+        self.n = student.logits.shape[0]
+        self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
+        self.row_number = student.shift.new_empty(self.n)
+        # the others need a sum of the row first; probabilities that are given may not add up to 1
+        self.gradient_at_once = kind == "forward" and teacher is not None
+
+    def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
+        """(2, T, n) sums of tiles; (2, n) of rows. And G, where that needs no row's sum."""
+        self.launch(sums, gradient, None, scale)
+        _, tiles, n = sums.shape
+        totals = sums.new_empty(2, n)
+        block_n = 16  # as in exponentials.py
+        total_kernel[(triton.cdiv(n, block_n), 2)](
+            sums, totals, self.kept, n, tiles, BLOCK_N=block_n, BLOCK_T=512, num_warps=8
+        )
+        return totals
+
+    def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
+        finish_divergence_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
+            totals,
+            self.beta,
+            self.shifts[0],
+            self.shifts[-1],
+            results,
+            self.row_number,
+            self.kept,
+            self.n,
+            tokens,
+            KIND=self.kind,
+            BLOCK_N=BLOCK_ROWS,
+            num_warps=2,
+        )
+
+    def take_number(self, student_kl: Tensor) -> None:
+        known_number_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
+            student_kl, self.row_number, self.kept, self.n, BLOCK_N=BLOCK_ROWS, num_warps=2
+        )
+
+    def make_gradient(self, gradient: Tensor, scale: RowScale) -> None:
+        self.launch(None, gradient, None if self.gradient_at_once else self.row_number, scale)
+
+    def launch(
+        self,
+        sums: Tensor | None,  # (2, T, n) out
+        gradient: Tensor | None,  # (n, V) out
+        row_number: Tensor | None,  # (n,)
+        scale: RowScale | None,
+    ) -> None:
+        student, teacher, probs = self.distributions
+        logits = student.logits
+        assert gradient is None or gradient.stride() == logits.stride()
+        block_n = 16
+        divergence_kernel[(student.tile_max.shape[0], triton.cdiv(self.n, block_n))](
+            self.distributions,
+            self.beta,
+            sums,
+            gradient,
+            row_number,
+            scale,
+            self.kept,
+            *logits.shape,
+            logits.stride(0),
+            0 if teacher is None else teacher.logits.stride(0),
+            *((0, 0) if probs is None else probs.stride()),
+            KIND=self.kind,
+            BLOCK_N=block_n,
+            BLOCK_V=self.tile,
+            num_warps=8,
+        )

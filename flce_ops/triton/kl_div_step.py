@@ -1,0 +1,258 @@
+"""Chunks of tokens of linear_kl_div: the logits of both models in 16 bits, then G in place of the student's.
+
+    rows, teacher's rows = the chunk's kept tokens                                                 gather_rows.py
+    t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
+    s = logits of the student                   likewise; over shards one exchange of row numbers
+    divergence, G over s                        one or two passes over s and t                     divergence_rows.py
+    grad_linear_weight += G.T @ rows            in float16 until the last chunk                    weight_gradient.py
+    grad_input[rows]    = G @ linear_weight     in float32, rounded once; its parts where t was    input_gradient.py
+
+All three operators are this loop: forward makes no G, backward knows what rows add up to. The first four lines are done
+for a part of a chunk at a time, because the teacher's logits are of no use once there is G: 4096 tokens of 151936
+classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A teacher's probabilities
+are read where they are.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.options import LogitOptions
+from flce_ops.math.shards import shard_rows
+from flce_ops.support.exchange import all_reduce
+from flce_ops.support.workspace import matrix_bytes
+from flce_ops.triton.chunks import MULTIPLE, TOKEN_BYTES, product_bytes, slices, small_bytes
+from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
+from flce_ops.triton.gather_rows import launch_gather_rows
+from flce_ops.triton.gradients import Gradients
+from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory
+from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
+from flce_ops.triton.target import tiles_for, weight_tiles_for
+from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
+
+# N tokens, n rows of a chunk or part, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles
+
+ROW_ALIGNMENT = 16  # numbers between rows of logits: 16 bytes of them are read at a time whatever V is
+# Of a part, where a chunk is to have more: fewer starve the logits' GEMMs, and read the weights more often.
+PART_ROWS = 512
+
+
+class KnownRows(NamedTuple):
+    """What forward found of every token, in nats."""
+
+    shift: Tensor  # (2, N)
+    teacher_shift: Tensor  # (2, N), or (2, 0)
+    student_kl: Tensor  # (N,), or (0,)
+
+
+def run_chunks(
+    operands: Operands,
+    options: Options,
+    kept: Kept,
+    gradients: Gradients,
+    results: RowResults,
+    scale: RowScale | None = None,
+    known: KnownRows | None = None,
+) -> list[slice]:
+    """The chunks it took."""
+    cut = cut_rows(operands, options, gradients)
+    step = KlDivStep(operands, options, kept, gradients, cut)
+    for chunk in cut.chunks:
+        step.run(chunk, results, scale, known)
+    return cut.chunks
+
+
+class RowCut(NamedTuple):
+    chunks: list[slice]
+    part: int  # rows of a chunk whose logits exist in two matrices at a time
+    product_bytes: int  # workspace for float32 products with linear_weight
+
+
+def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowCut:
+    """In multiples of 128; the same on all ranks that share a vocabulary, whatever their shard.
+
+    G of a chunk is kept for the GEMMs of the gradients, which want many rows; the teacher's logits are those of a part.
+    """
+    input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
+    (tokens, hidden), size = input.shape, input.dtype.itemsize
+    classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
+    of_chunk = row_numbers(classes) * size
+    if gradients.input is None:
+        of_chunk += hidden * input.dtype.itemsize
+    of_both = 1 if teacher_input is None else 2
+    of_part = 4 * (2 + of_both) * triton.cdiv(classes, tiles_for(input).block_n)  # tile maxima, sums of tiles
+    # grad_input's products wait where the teacher's logits were
+    reserved = small_bytes() if teacher_input is None else small_bytes() // 8
+    if teacher_input is not None:
+        of_part += row_numbers(classes) * size
+        if not fits_in_logits(teacher_input, classes, size):
+            of_part += teacher_input.shape[1] * teacher_input.dtype.itemsize
+    if gradients.linear_weight is not None:
+        reserved += sum_bytes(classes, hidden, weight_tiles_for(gradients.linear_weight))
+    left = matrix_bytes(tokens, TOKEN_BYTES) - reserved
+    part = rows = tiles_of(left, of_chunk + of_part)
+    if rows < tokens and teacher_input is not None and any(gradient is not None for gradient in gradients):
+        part = min(rows, PART_ROWS)
+        rows = tiles_of(left - part * of_part, of_chunk)
+    chunks = slices(tokens, rows)
+    longest = chunks[0].stop
+    if rows > part:
+        part = tiles_of(left - longest * of_chunk, of_part)
+    return RowCut(chunks, min(part, longest), product_bytes(rows, longest, classes, hidden, size))
+
+
+def tiles_of(memory: int, row_bytes: int) -> int:
+    """Rows that fit: a multiple of 128, at least 128."""
+    return max(memory // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
+
+
+def stored_dtype(input: Tensor, softcap: Tensor | None) -> torch.dtype:
+    """Of logits."""
+    if input.dtype == torch.float16 and softcap is None:
+        return torch.int16  # fixed_point.py, of logits that have a maximum
+    return torch.float16 if input.dtype.itemsize == 2 else input.dtype
+
+
+def row_numbers(classes: int) -> int:
+    return triton.cdiv(classes, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def fits_in_logits(teacher_input: Tensor, classes: int, size: int) -> bool:
+    """Whether the teacher's rows can wait where the student's logits will be."""
+    return teacher_input.shape[1] * teacher_input.dtype.itemsize <= row_numbers(classes) * size
+
+
+class KlDivStep:
+    """What the chunks of a step share."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        options: Options,
+        kept: Kept,
+        gradients: Gradients,
+        cut: RowCut,
+    ) -> None:
+        self.operands, self.options, self.kept, self.cut = operands, options, kept, cut
+        self.grad_input, grad_weight, self.bias_sum = gradients
+        input, teacher_input = operands.input, operands.teacher_input
+        self.tokens, hidden = input.shape
+        self.classes = operands.linear_weight.shape[0]
+        self.tile = tiles_for(input).block_n
+        rows, dtype, stride = cut.chunks[0].stop, stored_dtype(input, options.softcap), row_numbers(self.classes)
+        self.logits = input.new_empty(rows * stride, dtype=dtype)  # of the student; then G
+        self.teacher_logits = self.teacher_rows = None
+        if teacher_input is not None:
+            self.teacher_logits = input.new_empty(cut.part * stride, dtype=dtype)
+            if not fits_in_logits(teacher_input, self.classes, dtype.itemsize):
+                self.teacher_rows = teacher_input.new_empty(cut.part * teacher_input.shape[1])
+        self.apart = input.new_empty(rows, hidden) if self.grad_input is None else None
+        self.weight_gradient = None if grad_weight is None else WeightGradient(grad_weight, chunks=len(cut.chunks))
+
+    def run(self, chunk: slice, results: RowResults, scale: RowScale | None, known: KnownRows | None) -> None:
+        kept, n = self.kept.of(chunk), chunk.stop - chunk.start
+        tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
+        launch_gather_rows(kept, self.operands.input, tokens)
+        logits = matrix(self.logits, n, self.classes)
+        for part in slices(n, self.cut.part):
+            self.run_part(kept.of(part), tokens[part], logits[part], results, scale, known)
+        if scale is not None:
+            gradient = matrix(self.logits.view(tokens.dtype), n, self.classes)
+            self.add_to_weight(gradient, tokens, kept)
+            self.write_input(gradient, chunk, kept)
+
+    def run_part(
+        self,
+        kept: Kept,
+        tokens: Tensor,  # (n, D)
+        logits: Tensor,  # (n, V) out: the student's, then G
+        results: RowResults,
+        scale: RowScale | None,
+        known: KnownRows | None,
+    ) -> None:
+        distributions, sums = self.softmaxes(kept, tokens, logits, known)
+        rows = Rows(distributions, self.options.kind, self.options.beta, kept, self.tile)
+        gradient = None if scale is None else logits.view(tokens.dtype)
+        if known is not None and self.options.kind != "forward":
+            rows.take_number(known.student_kl)
+        elif known is None or not rows.gradient_at_once:
+            totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, scale)
+            totals = all_reduce(totals, self.options.group, self.options.ranks)
+            rows.finish(totals, results, self.tokens)
+        if gradient is not None and not (known is None and rows.gradient_at_once):
+            rows.make_gradient(gradient, scale)
+
+    def softmaxes(
+        self, kept: Kept, tokens: Tensor, logits: Tensor, known: KnownRows | None
+    ) -> tuple[Distributions, Tensor]:
+        """The distributions of a part, and (2, T, n) memory for sums of tiles."""
+        operands, options, n = self.operands, self.options, tokens.shape[0]
+        logit_options = LogitOptions(options.softcap, options.logit_scale)
+        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
+        matrices, shifts = [logits], None if known is None else known[:2]
+        if operands.teacher_input is not None:
+            teacher_tokens = self.teacher_tokens(logits)
+            launch_gather_rows(kept, operands.teacher_input, teacher_tokens)
+            teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
+            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
+            matrices.append(matrix(self.teacher_logits, n, self.classes))
+        per_tile = tokens.new_empty(len(models) + 2, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
+        softmaxes = [
+            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
+            for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))
+        ]
+        sums = per_tile[len(models) :]
+        # the teacher first: its rows wait where the student's logits will be
+        for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
+            store_logits(model, softmax, tile_sum, kept)
+        for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
+            if shifts is None:
+                find_shift(softmax, tile_sum, kept)
+            else:
+                take_shift(softmax, shifts[k], kept)
+        if shifts is None:
+            share_denominators(softmaxes, options.group, options.ranks)
+        teacher = softmaxes[1] if len(softmaxes) > 1 else None
+        return Distributions(softmaxes[0], teacher, operands.teacher_probs), sums
+
+    def teacher_tokens(self, logits: Tensor) -> Tensor:  # (n, V) -> (n, E)
+        (n, _), hidden = logits.shape, self.operands.teacher_input.shape[1]
+        memory = self.teacher_rows
+        if memory is None:
+            first = logits.storage_offset()
+            memory = self.logits[first : first + n * logits.stride(0)].view(self.operands.teacher_input.dtype)
+        return memory[: n * hidden].view(n, hidden)
+
+    def add_to_weight(self, gradient: Tensor, tokens: Tensor, kept: Kept) -> None:
+        if self.bias_sum is not None:
+            self.bias_sum += weighted_column_sum(gradient, None, kept)
+        if self.weight_gradient is not None:
+            last = kept.start + gradient.shape[0] == self.tokens
+            columns = slice(0, self.classes)
+            self.weight_gradient.add(columns, gradient, tokens, kept, first=kept.start == 0, last=last)
+
+    def write_input(self, gradient: Tensor, chunk: slice, kept: Kept) -> None:
+        """In place of the tokens."""
+        if self.grad_input is None:
+            return
+        columns = slice(0, self.classes)
+        memory = self.product_memory(chunk)
+        product = InputGradient(self.grad_input[chunk], self.operands.linear_weight, Finish(), kept, [columns], memory)
+        product.add(columns, gradient)
+        product.close()
+
+    def product_memory(self, chunk: slice) -> Tensor:
+        """Flat float32: where the teacher's logits were, later rows of grad_input, or what the workspace has left."""
+        if self.teacher_logits is not None:
+            return float32_memory(self.teacher_logits)
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
+        return later if later.shape[0] >= numbers else later.new_empty(numbers)
+
+
+def matrix(memory: Tensor, n: int, classes: int) -> Tensor:  # (n, V)
+    return memory[: n * row_numbers(classes)].view(n, -1)[:, :classes]

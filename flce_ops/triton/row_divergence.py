@@ -1,0 +1,68 @@
+"""flce_ops/math/divergences.py in a kernel: an entry's part of the divergence, and its entry of G.
+
+With p the teacher's and q the student's probability, differences of logarithms in base 2, and 0 log 0 = 0:
+
+    kind      first sum of a row            second                    G (but for the row scale)
+    forward   p (log p - log q)             p                         q sum(p) - p
+    reverse   q (log q - log p)                                       q (log q - log p - first sum)
+    jsd       p (log p - log m)             q (log q - log m)         (1 - beta) q (log q - log m - second sum)
+
+The kernels that call it hand KIND and beta through: what a divergence is stands here and in math/divergences.py only.
+"""
+
+import triton
+import triton.language as tl
+
+from flce_ops.triton.logits_gemm import LN2
+
+# n rows of a chunk, v columns of a tile
+
+LARGE = tl.constexpr(64.0)  # e^a against 1, in base 2: what it is beside no longer counts
+
+
+@triton.jit
+def log_ratios_to_mixture(log2_q, log2_p, beta):
+    """(log q - log m, log p - log m) of entries with p or q; math/divergences.py says why from a = log p - log q."""
+    a = log2_p - log2_q
+    far = a > LARGE
+    mixture = tl.log2((1.0 - beta) + beta * tl.exp2(tl.where(far, 0.0, a)))  # log m - log q
+    mixture = tl.where(far, a + tl.log2(beta), mixture)
+    return -mixture, tl.where(far, -tl.log2(beta), a - mixture)
+
+
+@triton.jit
+def divergence_terms(log2_q, log2_p, beta, KIND: tl.constexpr):
+    """What an entry adds to the two sums of its row; differences of logarithms in base 2."""
+    q, p = tl.exp2(log2_q), tl.exp2(log2_p)
+    if KIND == "forward":
+        return tl.where(p == 0.0, 0.0, p * (log2_p - log2_q)), p
+    elif KIND == "reverse":
+        first = tl.where(q == 0.0, 0.0, q * (log2_q - log2_p))
+        return first, first
+    else:
+        student, teacher = log_ratios_to_mixture(log2_q, log2_p, beta)
+        return tl.where(p == 0.0, 0.0, p * teacher), tl.where(q == 0.0, 0.0, q * student)
+
+
+@triton.jit
+def divergence_gradient(log2_q, log2_p, row_number, beta, KIND: tl.constexpr):
+    """G of an entry; `row_number` is sum(p) for "forward", else the sum that the table above subtracts."""
+    q = tl.exp2(log2_q)
+    if KIND == "forward":
+        return q * row_number - tl.exp2(log2_p)
+    elif KIND == "reverse":
+        return q * (tl.where(q == 0.0, 0.0, log2_q - log2_p) - row_number) * LN2
+    else:
+        student, _ = log_ratios_to_mixture(log2_q, log2_p, beta)
+        return q * (tl.where(q == 0.0, 0.0, student) - row_number) * ((1.0 - beta) * LN2)
+
+
+@triton.jit
+def divergence_of_sums(first, second, beta, KIND: tl.constexpr):
+    """(divergence in nats, the row's number for `divergence_gradient`) of the sums over all classes."""
+    if KIND == "forward":
+        return first * LN2, second
+    elif KIND == "reverse":
+        return first * LN2, first
+    else:
+        return (beta * first + (1.0 - beta) * second) * LN2, second
