@@ -27,7 +27,7 @@ pytestmark = [
 # the error seen over the options below, times two
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3}
 
-RAGGED, EVEN = (37, 35, 131), (32, 32, 64)  # tiles are 32x64x32: partial ones on every side, and none
+RAGGED, EVEN = (37, 35, 131), (32, 32, 128)  # tiles are 32x128x32: partial ones on every side, and none
 
 OPTIONS = [
     {},

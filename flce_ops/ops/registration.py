@@ -48,7 +48,7 @@ OPERATORS = {
     "linear_cross_entropy_forward": Operator(
         arguments.Forward,
         "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_logit, Tensor max_logit, Tensor argmax, "
-        "Tensor lse_rest",
+        "Tensor lse_rest, Tensor retained",
         meta.forward_outputs,
         autograd.ForwardFormula,
         autocast=True,
