@@ -68,5 +68,5 @@ def encoded(z, largest, steps):
 @triton.jit
 def decoded(code, largest, steps):
     code = code.to(tl.int32) & 0xFFFF
-    z = largest[:, None] + (code.to(tl.float32) - LARGEST_CODE) / steps
+    z = largest[:, None] + (code.to(tl.float32) - LARGEST_CODE) * (1.0 / steps)
     return tl.where(code > 0, z, float("-inf"))

@@ -33,6 +33,7 @@ def retained_gradient_kernel(
     stride_out_n,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,  # a tile, of one maximum a row
+    ALIGNED: tl.constexpr,  # columns of `out` in 16 bytes
 ):
     tile = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -40,15 +41,17 @@ def retained_gradient_kernel(
     if tl.program_id(1) * BLOCK_N < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask, col_mask = rows < count, cols < v
-        mask = row_mask[:, None] & col_mask[None, :]
-        code = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * stride_codes_n + cols[None, :], mask=mask, other=0)
+        # with what pads the rows: loads and stores of 16 bytes, whatever v is
+        inside = (cols < tl.cdiv(v, ALIGNED) * ALIGNED)[None, :]
+        places = rows.to(tl.int64)[:, None] * stride_codes_n + cols[None, :]
+        code = tl.load(codes_ptr + places, mask=row_mask[:, None] & inside, other=0)
         largest = tl.load(largest_places(coding, rows, first_tile + tile), mask=row_mask, other=0.0)
         z = decoded(code, largest, coding.steps)
         result = gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, v, True)
         tl.store(
             out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
             result.to(out_ptr.dtype.element_ty),
-            mask=(rows < n)[:, None] & col_mask[None, :],
+            mask=(rows < n)[:, None] & inside,
         )
 
 
@@ -79,5 +82,6 @@ def launch_retained_gradient(
         out.stride(0),
         BLOCK_N=block_n,
         BLOCK_V=tile,
+        ALIGNED=16 // out.itemsize,
         num_warps=4,
     )
