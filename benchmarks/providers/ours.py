@@ -17,9 +17,10 @@ WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_
 
 def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
     """The mean from per-token losses: gradients cannot be made in forward, so backward makes the logits again."""
-    from flce_ops import linear_cross_entropy
+    from flce_ops import linear_cross_entropy, workspace
 
-    losses = linear_cross_entropy(input, linear_weight, target, reduction="none")
+    with workspace(retained=0):
+        losses = linear_cross_entropy(input, linear_weight, target, reduction="none")
     return losses.sum() / (target != IGNORE_INDEX).sum()
 
 

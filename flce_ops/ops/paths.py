@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Forward
+from flce_ops.meta.arguments import Arguments, Backward, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     functorch_is_active,
@@ -159,19 +159,34 @@ def in_triton(situation: Situation) -> bool:
 
 
 def retained_rows(call: Forward) -> int:
-    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward.
-
-    An expression of N and of a constant, the bytes in force now, where N is a symbol.
-    """
+    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
     input, linear_weight, _, linear_bias, _ = call.operands
     situation = loss_situation(input, linear_weight, linear_bias)._replace(
         one_class=linear_weight.shape[0] == 1, softcap=call.logits.softcap is not None
     )
+    return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
+
+
+def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
+    """For last_path(): how many rows, and what of the call alone rules it out."""
+    if isinstance(call, Forward) and call.retain:
+        rows = call.retain
+    elif isinstance(call, Backward):
+        rows = 0 if call.retained is None else call.retained.shape[0]
+    else:
+        return ()
+    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
+    return (f"{note} (expects {', '.join(expected)})" if expected else note,)
+
+
+def rows_to_retain(situation: Situation, tokens: int, num_classes: int) -> int:
+    """An expression of N and of a constant, the bytes in force now, where N is a symbol."""
     (paths,) = RETAIN.values()
     if choose(paths, situation).name == "recompute":
         return 0
-    fitting = get_retained() // (2 * retained_columns(linear_weight.shape[0], input.dtype))
-    return torch.sym_min(input.shape[0], fitting // ROW_MULTIPLE * ROW_MULTIPLE)
+    fitting = get_retained() // (2 * retained_columns(num_classes, situation.dtype))
+    return torch.sym_min(tokens, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def choice_of(op: str, call: Arguments) -> Choice:

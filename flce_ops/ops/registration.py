@@ -105,6 +105,7 @@ def kernel(name: str) -> Callable:
     def run(*args, **kwargs):
         call = bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, call)
+        call.notes += paths.retained_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run

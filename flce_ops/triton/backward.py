@@ -22,7 +22,6 @@ from flce_ops.triton.chunks import (
     contiguous,
     padded,
     record_chunks,
-    retained_note,
     slices,
     with_contiguous_vectors,
 )
@@ -59,8 +58,7 @@ def launch_backward(call: Backward) -> meta.Gradients:
     )
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
-    rows = 0 if call.retained is None else call.retained.shape[0]
-    record_chunks(call, linear_weight, row_slices, *retained_note(rows, input.shape[0]))
+    record_chunks(call, linear_weight, row_slices)
     return outputs
 
 
@@ -109,7 +107,7 @@ def run_backward(
         )
         column, input_gradient = at_target.column, None
         codes = None if call.retained is None else codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
-        known = 0 if codes is None else codes.numbers.shape[0]
+        first_new = 0 if codes is None else codes.numbers.shape[0]
         if grad_input is not None:
             finish = Finish(None, column, residual)
             input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
@@ -117,13 +115,11 @@ def run_backward(
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            if codes is not None and known:
-                of_known = slice(0, known)
-                launch_retained_gradient(
-                    codes, cols, own.of(of_known), here.of(of_known), out=gradient[of_known], tile=tile
-                )
-            if known < n:
-                others = slice(known, n)
+            if first_new:
+                given = slice(0, first_new)
+                launch_retained_gradient(codes, cols, own.of(given), here.of(given), out=gradient[given], tile=tile)
+            if first_new < n:
+                others = slice(first_new, n)
                 launch_logits_gemm(
                     rows[others],
                     linear_weight[cols],

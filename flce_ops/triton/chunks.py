@@ -77,11 +77,6 @@ def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *no
     record_run(call, most, len(rows), "TMA tiles" if tma else "pointer tiles", *notes)
 
 
-def retained_note(rows: int, tokens: int) -> list[str]:
-    """Of the forward and the backward operator. Retained rows hold kept tokens, of which there may be fewer."""
-    return [f"logits of {rows} of {tokens} tokens retained"] if rows else []
-
-
 def padded(columns: int, itemsize: int) -> int:
     """Columns of a row that starts on 16 bytes, as TMA wants it."""
     multiple = 16 // itemsize

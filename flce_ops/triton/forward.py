@@ -9,7 +9,7 @@ from flce_ops import meta
 from flce_ops.meta.arguments import Forward, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.chunks import MULTIPLE, record_chunks, retained_note, slices, with_contiguous_vectors
+from flce_ops.triton.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
@@ -81,7 +81,7 @@ def launch_forward(call: Forward) -> meta.ForwardOutputs:
     with torch.cuda.device_of(input):
         chunks = repeated(forward_step, call, num_classes, in_range, outputs)
         assert_in_range(in_range, target, num_classes, call.ignore_index)
-    record_chunks(call, linear_weight, chunks, *retained_note(call.retain, input.shape[0]))
+    record_chunks(call, linear_weight, chunks)
     return outputs
 
 
