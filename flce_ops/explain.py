@@ -67,7 +67,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tables[title] = LOSS[title]
         if choose(LOSS[title], situation).name == "one pass":
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
-    retaining = op == "forward" and function is not linear_kl_div
+    retaining = op == "forward" and function is not linear_kl_div and situation.wants_gradient
     if retaining:
         tables |= RETAIN
     ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]

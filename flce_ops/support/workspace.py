@@ -19,6 +19,7 @@ Of set_workspace and the blocks still open, what came last decides. A block take
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -53,7 +54,8 @@ class Budget:
         # be inside any allocation, one made under the lock included.
         self.blocks: list[Block] = []
 
-    def get(self) -> int | None:
+    def get(self) -> Any:
+        """int, or None where none is set."""
         youngest = self.blocks[-1:]
         return youngest[0].nbytes if youngest else self.nbytes
 
@@ -158,13 +160,7 @@ def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iter
 def check_bytes(function: str, nbytes: int | None, retained: int | None) -> None:
     if torch.compiler.is_dynamo_compiling():  # else the graph would run with what is in force outside
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
-    if nbytes is None and retained is None:
-        raise ValueError(f"{function}: expected a number of bytes, got none")
-    if nbytes is not None and not (is_integer(nbytes) and nbytes > 0):
+    if (nbytes is not None or retained is None) and not (type(nbytes) is int and nbytes > 0):
         raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")
-    if retained is not None and not (is_integer(retained) and retained >= 0):
+    if retained is not None and not (type(retained) is int and retained >= 0):
         raise ValueError(f"{function}: expected retained to be a number of bytes, got {retained!r}")
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
