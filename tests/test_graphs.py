@@ -17,7 +17,14 @@ from torch._dynamo.backends.common import aot_autograd
 import flce_ops
 
 N, D, V = 12, 8, 31
-SHORT = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.int16: "i16", torch.bool: "b8", torch.bfloat16: "bf16"}
+SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int64: "i64",
+    torch.int16: "i16",
+    torch.bool: "b8",
+    torch.bfloat16: "bf16",
+}
 LEFT_OUT = ("getitem", "detach", "view", "reshape", "alias", "clone", "_unsafe_view", "sym_size")
 
 

@@ -47,7 +47,9 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
         input.new_empty(rows if call.argmax else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
         input.new_empty(rows, dtype=dtype),
-        input.new_empty(call.retain, retained_columns(call.operands.linear_weight.shape[0], input.dtype), dtype=torch.int16),
+        input.new_empty(
+            call.retain, retained_columns(call.operands.linear_weight.shape[0], input.dtype), dtype=torch.int16
+        ),
     )
 
 

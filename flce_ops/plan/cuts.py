@@ -89,9 +89,10 @@ def per_token(head: Head) -> Cut:
     """reduction="none": as above, but for the tokens whose logits wait for backward."""
     rows = rows_to_retain(Situation("cuda", head.dtype, wants_gradient=True), head.tokens, head.vocab)
     cut, share = two_passes(head), rows / head.tokens
+    kernels = "triton" if runs_on_triton("backward", head) else "aten"
     return replace(
         cut,
-        path=f"{cut.path}, {share:.0%} retained" if rows < head.tokens else cut.path.removesuffix(", logits twice"),
+        path=f"{kernels}, {share:.0%} retained" if rows else cut.path,
         temporaries=cut.temporaries + 2 * rows * retained_columns(head.vocab, head.dtype),
         passes=cut.passes - share,
         bytes_per_logit=cut.bytes_per_logit + 2 * head.dtype.itemsize * share,  # read, and written as G

@@ -4,8 +4,8 @@ The workspace bounds everything an operator allocates besides its results, whate
 speed and the number of chunks, not the meaning of the result. What retained logits may take comes on top, between a
 forward operator and its backward one.
 
-One value of each is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing from
-the one that entered a block:
+One value of each is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing
+from the one that entered a block:
 
     set_workspace(a)                      a
         thread 1: with workspace(b)       b

@@ -106,7 +106,11 @@ def run_backward(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
         column, input_gradient = at_target.column, None
-        codes = None if call.retained is None else codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
+        codes = (
+            None
+            if call.retained is None
+            else codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
+        )
         first_new = 0 if codes is None else codes.numbers.shape[0]
         if grad_input is not None:
             finish = Finish(None, column, residual)

@@ -52,6 +52,19 @@ class ExpSum(NamedTuple):
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
     coding: Coding | None = None  # its maxima out
 
+    def of(self, tiles: slice, columns: slice) -> "ExpSum":
+        def part(numbers: Tensor | None, of: slice = tiles) -> Tensor | None:
+            return None if numbers is None else numbers[of]
+
+        return self._replace(
+            class_weight=part(self.class_weight, columns),
+            partial=self.partial[tiles],
+            logit_sum=part(self.logit_sum),
+            expected=part(self.expected),
+            row_max=part(self.row_max),
+            argmax=part(self.argmax),
+        )
+
 
 @triton.jit
 def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):

@@ -150,20 +150,14 @@ def launch_exponentials(
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
         for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
-            _, class_weight, *of_every_tile, coded = sums
             launch_logits_gemm(
                 input,
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
-                ExpSum(
-                    reference_logit,
-                    None if class_weight is None else class_weight[cols],
-                    *(None if numbers is None else numbers[of_tiles] for numbers in of_every_tile),
-                    coding=coded,
-                ),
+                sums.of(of_tiles, cols),
                 logit_options,
                 kept,
-                out=out if coded is None else codes.numbers,
+                out=out if sums.coding is None else codes.numbers,
                 guard=guarded,
             )
             if sums.argmax is not None and cols.start:
