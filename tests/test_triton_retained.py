@@ -132,3 +132,14 @@ def test_the_slope_of_a_softcap_is_not_retained():
     x, w, target, bias, weight = operands((37, 35, 131), torch.float32, {})
     with pytest.raises(NotImplementedError, match="expected retain=0 under a softcap.* got 32"):
         launch_forward(x, w, target, bias, weight, softcap=torch.tensor(5.0), retain=32)
+
+
+def test_operands_with_features_of_zeros_leave_retained_logits_whole(monkeypatch, poisoned_memory):
+    """V of them, whatever D is."""
+    monkeypatch.setattr("flce_ops.triton.even_features.on_tma_device", lambda tensor: True)
+    args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
+    rows = launch_forward(*args, retain=150)
+    assert "3 features of zeros added" in flce_ops.last_path().reason
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[7])
+    for ours, right in zip(found, truth, strict=True):
+        assert error(ours, right) <= TOLERANCE[torch.float16]
