@@ -16,7 +16,7 @@ WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_
 
 
 def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-    """The mean from per-token losses, or these: gradients cannot be made in forward, and no logits wait for backward."""
+    """The mean from per-token losses, or these: gradients are made in backward, from logits that are made again."""
     from flce_ops import linear_cross_entropy, workspace
 
     with workspace(retained=0):
