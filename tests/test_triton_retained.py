@@ -44,12 +44,12 @@ def case(shape, dtype, wanted, ignored=0.3):
     return args, cotangents, gradients(aten.backward, truth, double(*args), double(*cotangents))
 
 
-WANTED = ["al", "s", "alms"]  # a log-probability, the entropy's expected logit, all with label smoothing's sum
+# a log-probability, the entropy's expected logit, all with label smoothing's sum; how many rows
+WANTED = [("al", 300), ("s", 128), ("alms", 128)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("retain", [128, 300], ids="{} rows".format)
-@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("wanted, retain", WANTED)
 def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
     args, cotangents, truth = case(RAGGED, dtype, wanted)
     rows = launch_forward(*args, logit_sum=True, expected_logit=True, retain=retain)
@@ -104,7 +104,7 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
         assert error(ours, exact) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("cut", [0, 150, 290])
+@pytest.mark.parametrize("cut", [0, 290])
 def test_a_shard_of_the_vocabulary(cut, poisoned_memory):
     """Most rows have no target there."""
     x, w, _, bias, _ = operands(RAGGED, torch.float32, {"bias": True})
