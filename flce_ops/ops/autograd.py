@@ -260,7 +260,7 @@ def recomputed_step(
     """The gradients, times grad_loss, the losses and the argmax of `call`, from the forward and backward operators."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, _, _, argmax, lse_rest, _ = forward(
+    target_logit, lse, logit_sum, _, _, argmax, lse_rest, retained = forward(
         *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
@@ -269,7 +269,15 @@ def recomputed_step(
     )
     scale = torch.where(valid, call.row_scale, 0.0).to(lse.dtype)
     cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
-    gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)
+    gradients = backward(
+        *cotangents,
+        *operands,
+        lse,
+        **logits,
+        output_mask=call.output_mask,
+        lse_rest=lse_rest,
+        retained=retained if retained.shape[0] else None,
+    )
     return gradients, losses, argmax
 
 
