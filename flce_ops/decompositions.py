@@ -40,7 +40,7 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
-from flce_ops.meta.outputs import Gradients
+from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
@@ -105,7 +105,7 @@ def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
 
 @functional
 @takes(Forward)
-def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Forward) -> ForwardOutputs:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
@@ -150,7 +150,9 @@ def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     target_logit = torch.where(hit, target_logit, 0.0)
     lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
     sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
-    return target_logit, lse, sums, expected, max_logit, argmax, lse_rest
+    columns = retained_columns(num_classes, input.dtype)
+    retained = target.new_zeros(call.retain, columns, dtype=torch.int16)  # which backward, below, does not read
+    return target_logit, lse, sums, expected, max_logit, argmax, lse_rest, retained
 
 
 def zeroed_where_ignored(input: Tensor, valid: Tensor) -> Tensor:  # (N, D)

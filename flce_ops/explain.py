@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from flce_ops.functional import linear_cross_entropy, linear_kl_div, linear_log_probs
-from flce_ops.ops.paths import KERNELS, LOSS, Situation, loss_situation, needs_gradient, sharding_of
+from flce_ops.ops.paths import (
+    KERNELS,
+    LOSS,
+    RETAIN,
+    Situation,
+    loss_situation,
+    needs_gradient,
+    rows_to_retain,
+    sharding_of,
+)
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.table import Path, choose
 
@@ -58,9 +67,16 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tables[title] = LOSS[title]
         if choose(LOSS[title], situation).name == "one pass":
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
+    retaining = op == "forward" and function is not linear_kl_div and situation.wants_gradient
+    if retaining:
+        tables |= RETAIN
     ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
     lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
+    if retaining and not any_dtensor(call["input"], call["linear_weight"]):
+        tokens = call["target"].numel()
+        rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
+        lines.append(f"logits of {rows} of {tokens} tokens retained")
     if (
         op == "with_grad"
         and function is linear_cross_entropy

@@ -177,7 +177,8 @@ def linear_log_probs(
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
 
     Composability:
-        As ``linear_cross_entropy``. 1 GEMM pass of 2NDV, 4 with gradients: backward recomputes the logits. A vocabulary
+        As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are
+        retained (``set_workspace``), 4 for others. A vocabulary
         sharded over ranks exchanges 2 to 5 numbers per token. entropy and argmax cost nothing when not asked for.
     """
     refuse_tensors(log_probs.OP, softcap=softcap)

@@ -21,11 +21,11 @@ TABLE = [
     ("mean", ("input", "linear_weight"), 3),
     ("sum", ("input", "linear_weight"), 3),
     ("mean", ("input", "linear_weight", "linear_bias"), 3),
-    ("none", ("input", "linear_weight"), 4),
+    ("none", ("input", "linear_weight"), 3),  # the logits wait for backward
     ("mean", ("input",), 2),  # a frozen head
     ("mean", ("linear_weight",), 2),
-    ("none", ("input",), 3),
-    ("none", ("linear_weight",), 3),
+    ("none", ("input",), 2),
+    ("none", ("linear_weight",), 2),
     ("mean", ("linear_bias",), 1),
 ]
 

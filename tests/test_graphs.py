@@ -17,7 +17,14 @@ from torch._dynamo.backends.common import aot_autograd
 import flce_ops
 
 N, D, V = 12, 8, 31
-SHORT = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.bool: "b8", torch.bfloat16: "bf16"}
+SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int64: "i64",
+    torch.int16: "i16",
+    torch.bool: "b8",
+    torch.bfloat16: "bf16",
+}
 LEFT_OUT = ("getitem", "detach", "view", "reshape", "alias", "clone", "_unsafe_view", "sym_size")
 
 
@@ -86,7 +93,7 @@ def test_none():
         graphs,
         """\
 forward:
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0], f32[12])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0], f32[12], i16[12, 80])
 aten.sub -> f32[12]
 aten.add -> f32[12]
 aten.clamp -> f32[12]
@@ -110,7 +117,7 @@ def test_no_gradient():
 forward:
 aten.ne -> b8[12]
 aten.sum -> f32[]
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0], f32[12])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0], f32[12], i16[0, 80])
 aten.sub -> f32[12]
 aten.add -> f32[12]
 aten.clamp -> f32[12]

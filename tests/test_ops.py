@@ -52,7 +52,7 @@ def test_forward_returns_row_statistics(device, scores, logit_sum, weighted, dty
     expected = dense_rows(inputs.clone(torch.float64), weighted, **scores)
     options = {"logit_sum": logit_sum, **scalars(scores, device)}
     found = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, **options)
-    assert len(found) == 7
+    assert len(found) == 8
     assert found[2].shape == ((RAGGED[0],) if logit_sum else (0,))
     for name, ours, exact in zip(("target_logit", "lse", "logit_sum"), found[:3], expected, strict=True):
         assert ours.dtype == accumulator(dtype), name

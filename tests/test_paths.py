@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flce_ops
 from flce_ops import aten, explain
 from flce_ops.meta.arguments import KlDivForward
-from flce_ops.ops.paths import KERNELS, LOSS, Choice, Situation, choice_of, choose
+from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, Choice, Situation, choice_of, choose
 
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -126,7 +126,10 @@ def test_explain_says_how_triton_takes_the_tokens(shape, workspace, options, fir
 
 def test_explain_of_the_other_functions_and_refusals():
     inputs = make_inputs((24, 16, 50))
-    assert running(explain(flce_ops.linear_log_probs, *inputs.args)) == {
+    text = explain(flce_ops.linear_log_probs, *inputs.args)
+    assert text.endswith("logits of 24 of 24 tokens retained")
+    assert running(text) == {
+        "logits between a forward operator and its backward one": "retain",
         "flce::linear_cross_entropy_forward": "aten",
         "flce::linear_cross_entropy_backward": "aten",
     }
@@ -145,7 +148,7 @@ def test_tensors_on_meta_stand_for_those_of_another_device():
     assert "flce::linear_cross_entropy_with_grad" in running(explain(flce_ops.linear_cross_entropy, *meta))
 
 
-@pytest.mark.parametrize("paths", [*LOSS.values(), *KERNELS.values()])
+@pytest.mark.parametrize("paths", [*LOSS.values(), *RETAIN.values(), *KERNELS.values()])
 def test_every_table_ends_in_a_path_without_conditions(paths):
     """So that some path runs whatever the situation is."""
     assert not paths[-1].conditions and all(path.conditions for path in paths[:-1])
@@ -201,7 +204,7 @@ def as_markdown() -> str:
     from flce_ops.triton.cut import CUTS
 
     lines = []
-    tables = {**LOSS, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}, **CUTS}
+    tables = {**LOSS, **RETAIN, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}, **CUTS}
     for title, paths in tables.items():
         lines += [f"### {title[0].upper()}{title[1:]}", ""]
         for path in paths:

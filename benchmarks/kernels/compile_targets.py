@@ -19,6 +19,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.logit_codes import Coding
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.tiles import (
     INPUT_TILES,
@@ -32,7 +33,8 @@ from flce_ops.triton.weight_gradient import weight_gradient_kernel
 
 # the pointers of each epilogue, what may be absent being absent
 OPERANDS = {
-    "exp_sum": ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 4),
+    "exp_sum": ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 5),
+    "codes": ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 4, Coding("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
 }
@@ -114,8 +116,11 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
             "operands": operands,
             "kept": KEPT,
         }
+        matrices = dict(blocks)
+        if name == "codes":
+            matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)]}
-        of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, blocks, types)
+        of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
 

@@ -1,4 +1,4 @@
-"""Kernel of linear_cross_entropy_backward: logits again, then their gradient, then two GEMMs."""
+"""Kernel of linear_cross_entropy_backward: logits, again where forward retained none, their gradient, two GEMMs."""
 
 from collections.abc import Sequence
 
@@ -43,8 +43,9 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     step = rows_beside_gradients(
         input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
+    retained = None if call.retained is None else call.retained.view(input.dtype)
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
-    for chunk, product in chunk_products(call, input, linear_weight, step):
+    for chunk, product in chunk_products(call, input, linear_weight, step, retained):
         for rows, block in row_blocks(input, chunk, product):
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))

@@ -6,7 +6,8 @@
             │▒▒▒▒▒▒▒▒▒▒▒│    a block of it at a time becomes z, then G, in the accumulation dtype; G goes back into the
             └───────────┘    product, which the two gradient GEMMs read
 
-Only the product has n rows. A CPU's GEMM rounds the product of half operands, so nothing is lost by keeping it in half.
+Only the product has n rows. A CPU's GEMM rounds the product of half operands, so nothing is lost by keeping it in half,
+nor where a forward kernel retains the product's first R rows for its backward one: those come out the same to the bit.
 """
 
 from collections.abc import Iterator
@@ -104,12 +105,29 @@ def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
     return tensor
 
 
-def chunk_products(call: Arguments, input: Tensor, linear_weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each chunk and their product, (n, V), in memory that the chunks share."""
+def chunk_products(
+    call: Arguments, input: Tensor, linear_weight: Tensor, rows: int, retained: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of each chunk and their product, (n, V), in memory that the chunks share; the first R, if any, are known."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
-        n = chunk.stop - chunk.start
-        yield chunk, chunk_product(rows_of(input, chunk), linear_weight, memory if n == rows else memory[:n])
+        n, known = chunk.stop - chunk.start, 0
+        product = memory if n == rows else memory[:n]
+        if retained is not None:
+            own = retained[chunk, : product.shape[1]]
+            known = own.shape[0]
+            product[:known].copy_(own)
+        if known < n:
+            rest = slice(chunk.start + known, chunk.stop)
+            chunk_product(rows_of(input, rest), linear_weight, product[known:] if known else product)
+        yield chunk, product
+
+
+def retain_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
+    """For a backward kernel, before the product is overwritten."""
+    if chunk.start < retained.shape[0]:
+        own = retained[chunk, : product.shape[1]]
+        own.copy_(product[: own.shape[0]])
 
 
 def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor) -> Iterator[tuple]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks, rows_per_chunk
+from flce_ops.aten.chunks import chunk_products, product_is_rounded, retain_product, row_blocks, rows_per_chunk
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
@@ -19,16 +19,16 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(Forward)
-def forward(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Forward) -> meta.ForwardOutputs:
     outputs = meta.forward_outputs(call)
     target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
     check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
-    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, ZERO, ZERO, ZERO, ZERO, NO_CLASS, ZERO))
+    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, ZERO, ZERO, ZERO, ZERO, NO_CLASS, ZERO, None))
     return outputs
 
 
 def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
-    target_logit, lse, sums, expected, max_logit, argmax, lse_rest = outputs
+    target_logit, lse, sums, expected, max_logit, argmax, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
     hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
@@ -37,7 +37,12 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + call.expected_logit
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
+    products = retained.view(input.dtype)
+    if call.retain:
+        products[:, num_classes:].zero_()
+        products[input.shape[0] :].zero_()
     for chunk, product in chunk_products(call, input, linear_weight, step):
+        retain_product(products, chunk, product)
         blocks = row_blocks(input, chunk, product, column, target_logit, lse, lse_rest)
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, linear_bias, call.logits)

@@ -77,7 +77,7 @@ def vocab_parallel_rows(
         no_hit = refused_as_elsewhere(target, num_classes, ignore_index)
         per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax) + no_hit
     else:
-        target_logit, lse, sums, expected, max_logit, largest, _ = torch.ops.flce.linear_cross_entropy_forward(
+        target_logit, lse, sums, expected, max_logit, largest, *_ = torch.ops.flce.linear_cross_entropy_forward(
             input,
             linear_weight,
             target,

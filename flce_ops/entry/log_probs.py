@@ -34,7 +34,7 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
     check_head(OP, call)
     target, shape = call.target.reshape(call.target.numel()), call.target.shape
-    target_logit, lse, _, expected, _, argmax, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
+    target_logit, lse, _, expected, _, argmax, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
         call.input.reshape(target.numel(), input.shape[-1]),
         call.linear_weight,
         target,

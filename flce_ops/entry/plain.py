@@ -123,7 +123,7 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
 def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)
     """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
     operands = problem.operands
-    target_logit, lse, logit_sum, _, _, largest, lse_rest = torch.ops.flce.linear_cross_entropy_forward(
+    target_logit, lse, logit_sum, _, _, largest, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
         *operands,
         ignore_index=problem.ignore_index,
         logit_sum=problem.loss.label_smoothing != 0.0,

@@ -5,19 +5,23 @@ shapes, dtypes and refusals cannot drift apart between eager, compiled and meta 
 """
 
 from flce_ops.meta.outputs import (
+    ForwardOutputs,
     Gradients,
     backward_outputs,
     double_backward_outputs,
     forward_outputs,
+    retained_columns,
     vocab_parallel_with_grad_outputs,
     with_grad_outputs,
 )
 
 __all__ = [
+    "ForwardOutputs",
     "Gradients",
     "backward_outputs",
     "double_backward_outputs",
     "forward_outputs",
+    "retained_columns",
     "vocab_parallel_with_grad_outputs",
     "with_grad_outputs",
 ]

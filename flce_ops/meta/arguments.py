@@ -173,6 +173,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     vocab_size: OptionalSymInt = None
     expected_logit: bool = False
     argmax: bool = False
+    retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -186,6 +187,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     grad_expected_logit: Tensor | None = None  # (N,)
     expected_logit: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
+    retained: Tensor | None = None  # (R, ...), what forward retained of these operands
 
 
 class WithGrad(Arguments, keyword_from="ignore_index"):

@@ -14,9 +14,27 @@ from flce_ops.meta.checks import check_operands, check_per_row
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 
 
+ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
+
+
+def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
+    """16-bit columns of a row of retained logits, which starts on 16 bytes.
+
+    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
+    (flce_ops/triton/logit_codes.py, flce_ops/aten/chunks.py).
+    """
+    numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
+    return 4 * dtype.itemsize * (numbers + maxima)
+
+
 @takes(Forward)
-def forward_outputs(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest: (N,), or (0,) if not asked for."""
+def forward_outputs(call: Forward) -> ForwardOutputs:
+    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest: (N,), or (0,) if not asked for.
+
+    And retained logits, (R, columns) int16.
+    """
     check_operands("linear_cross_entropy_forward", call.operands)
     input = call.operands.input
     dtype = accumulation_dtype(input.dtype)
@@ -29,6 +47,9 @@ def forward_outputs(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
         input.new_empty(rows if call.argmax else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
         input.new_empty(rows, dtype=dtype),
+        input.new_empty(
+            call.retain, retained_columns(call.operands.linear_weight.shape[0], input.dtype), dtype=torch.int16
+        ),
     )
 
 
@@ -47,7 +68,19 @@ def backward_outputs(call: Backward) -> Gradients:
         expected_logit=call.expected_logit,
         lse_rest=call.lse_rest,
     )
+    check_retained(op, call.operands, call.retained)
     return gradient_outputs(call.operands, call.output_mask)
+
+
+def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None:
+    if retained is None:
+        return
+    columns = retained_columns(operands.linear_weight.shape[0], operands.input.dtype)
+    if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
+        raise ValueError(
+            f"{op}: expected retained as the forward operator gives it, (R, {columns}) in torch.int16, "
+            f"got {tuple(retained.shape)} in {retained.dtype}"
+        )
 
 
 @takes(WithGrad)

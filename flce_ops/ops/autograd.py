@@ -1,6 +1,6 @@
 """What each operator saves and what comes back; nothing here computes a logit.
 
-    forward            saves its arguments, lse                                  <- backward
+    forward            saves its arguments, lse, retained logits                 <- backward
     with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar
     backward           saves its arguments                                       <- double_backward
     double_backward    saves its arguments but the first three, in which         <- their change along a direction;
@@ -23,7 +23,7 @@ from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import NUMBERS, Cotangents
 from flce_ops.meta.arguments import Arguments, Backward, DoubleBackward, Forward, GradGrads, WithGrad
-from flce_ops.ops.paths import choice_of
+from flce_ops.ops.paths import choice_of, retained_rows
 from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import (
     apply_function,
@@ -56,6 +56,10 @@ class Formula(Function):
     @classmethod
     def check(cls, op: torch._ops.OpOverload, values: list) -> None:
         """Refusals of its own."""
+
+    @classmethod
+    def with_gradient(cls, values: list) -> None:
+        """Changes what its operator is called with where a gradient may be asked for."""
 
     def __init_subclass__(cls) -> None:
         if "op" not in vars(cls):
@@ -114,20 +118,25 @@ class ForwardFormula(Formula):
     arguments = Forward
     op = "linear_cross_entropy_forward"
 
+    @classmethod
+    def with_gradient(cls, values):
+        retain = Forward.index["retain"]
+        values[retain] = values[retain] or retained_rows(Forward.of(values))
+
     @staticmethod
     def setup_context(ctx, inputs, output):
         call = Forward.of(inputs)
-        _, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest = output
+        _, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest, retained = output
         ctx.set_materialize_grads(False)
-        constants = [max_logit, argmax, lse_rest]
+        constants = [max_logit, argmax, lse_rest, retained]
         constants += [] if call.logit_sum else [logit_sum]
         constants += [] if call.expected_logit else [expected_logit]
         ctx.mark_non_differentiable(*constants)
-        save(ctx, inputs, lse, expected_logit, lse_rest)
+        save(ctx, inputs, lse, expected_logit, lse_rest, *([retained] if call.retain else []))
 
     @staticmethod
     def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit, *_):
-        call, (lse, expected_logit, lse_rest) = saved(ctx, Forward)
+        call, (lse, expected_logit, lse_rest, *retained) = saved(ctx, Forward)
         grad_logit_sum = grad_logit_sum if call.logit_sum else None
         grad_expected_logit = grad_expected_logit if call.expected_logit else None
         cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum)
@@ -150,6 +159,7 @@ class ForwardFormula(Formula):
             grad_expected_logit=grad_expected_logit,
             expected_logit=expected_logit,
             lse_rest=lse_rest,
+            retained=retained[0] if retained else None,
         )
         return Forward.gradients(**where_wanted(gradients, mask))
 
@@ -169,7 +179,7 @@ class BackwardFormula(Formula):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(result for result, want in zip(output, call.output_mask) if not want))
         ctx.has_expectation = call.grad_expected_logit is not None
-        call.grad_expected_logit = call.expected_logit = None
+        call.grad_expected_logit = call.expected_logit = call.retained = None
         save(ctx, call.values())
 
     @staticmethod
@@ -247,7 +257,7 @@ def recomputed_step(
     """The gradients, times grad_loss, the losses and the argmax of `call`, from the forward and backward operators."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, _, _, argmax, lse_rest = forward(
+    target_logit, lse, logit_sum, _, _, argmax, lse_rest, retained = forward(
         *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
@@ -256,7 +266,15 @@ def recomputed_step(
     )
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
     cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
-    gradients = backward(*cotangents, *operands, lse, **logits, output_mask=call.output_mask, lse_rest=lse_rest)
+    gradients = backward(
+        *cotangents,
+        *operands,
+        lse,
+        **logits,
+        output_mask=call.output_mask,
+        lse_rest=lse_rest,
+        retained=retained if retained.shape[0] else None,
+    )
     return gradients, losses, argmax
 
 
@@ -359,6 +377,7 @@ def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
         if grad_enabled:
             for tensor in tensors:
                 if tensor.requires_grad:
+                    formula.with_gradient(values)
                     return apply_function(formula, *values)
         with below_autograd():
             return op(*args, **kwargs)

@@ -27,11 +27,13 @@ def both_logits(input, linear_weight, linear_bias, teacher_input, teacher_weight
 
 
 def with_gradients(of_logits: Callable[..., int], first: int = 0) -> Callable[..., int]:
-    """One more pass for each matrix gradient; `first` is where the operands begin."""
+    """One more pass for each matrix gradient; `first` is where the operands begin. Retained logits cost none."""
 
-    def flops(*shapes, output_mask, out_shape=None, **options) -> int:
-        operands = shapes[first:]
-        return of_logits(*operands) + logits(*operands) * (output_mask[0] + output_mask[1])
+    def flops(*shapes, output_mask, out_shape=None, retained=None, **options) -> int:
+        (tokens, hidden), *classes = operands = shapes[first:]
+        if retained is not None:
+            tokens -= retained[0]
+        return of_logits((tokens, hidden), *classes) + logits(*operands) * (output_mask[0] + output_mask[1])
 
     return flops
 

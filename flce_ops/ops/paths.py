@@ -1,6 +1,7 @@
 """Which path runs, and why: the first row of a table whose conditions all hold.
 
     LOSS              how a scalar loss makes its gradients          entry/plain.py, distributed/one_pass.py
+    RETAIN            whether backward is given logits of forward    ops/autograd.py
     KERNELS           what computes an inner operator                ops/registration.py
     situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.shards import shard_rows
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta import retained_columns
+from flce_ops.meta.arguments import Arguments, Backward, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     functorch_is_active,
@@ -27,6 +29,9 @@ from flce_ops.support.torch_private import (
     tracing_a_checkpointed_region,
 )
 from flce_ops.support.vendor import device_name, made_by_nvidia
+from flce_ops.support.workspace import get_retained
+
+ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are retained together
 
 
 class Situation(NamedTuple):
@@ -107,6 +112,25 @@ LOSS = {
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
     ),
 }
+
+# Of what the Triton kernels retain, z behind the cap, dz/du would be lost where the cap saturates.
+UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
+# Rounded logits would not be those that lse was made of: of half operands other GPUs hand over float32, and one class
+# has loss 0 only where both come from one product.
+PRODUCT_KEPT = Condition(
+    "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
+    lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),
+)
+RETAIN = {
+    "logits between a forward operator and its backward one": (
+        Path(
+            "retain",
+            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_KEPT),
+            why="of as many tokens as the bytes of `retained` hold: 3 GEMM passes for these",
+        ),
+        Path("recompute", (), why="backward makes the logits again: 4"),
+    ),
+}
 KERNELS = {
     "linear_cross_entropy_forward": (
         Path("triton", TRITON, "flce_ops.triton:launch_forward"),
@@ -143,6 +167,41 @@ KERNELS = {
         Path("aten", (), "flce_ops.aten.kl_div:with_grad"),
     ),
 }
+
+
+def in_triton(situation: Situation) -> bool:
+    return choose(KERNELS["linear_cross_entropy_backward"], situation).name == "triton"
+
+
+def retained_rows(call: Forward) -> int:
+    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
+    input, linear_weight, _, linear_bias, _ = call.operands
+    situation = loss_situation(input, linear_weight, linear_bias)._replace(
+        one_class=linear_weight.shape[0] == 1, softcap=call.logits.softcap is not None
+    )
+    return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
+
+
+def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
+    """For last_path(): how many rows, and what of the call alone rules it out."""
+    if isinstance(call, Forward) and call.retain:
+        rows = call.retain
+    elif isinstance(call, Backward):
+        rows = 0 if call.retained is None else call.retained.shape[0]
+    else:
+        return ()
+    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
+    return (f"{note} (expects {', '.join(expected)})" if expected else note,)
+
+
+def rows_to_retain(situation: Situation, tokens: int, num_classes: int) -> int:
+    """An expression of N and of a constant, the bytes in force now, where N is a symbol."""
+    (paths,) = RETAIN.values()
+    if choose(paths, situation).name == "recompute":
+        return 0
+    fitting = get_retained() // (2 * retained_columns(num_classes, situation.dtype))
+    return torch.sym_min(tokens, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def choice_of(op: str, call: Arguments) -> Choice:

@@ -48,7 +48,7 @@ OPERATORS = {
     "linear_cross_entropy_forward": Operator(
         arguments.Forward,
         "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_logit, Tensor max_logit, Tensor argmax, "
-        "Tensor lse_rest",
+        "Tensor lse_rest, Tensor retained",
         meta.forward_outputs,
         autograd.ForwardFormula,
         autocast=True,
@@ -105,6 +105,7 @@ def kernel(name: str) -> Callable:
     def run(*args, **kwargs):
         call = bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, call)
+        call.notes += paths.retained_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run

@@ -8,7 +8,7 @@ devices.py). A step makes the loss and the gradients of the hidden states and of
 
 from dataclasses import dataclass, replace
 
-from flce_ops.plan.cuts import Cut, Head, dense_compiled, dense_eager, one_pass, two_passes, vocabulary_parallel
+from flce_ops.plan.cuts import Cut, Head, dense_compiled, dense_eager, one_pass, per_token, vocabulary_parallel
 from flce_ops.plan.devices import Device, device_of
 from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
 from flce_ops.support.workspace import get_workspace, workspace
@@ -43,7 +43,7 @@ def plan(head: Head, gpus: int, device: Device) -> list[Option]:
     with workspace(SMALL_WORKSPACE):
         name = f"flce_ops, workspace {SMALL_WORKSPACE >> 20} MiB"
         options.append(on_one_gpu(name, head, one_pass(head), device))
-    options.append(on_one_gpu('flce_ops, reduction="none"', head, two_passes(head), device))
+    options.append(on_one_gpu('flce_ops, reduction="none"', head, per_token(head), device))
     if gpus > 1:
         options += [over_the_vocabulary(head, gpus, device), fully_sharded(head, gpus, device)]
     return options

@@ -11,7 +11,8 @@ import torch
 
 from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.math.shards import shard_rows
-from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose
+from flce_ops.meta import retained_columns
+from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose, rows_to_retain
 from flce_ops.support.workspace import matrix_bytes
 
 if TYPE_CHECKING:
@@ -80,8 +81,22 @@ def runs_on_triton(op: str, head: Head) -> bool:
 
 
 def two_passes(head: Head) -> Cut:
-    """reduction="none" or a checkpointed region: forward, then a backward that makes the logits again."""
+    """A checkpointed region, or no bytes for logits: forward, then a backward that makes the logits again."""
     return two_passes_triton(head) if runs_on_triton("backward", head) else two_passes_aten(head)
+
+
+def per_token(head: Head) -> Cut:
+    """reduction="none": as above, but for the tokens whose logits wait for backward."""
+    rows = rows_to_retain(Situation("cuda", head.dtype, wants_gradient=True), head.tokens, head.vocab)
+    cut, share = two_passes(head), rows / head.tokens
+    kernels = "triton" if runs_on_triton("backward", head) else "aten"
+    return replace(
+        cut,
+        path=f"{kernels}, {share:.0%} retained" if rows else cut.path,
+        temporaries=cut.temporaries + 2 * rows * retained_columns(head.vocab, head.dtype),
+        passes=cut.passes - share,
+        bytes_per_logit=cut.bytes_per_logit + 2 * head.dtype.itemsize * share,  # read, and written as G
+    )
 
 
 def vocabulary_parallel(shard: Head) -> Cut:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flce_ops.support.torch_private import key_compiled_graphs
+from flce_ops.support.workspace import get_retained
 from flce_ops.version import __version__
 
 
@@ -31,11 +32,14 @@ def code_key() -> str:
 
 
 def keyed(fake: Callable) -> Callable:
-    """The fake kernel of an operator, which also puts this package into the key of what is being compiled."""
+    """The fake kernel of an operator, which also puts this package into the key of what is being compiled.
+
+    And the bytes from which a graph has its number of retained rows (flce_ops/ops/paths.py).
+    """
 
     @functools.wraps(fake)
     def run(*args, **kwargs):
-        key_compiled_graphs("torch.ops.flce", code_key())
+        key_compiled_graphs("torch.ops.flce", f"{code_key()}, {get_retained()} bytes retained")
         return fake(*args, **kwargs)
 
     return run

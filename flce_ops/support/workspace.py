@@ -1,10 +1,11 @@
-"""How much temporary memory one call may use, and the rows of logits that fit into it.
+"""How much memory one call may use beside its results: temporary, and for logits that wait from forward to backward.
 
 The workspace bounds everything an operator allocates besides its results, whatever the number of tokens is. It changes
-speed and the number of chunks, not the meaning of the result.
+speed and the number of chunks, not the meaning of the result. What retained logits may take comes on top, between a
+forward operator and its backward one.
 
-One value is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing from
-the one that entered a block:
+One value of each is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing
+from the one that entered a block:
 
     set_workspace(a)                      a
         thread 1: with workspace(b)       b
@@ -18,10 +19,15 @@ Of set_workspace and the blocks still open, what came last decides. A block take
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
+
+# Of retained logits, in workspaces, where no number of bytes is set. The default is 1 GiB: 4096 tokens of 128256
+# classes, and no more than the gradients that a scalar loss holds at that time, D (N + V) half numbers at D = 4096.
+RETAINED_WORKSPACES = 2
 
 # The ATen kernels sum gradients of half operands over chunks in float32 where that copy is small: at most half the
 # workspace, or this much. A larger one is summed in its own dtype, rounded once a chunk (flce_ops/aten/gradients.py).
@@ -32,17 +38,46 @@ VECTOR_BYTES_PER_TOKEN = 128
 
 
 class Block:
-    """One `with workspace(nbytes)` that has been entered; told from others of its size by identity."""
+    """One `with workspace(...)` that has been entered; told from others of its size by identity."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int | None) -> None:
         self.nbytes = nbytes
 
 
-_set_bytes = DEFAULT_WORKSPACE_BYTES
-# Entered since the last set_workspace and not left, the youngest last. Each change is one operation of the list, which
-# is atomic. A lock would not do: the block of an abandoned generator is left when that is collected, which may be
-# inside any allocation, one made under the lock included.
-_open_blocks: list[Block] = []
+class Budget:
+    """Bytes that are set, or those of the youngest open block that names some."""
+
+    def __init__(self, nbytes: int | None) -> None:
+        self.nbytes = nbytes
+        # Entered since the last `set` and not left, the youngest last. Each change is one operation of the list, which
+        # is atomic. A lock would not do: the block of an abandoned generator is left when that is collected, which may
+        # be inside any allocation, one made under the lock included.
+        self.blocks: list[Block] = []
+
+    def get(self) -> Any:
+        """int, or None where none is set."""
+        youngest = self.blocks[-1:]
+        return youngest[0].nbytes if youngest else self.nbytes
+
+    def set(self, nbytes: int | None) -> None:
+        self.nbytes = nbytes
+        self.blocks.clear()
+
+    @contextmanager
+    def block(self, nbytes: int | None) -> Iterator[None]:
+        """Without bytes it changes nothing."""
+        block = Block(nbytes)
+        if nbytes is not None:
+            self.blocks.append(block)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # a `set` since then has taken its place
+                self.blocks.remove(block)
+
+
+_temporary = Budget(DEFAULT_WORKSPACE_BYTES)
+_retained = Budget(None)
 
 
 # Bytes of the call that runs in this thread which are taken already.
@@ -51,8 +86,13 @@ _taken = threading.local()
 
 def get_workspace() -> int:
     """Bytes of temporary memory that one operator call may use, less what the one in this thread has reserved."""
-    youngest = _open_blocks[-1:]
-    return (youngest[0].nbytes if youngest else _set_bytes) - getattr(_taken, "nbytes", 0)
+    return _temporary.get() - getattr(_taken, "nbytes", 0)
+
+
+def get_retained() -> int:
+    """Bytes of logits that a forward operator may keep for its backward one."""
+    retained = _retained.get()
+    return RETAINED_WORKSPACES * get_workspace() if retained is None else retained
 
 
 @contextmanager
@@ -74,50 +114,53 @@ def float32_sum_fits(elements: int) -> bool:
     return 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
 
 
-def set_workspace(nbytes: int) -> None:
-    """Set the bytes of temporary memory that one operator call may use (default 512 MiB).
+def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> None:
+    """Set the bytes of temporary memory that one operator call may use (default 512 MiB), and those of logits that may
+    wait for backward (default: twice as many).
 
     In all threads, from now on: inside `with workspace(...)` blocks that are open it holds too, and stays when they are
-    left.
+    left. What is not given stays as it is.
 
-    Read when a kernel runs, in compiled graphs too, so no recompilation follows; called in a function that is being
-    compiled it is a graph break. At least 128 rows of logits are always
+    `nbytes` is read when a kernel runs, in compiled graphs too, so no recompilation follows; called in a function that
+    is being compiled it is a graph break. At least 128 rows of logits are always
     held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than refused. On a CPU a
     chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
     at most half of it or 32 MiB, the ATen kernels use one to sum half operands over chunks, on a CPU over more than 8
-    of them. On top of it come the float32 sums of a double backward.
+    of them. On top of it come the float32 sums of a double backward, and
+
+    `retained`: per-token results (reduction="none", linear_log_probs) and a scalar loss in float16 keep the logits of
+    as many tokens as fit, two bytes a logit of half operands, so that backward need not make them again: 3 GEMM passes
+    for these tokens instead of 4. 0 keeps none. A compiled graph has the value with which it was traced.
 
     Raises:
-        ValueError: `nbytes` is not a positive integer.
+        ValueError: `nbytes` is not a positive integer, or `retained` a negative one.
     """
-    global _set_bytes
-    check_bytes("set_workspace", nbytes)
-    _set_bytes = nbytes
-    _open_blocks.clear()
+    check_bytes("set_workspace", nbytes, retained)
+    if nbytes is not None:
+        _temporary.set(nbytes)
+    if retained is not None:
+        _retained.set(retained)
 
 
 @contextmanager
-def workspace(nbytes: int) -> Iterator[None]:
-    """`set_workspace(nbytes)` for the calls (forward and backward) made inside the `with` block, in every thread.
+def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iterator[None]:
+    """`set_workspace(...)` for the calls (forward and backward) made inside the `with` block, in every thread.
 
     Of several open blocks, nested or of several threads, the one entered last decides, in all threads. When all are
     left, in whatever order, the value of `set_workspace` is back.
 
     Raises:
-        ValueError: `nbytes` is not a positive integer.
+        ValueError: as set_workspace.
     """
-    check_bytes("workspace", nbytes)
-    block = Block(nbytes)
-    _open_blocks.append(block)
-    try:
+    check_bytes("workspace", nbytes, retained)
+    with _temporary.block(nbytes), _retained.block(retained):
         yield
-    finally:
-        with suppress(ValueError):  # a set_workspace since then has taken its place
-            _open_blocks.remove(block)
 
 
-def check_bytes(function: str, nbytes: int) -> None:
+def check_bytes(function: str, nbytes: int | None, retained: int | None) -> None:
     if torch.compiler.is_dynamo_compiling():  # else the graph would run with what is in force outside
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
+    if (nbytes is not None or retained is None) and not (type(nbytes) is int and nbytes > 0):
         raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")
+    if retained is not None and not (type(retained) is int and retained >= 0):
+        raise ValueError(f"{function}: expected retained to be a number of bytes, got {retained!r}")

@@ -2,6 +2,7 @@
 
     for each range of rows:            the kept tokens of the range                              gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
+                                           or, where forward retained logits,             retained_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
                                        sum += G @ linear_weight[classes]                         input_gradient.py
         grad_input[rows] = sum
@@ -31,10 +32,12 @@ from flce_ops.triton.gradient_factors import KnownRows, launch_gradient_factors
 from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.logit_codes import codes_of
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.replay import repeated
+from flce_ops.triton.retained_gradient import launch_retained_gradient
 from flce_ops.triton.set_entries import launch_set_entries
-from flce_ops.triton.target import weight_tiles_for
+from flce_ops.triton.target import tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -81,6 +84,7 @@ def run_backward(
     size, count = input.dtype.itemsize, kept.order.shape[0]
     beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
     row_slices, column_slices = pieces(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
+    tile = tiles_for(input).block_n
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         weight_gradient = WeightGradient(grad_weight, chunks=len(row_slices))
@@ -102,21 +106,33 @@ def run_backward(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
         column, input_gradient = at_target.column, None
+        codes = (
+            None
+            if call.retained is None
+            else codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
+        )
+        first_new = 0 if codes is None else codes.numbers.shape[0]
         if grad_input is not None:
             finish = Finish(None, column, residual)
             input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
         for cols in column_slices:
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
-            launch_logits_gemm(
-                rows,
-                linear_weight[cols],
-                None if linear_bias is None else linear_bias[cols],
-                factors._replace(class_weight=None if class_weight is None else class_weight[cols]),
-                logit_options,
-                here,
-                out=gradient,
-            )
+            own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
+            if first_new:
+                given = slice(0, first_new)
+                launch_retained_gradient(codes, cols, own.of(given), here.of(given), out=gradient[given], tile=tile)
+            if first_new < n:
+                others = slice(first_new, n)
+                launch_logits_gemm(
+                    rows[others],
+                    linear_weight[cols],
+                    None if linear_bias is None else linear_bias[cols],
+                    own.of(others),
+                    logit_options,
+                    here.of(others),
+                    out=gradient[others],
+                )
             launch_set_entries(gradient, column, entry, here, start=cols.start)
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)

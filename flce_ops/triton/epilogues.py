@@ -2,6 +2,7 @@
 
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column
+                or the codes of z in place of E, and max_cols z for these                          (logit_codes.py)
     max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from flce_ops.triton.logit_codes import Coding, encoded, largest_places
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
 
@@ -47,12 +50,27 @@ class ExpSum(NamedTuple):
     expected: Tensor | None = None  # (T, n) out, sum_cols E (z - reference)
     row_max: Tensor | None = None  # (T, n) out
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
+    coding: Coding | None = None  # its maxima out
+
+    def of(self, tiles: slice, columns: slice) -> "ExpSum":
+        def part(numbers: Tensor | None, of: slice = tiles) -> Tensor | None:
+            return None if numbers is None else numbers[of]
+
+        return self._replace(
+            class_weight=part(self.class_weight, columns),
+            partial=self.partial[tiles],
+            logit_sum=part(self.logit_sum),
+            expected=part(self.expected),
+            row_max=part(self.row_max),
+            argmax=part(self.argmax),
+        )
 
 
 @triton.jit
-def exp_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
+def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
     reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
+    partial_offset = tile.to(tl.int64) * n + rows
     if operands.logit_sum is not None:
         weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
         tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)
@@ -68,6 +86,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN
         # a bias of -inf has exponential 0, whose product is 0
         shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
         tl.store(operands.expected + partial_offset, tl.sum(shifted, 1), mask=row_mask)
+    if operands.coding is not None:
+        largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        tl.store(largest_places(operands.coding, rows, tile), largest, mask=row_mask)
+        result = encoded(z, largest, operands.coding.steps)
     return result
 
 
@@ -77,7 +100,8 @@ class MaxSum(NamedTuple):
 
 
 @triton.jit
-def max_sum(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
+def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+    partial_offset = tile.to(tl.int64) * n + rows
     z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
     row_max = tl.max(z, 1)
     finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only: sum 0, not nan
@@ -94,9 +118,14 @@ class Gradient(NamedTuple):
     sum_factor: Tensor | None = None  # (n,)
     shift_factor: Tensor | None = None  # (n,) of z - reference in base 2
 
+    def of(self, rows: slice) -> "Gradient":
+        reference, row_factor, class_weight, *others = self
+        others = [None if factor is None else factor[rows] for factor in others]
+        return Gradient(reference[rows], row_factor[rows], class_weight, *others)
+
 
 @triton.jit
-def gradient(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V: tl.constexpr):
+def gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
     reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
     result = tl.exp2(z - reference_logit[:, None])

@@ -18,7 +18,7 @@ from flce_ops.triton.target import on_tma_device
 
 
 def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
-    """A launcher whose results of two dimensions are (N, D) or (V, D)."""
+    """A launcher whose results of two dimensions are (N, D) or (V, D), but for those of another dtype."""
 
     @functools.wraps(launch)
     def run(call: Any) -> tuple[Tensor, ...]:
@@ -33,6 +33,7 @@ def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[
         call.notes += (f"{missing} features of zeros added",)
         with reserved(copies):
             results = launch(call)
-        return tuple(result[:, :hidden].contiguous() if result.dim() == 2 else result for result in results)
+        matrices = (result.dim() == 2 and result.dtype == input.dtype for result in results)
+        return tuple(r[:, :hidden].contiguous() if matrix else r for r, matrix in zip(results, matrices))
 
     return run

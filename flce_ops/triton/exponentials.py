@@ -20,6 +20,7 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import ExpSum, MaxSum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.logit_codes import LogitCodes, coding
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import tiles_for
@@ -134,6 +135,7 @@ def launch_exponentials(
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     guard: Tensor,  # () int32, 0
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
+    codes: LogitCodes | None = None,  # out, where E itself is not asked for
     logit_sum: bool,
     expected: bool = False,
     argmax: bool = False,
@@ -158,24 +160,20 @@ def launch_exponentials(
         expected=per_tile_if(expected),
         row_max=per_tile_if(argmax),
         argmax=per_tile_if(argmax, torch.int32),
+        coding=None if codes is None else coding(codes, input.dtype),
     )
 
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
         for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
-            _, class_weight, *of_every_tile = sums
             launch_logits_gemm(
                 input,
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
-                ExpSum(
-                    reference_logit,
-                    None if class_weight is None else class_weight[cols],
-                    *(None if numbers is None else numbers[of_tiles] for numbers in of_every_tile),
-                ),
+                sums.of(of_tiles, cols),
                 logit_options,
                 kept,
-                out=out,
+                out=out if sums.coding is None else codes.numbers,
                 guard=guarded,
             )
             if sums.argmax is not None and cols.start:

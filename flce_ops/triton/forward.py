@@ -14,6 +14,7 @@ from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
+from flce_ops.triton.logit_codes import codes_of
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.target import tiles_for
@@ -21,7 +22,6 @@ from flce_ops.triton.target import tiles_for
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
 FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
-ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # as meta.forward_outputs has them
 
 
 @Kernel
@@ -68,7 +68,12 @@ def finish_forward_kernel(
 
 @takes(Forward)
 @with_even_features
-def launch_forward(call: Forward) -> ForwardOutputs:
+def launch_forward(call: Forward) -> meta.ForwardOutputs:
+    if call.retain and call.logits.softcap is not None:
+        raise NotImplementedError(
+            "linear_cross_entropy_forward: expected retain=0 under a softcap, whose slope the retained logits do not "
+            f"tell, got {call.retain}"
+        )
     outputs = meta.forward_outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
     num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
@@ -80,22 +85,24 @@ def launch_forward(call: Forward) -> ForwardOutputs:
     return outputs
 
 
-def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: ForwardOutputs) -> list[slice]:
+def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.ForwardOutputs) -> list[slice]:
     kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
     return run_forward(call, kept, outputs)
 
 
-def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slice]:
+def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list[slice]:
     """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
     operands = call.operands
     input, linear_weight, _, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
-    chunks = forward_chunks(kept.order.shape[0], row_bytes)
+    *results, retained = outputs
+    codes = codes_of(retained, linear_weight.shape[0])
+    chunks = forward_chunks(kept.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
-    memory = input.new_empty(chunks[0].stop, input.shape[1])
-    wanted = tuple(out if out.numel() else None for out in outputs)
+    memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
+    wanted = tuple(out if out.numel() else None for out in results)
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = memory[:n]
@@ -108,6 +115,7 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
             here,
             reference_logit=at_target.reference,
             guard=at_target.guard,
+            codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
             expected=call.expected_logit,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
@@ -119,7 +127,9 @@ def run_forward(call: Forward, kept: Kept, outputs: ForwardOutputs) -> list[slic
     return chunks
 
 
-def forward_chunks(tokens: int, row_bytes: int) -> list[slice]:
-    """Of rows that hold so many bytes each: partial sums and the gathered token."""
+def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
+    """Of rows that hold so many bytes each: partial sums and the gathered token. Those that are retained come first."""
     rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
-    return slices(tokens, min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS))
+    at_most, first = min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS), min(retained, tokens)
+    others = [slice(first + rows.start, first + rows.stop) for rows in slices(tokens - first, at_most)]
+    return slices(first, at_most) + others

@@ -153,8 +153,7 @@ def logits_gemm_kernel(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
         z, dz_du = base2_logits(acc, bias, logit_options, logit_scale, softcap)
-        partial_offset = vocab_block.to(tl.int64) * n + rows
-        result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, partial_offset, V, EVEN_V)
+        result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if out_ptr is not None:
             if BEFORE_SOFTCAP:
                 result = (acc if bias is None else acc + bias) * logit_scale

@@ -35,7 +35,7 @@ def recompute_step(
     )
     outputs = meta.forward_outputs(*forward.values())
     run_forward(forward, kept, outputs)
-    target_logit, lse, logit_sum, _, _, columns, lse_rest = outputs
+    target_logit, lse, logit_sum, _, _, columns, lse_rest, _ = outputs
     here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(

@@ -35,7 +35,7 @@ class LogitsTiles(Tiles):
 HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
 HOPPER_SHALLOW = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
 AMPERE = LogitsTiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False)
-INTERPRETER = LogitsTiles(32, 64, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
+INTERPRETER = LogitsTiles(32, 128, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
 
 
 def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
