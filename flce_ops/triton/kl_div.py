@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import Operands
+from flce_ops.math.options import Reduction
 from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
 from flce_ops.triton.chunks import contiguous, record_chunks
@@ -62,7 +63,7 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
     scale = RowScale(call.row_scale, call.options.logit_scale)
     chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(divergence), scale)
     finish_gradients(grads, gradients, kept, place)
-    launch_sum_losses(divergence, call.row_scale, loss)
+    launch_sum_losses(divergence, Reduction(call.row_scale), kept.total, loss)
     return chunks
 
 
