@@ -25,6 +25,14 @@ class Operands(NamedTuple):
     weight: Tensor | None = None  # (V,), class weights
 
 
+class LogitOperands(NamedTuple):
+    """Of a loss of logits that are given."""
+
+    logits: Tensor  # (N, V)
+    target: Tensor  # (N,)
+    weight: Tensor | None = None  # (V,), class weights
+
+
 class LogitOptions(NamedTuple):
     softcap: Tensor | None = None  # ()
     logit_scale: Tensor | None = None  # ()
@@ -60,7 +68,7 @@ class Cotangents(NamedTuple):
 class TokenLosses(NamedTuple):
     """What the losses of tokens are a function of, one row a token."""
 
-    operands: Operands
+    operands: Operands | LogitOperands
     ignore_index: int
     loss: LossOptions
     logits: LogitOptions
