@@ -72,7 +72,7 @@ class Arguments:
                 cls.positional = start
             group = hint if hasattr(hint, "_fields") else None
             if group is None:
-                arguments.append(Argument(name, schema_type(hint), vars(cls).get(name, REQUIRED)))
+                arguments.append(Argument(name, schema_type(hint), getattr(cls, name, REQUIRED)))
             else:
                 hints = get_type_hints(group, include_extras=True)
                 arguments += [

@@ -1,0 +1,492 @@
+"""The loss of given logits: one program a row, which memory reads once and whose gradient it writes once.
+
+                      V
+        ┌─────────┬──┬──┬──┬──┐    held blocks stay in registers; the others are read a second time, latest first:
+      i │▓▓▓▓▓▓▓▓▓│  │  │  │  │    a row of 250 KiB a multiprocessor leaves the L2 cache (50 MB on H100 and H200) room
+        └─────────┴──┴──┴──┴──┘    for all of them
+
+    for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
+    lse = (m + log2 s) ln 2      loss, l, a = row_loss(...)                              row_loss.py
+    for each block, backwards:   G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
+
+A row whose target is ignored is not read; its gradient is zeros.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.options import LogitOperands
+from flce_ops.meta import cross_entropy as meta
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
+from flce_ops.support.path import record_run
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.logit_rows import (
+    LOWEST,
+    Matrix,
+    add_block,
+    gradient_numbers,
+    groups_of,
+    load_block,
+    matrix_of,
+    row_start,
+    store_block,
+)
+from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
+from flce_ops.triton.replay import Kernel, repeated
+from flce_ops.triton.row_loss import RowLoss, row_loss
+from flce_ops.triton.target import interpreted
+
+# N tokens, V vocabulary
+
+
+class Tile(NamedTuple):
+    """How a program takes its row."""
+
+    block_g: int  # groups of 16 bytes in a block
+    held: int  # blocks in registers
+    num_warps: int
+    num_stages: int  # blocks on their way, of the others
+
+
+@triton.jit
+def target_column(target_ptr, i, ignore_index, V):
+    """Whether the row counts, and its target; 0 for one out of range, which is refused elsewhere."""
+    target = tl.load(target_ptr + i).to(tl.int64)
+    inside = (target >= 0) & (target < V)
+    return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
+
+
+@triton.jit
+def store_gradient_block(
+    out_row,
+    u,  # (BLOCK_G, VEC)
+    block,
+    lead,
+    V,
+    factors,
+    class_weight_ptr,
+    logit_options,
+    logit_scale,
+    softcap,
+    BLOCK_G: tl.constexpr,
+    VEC: tl.constexpr,
+    ELEMENTWISE: tl.constexpr,
+):
+    _, number = groups_of(block, BLOCK_G, VEC)
+    col = number - lead
+    inside = (col >= 0) & (col < V)
+    g = gradient_numbers(u, col, inside, factors, None, class_weight_ptr, logit_options, logit_scale, softcap)
+    store_block(out_row, g, block, lead, V, BLOCK_G, VEC, ELEMENTWISE)
+
+
+@triton.jit
+def finish_gradient(
+    row,
+    out_row,
+    lead,
+    V,
+    column,
+    u_target,  # read before anything was written
+    at_target,
+    factors,
+    class_weight_ptr,
+    logit_options,
+    logit_scale,
+    softcap,
+    VEC: tl.constexpr,
+    ELEMENTWISE: tl.constexpr,
+):
+    """The groups that the row shares with others, and the target's entry."""
+    if not ELEMENTWISE:
+        last = (lead + V) // VEC * VEC  # first number of the last group, where that is not all the row's own
+        number = tl.arange(0, 2 * VEC)
+        shared = (number >= VEC) | (lead > 0)
+        number = tl.where(number < VEC, number, last + number - VEC)
+        col = number - lead
+        shared &= (col >= 0) & (col < V)
+        u = tl.load(row + number, mask=shared, other=0.0)
+        g = gradient_numbers(u, col, shared, factors, None, class_weight_ptr, logit_options, logit_scale, softcap)
+        tl.store(out_row + number, g.to(out_row.dtype.element_ty), mask=shared)
+        out_row += lead
+    g = gradient_numbers(
+        u_target, column, column < V, factors, at_target, class_weight_ptr, logit_options, logit_scale, softcap
+    )
+    tl.debug_barrier()  # another thread wrote there with its block
+    tl.store(out_row + column, g.to(out_row.dtype.element_ty))
+
+
+@triton.jit
+def store_zero_row(
+    out_row, grad_logits, i, V, BLOCK: tl.constexpr, VEC: tl.constexpr, ELEMENTWISE: tl.constexpr
+):
+    if not ELEMENTWISE:
+        _, lead = row_start(grad_logits, i, VEC)
+        out_row += lead
+    for start in range(0, V, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        tl.store(out_row + col, tl.zeros((BLOCK,), out_row.dtype.element_ty), mask=col < V)
+
+
+@Kernel
+@triton.jit
+def rows_kernel(
+    logits,  # Matrix
+    grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
+    target_ptr,  # (N,)
+    row_scale_ptr,  # (N,); None without grad_logits
+    outputs,  # (target_logit, lse, logit_sum, argmax, lse_rest), or with grad_logits (losses, argmax); (N,) or None
+    class_weight_ptr,  # (V,) float32
+    loss,  # RowLoss; None without grad_logits
+    logit_options,  # LogitOptions
+    ignore_index,
+    V,
+    LOGIT_SUM: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    ELEMENTWISE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    VEC: tl.constexpr,
+    HELD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i = tl.program_id(0)
+    valid, column = target_column(target_ptr, i, ignore_index, V)
+    out_row = None
+    if grad_logits is not None:
+        if ELEMENTWISE:
+            out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
+        else:
+            out_row, _ = row_start(grad_logits, i, VEC)
+    if valid:
+        row, lead = row_start(logits, i, VEC)
+        groups = tl.cdiv(lead + V, VEC)
+        blocks = tl.cdiv(groups, BLOCK_G)
+        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+        u_target = tl.load(row + lead + column)
+
+        m = tl.full((BLOCK_G,), LOWEST, tl.float32)
+        s = tl.zeros((BLOCK_G,), tl.float32)
+        logit_sums = tl.zeros((BLOCK_G,), tl.float32)
+        columns = tl.zeros((BLOCK_G,), tl.int32)
+        held = ()
+        for block in tl.static_range(HELD):
+            held += (load_block(row, block, groups, BLOCK_G, VEC, "evict_first"),)
+        for block in tl.static_range(HELD):
+            m, s, logit_sums, columns = add_block(
+                m, s, logit_sums, columns, held[block], block, lead, V, class_weight_ptr, logit_options, logit_scale,
+                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC,
+            )  # fmt: skip
+        for block in tl.range(HELD, blocks, num_stages=STAGES):
+            u = load_block(row, block, groups, BLOCK_G, VEC, "evict_last" if grad_logits is not None else "evict_first")
+            m, s, logit_sums, columns = add_block(
+                m, s, logit_sums, columns, u, block, lead, V, class_weight_ptr, logit_options, logit_scale,
+                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC,
+            )  # fmt: skip
+
+        row_max = tl.max(m, 0)
+        row_sum = tl.sum(s * tl.exp2(m - row_max), 0)
+        logit_sum2 = None
+        if LOGIT_SUM:
+            logit_sum2 = tl.sum(logit_sums, 0)
+        if ARGMAX:
+            argmax = tl.min(tl.where(m == row_max, columns, V), 0)
+            argmax = tl.where(argmax < V, argmax, 0).to(tl.int64)  # nan is no maximum
+            tl.store(outputs.argmax + i, argmax)
+        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+        log2_sum = tl.log2(row_sum)
+        if grad_logits is None:
+            lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
+            lse = lse64.to(tl.float32)
+            rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
+            tl.store(outputs.target_logit + i, target_logit2 * LN2)
+            tl.store(outputs.lse + i, lse)
+            tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < 1.0, rest, 0.0))
+            if LOGIT_SUM:
+                tl.store(outputs.logit_sum + i, logit_sum2 * LN2)
+        else:
+            target_weight = None
+            if class_weight_ptr is not None:
+                target_weight = tl.load(class_weight_ptr + column)
+            surprisal2 = (row_max - target_logit2) + log2_sum
+            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
+            value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, logit_sum2, target_weight, loss)
+            tl.store(outputs.losses + i, value)
+            scale = tl.load(row_scale_ptr + i).to(tl.float32) * logit_scale
+            sum_factor = None
+            if LOGIT_SUM:
+                sum_factor = -scale * loss.options.label_smoothing / V
+            factors = (row_max, scale * d_lse / row_sum, sum_factor)
+            for back in tl.range(0, blocks - HELD, num_stages=STAGES):
+                block = blocks - 1 - back
+                u = load_block(row, block, groups, BLOCK_G, VEC, "evict_first")
+                store_gradient_block(
+                    out_row, u, block, lead, V, factors, class_weight_ptr, logit_options, logit_scale, softcap,
+                    BLOCK_G, VEC, ELEMENTWISE,
+                )  # fmt: skip
+            for block in tl.static_range(HELD):
+                store_gradient_block(
+                    out_row, held[block], block, lead, V, factors, class_weight_ptr, logit_options, logit_scale,
+                    softcap, BLOCK_G, VEC, ELEMENTWISE,
+                )  # fmt: skip
+            finish_gradient(
+                row, out_row, lead, V, column, u_target, scale * d_target, factors, class_weight_ptr, logit_options,
+                logit_scale, softcap, VEC, ELEMENTWISE,
+            )  # fmt: skip
+    else:
+        if ARGMAX:
+            tl.store(outputs.argmax + i, tl.full((), -1, tl.int64))
+        if grad_logits is None:
+            tl.store(outputs.target_logit + i, 0.0)
+            tl.store(outputs.lse + i, 0.0)
+            tl.store(outputs.lse_rest + i, 0.0)
+            if LOGIT_SUM:
+                tl.store(outputs.logit_sum + i, 0.0)
+        else:
+            tl.store(outputs.losses + i, 0.0)
+            store_zero_row(out_row, grad_logits, i, V, BLOCK_G * VEC, VEC, ELEMENTWISE)
+
+
+@Kernel
+@triton.jit
+def gradient_kernel(
+    logits,  # Matrix
+    grad_logits,  # Matrix, out
+    target_ptr,  # (N,)
+    lse_ptr,  # (N,)
+    lse_rest_ptr,  # (N,)
+    cotangents,  # Cotangents, (N,) each or None
+    class_weight_ptr,  # (V,) float32
+    logit_options,  # LogitOptions
+    ignore_index,
+    V,
+    ELEMENTWISE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    VEC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """G from the cotangents of a row's numbers: one read and one write, without a sum."""
+    i = tl.program_id(0)
+    valid, column = target_column(target_ptr, i, ignore_index, V)
+    if ELEMENTWISE:
+        out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
+    else:
+        out_row, _ = row_start(grad_logits, i, VEC)
+    if valid:
+        row, lead = row_start(logits, i, VEC)
+        groups = tl.cdiv(lead + V, VEC)
+        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+        u_target = tl.load(row + lead + column)
+        lse2 = (tl.load(lse_ptr + i).to(tl.float64) + tl.load(lse_rest_ptr + i).to(tl.float64)) * 1.4426950408889634
+        reference = lse2.to(tl.float32)
+        factor = 0.0
+        if cotangents.grad_lse is not None:
+            share = tl.exp2((reference.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
+            factor = tl.load(cotangents.grad_lse + i).to(tl.float32) * logit_scale * share
+        sum_factor = None
+        if cotangents.grad_logit_sum is not None:
+            sum_factor = tl.load(cotangents.grad_logit_sum + i).to(tl.float32) * logit_scale
+        at_target = 0.0
+        if cotangents.grad_target_logit is not None:
+            at_target = tl.load(cotangents.grad_target_logit + i).to(tl.float32) * logit_scale
+        factors = (reference, factor, sum_factor)
+        for block in tl.range(0, tl.cdiv(groups, BLOCK_G), num_stages=STAGES):
+            u = load_block(row, block, groups, BLOCK_G, VEC, "evict_first")
+            store_gradient_block(
+                out_row, u, block, lead, V, factors, class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G,
+                VEC, ELEMENTWISE,
+            )  # fmt: skip
+        finish_gradient(
+            row, out_row, lead, V, column, u_target, at_target, factors, class_weight_ptr, logit_options, logit_scale,
+            softcap, VEC, ELEMENTWISE,
+        )  # fmt: skip
+    else:
+        store_zero_row(out_row, grad_logits, i, V, BLOCK_G * VEC, VEC, ELEMENTWISE)
+
+
+@Kernel
+@triton.jit
+def finish_kernel(
+    target_ptr,  # (N,)
+    losses_ptr,  # (N,); None where only the targets are looked at
+    row_scale_ptr,  # (N,)
+    loss_ptr,  # () out, sum_i row_scale_i losses_i
+    in_range_ptr,  # () bool, out
+    N,
+    ignore_index,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """One program, in a fixed order, as sum_losses_kernel."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    wrong = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, N, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + i, mask=i < N, other=0).to(tl.int64)
+        wrong |= ((target != ignore_index) & ((target < 0) | (target >= V))).to(tl.int32)
+        if losses_ptr is not None:
+            losses = tl.load(losses_ptr + i, mask=i < N, other=0.0)
+            total += losses * tl.load(row_scale_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    tl.store(in_range_ptr, tl.max(wrong, 0) == 0)
+    if losses_ptr is not None:
+        tl.store(loss_ptr, tl.sum(total, 0))
+
+
+class ForwardNumbers(NamedTuple):
+    """As meta.forward_outputs has them; None where not asked for."""
+
+    target_logit: Tensor
+    lse: Tensor
+    logit_sum: Tensor | None
+    argmax: Tensor | None
+    lse_rest: Tensor
+
+
+class LossNumbers(NamedTuple):
+    losses: Tensor
+    argmax: Tensor | None
+
+
+def tile_for(logits: Tensor, held: bool) -> Tile:
+    """For a row of so many bytes: the fewest warps whose registers hold it, 128 bytes of it a thread."""
+    if interpreted(logits):
+        return Tile(block_g=4, held=2 if held else 0, num_warps=1, num_stages=1)
+    row_bytes = logits.shape[1] * logits.element_size()
+    num_warps = next((warps for warps in (4, 8) if row_bytes <= warps * 32 * 256), 16)
+    block_g = num_warps * 32 * 4
+    blocks = triton.cdiv(row_bytes, 16 * block_g)
+    return Tile(block_g, min(blocks, 4) if held else 0, num_warps, num_stages=3)
+
+
+def unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> LogitOperands:
+    """Rows of unit stride, contiguous vectors, class weights in float32."""
+    logits, target, weight = call.operands
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        logits = logits.contiguous()
+        call.notes += ("a copy of logits without a unit stride",)
+    return LogitOperands(logits, target.contiguous(), None if weight is None else weight.float().contiguous())
+
+
+@takes(LogitsForward)
+def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(call)
+    operands = unit_rows(call)
+    in_range = operands.target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(operands.logits):
+        numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
+        repeated(run_rows, call, operands, None, None, numbers, None, in_range)
+        assert_in_range(in_range, operands.target, operands.logits.shape[1], call.ignore_index)
+    record_run(call, 1, operands.logits.shape[0])
+    return outputs
+
+
+@takes(LogitsWithGrad)
+def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
+    run_with_grad(call, unit_rows(call), grad_logits, loss, LossNumbers(losses, argmax if call.argmax else None))
+    return outputs
+
+
+@takes(LogitsWithGradInPlace)
+def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
+    loss, losses, argmax = outputs = meta.with_grad_in_place_outputs(call)
+    operands, logits = unit_rows(call), call.operands.logits
+    run_with_grad(call, operands, operands.logits, loss, LossNumbers(losses, argmax if call.argmax else None))
+    if operands.logits is not logits:
+        logits.copy_(operands.logits)
+    return outputs
+
+
+def run_with_grad(
+    call: LogitsWithGrad, operands: LogitOperands, grad_logits: Tensor, loss: Tensor, numbers: LossNumbers
+) -> None:
+    in_range = operands.target.new_empty((), dtype=torch.bool)
+    row_scale, weight, num_classes = call.row_scale.contiguous(), operands.weight, operands.logits.shape[1]
+    with torch.cuda.device_of(operands.logits):
+        row_loss = RowLoss(None if weight is None else weight.sum(), num_classes, call.loss)
+        repeated(run_rows, call, operands, grad_logits, row_scale, numbers, row_loss, in_range, loss)
+        assert_in_range(in_range, operands.target, num_classes, call.ignore_index)
+    record_run(call, 1, operands.logits.shape[0])
+
+
+def run_rows(
+    call: LogitsForward | LogitsWithGrad,
+    operands: LogitOperands,
+    grad_logits: Tensor | None,  # (N, V) out
+    row_scale: Tensor | None,  # (N,)
+    numbers: ForwardNumbers | LossNumbers,
+    loss: RowLoss | None,
+    in_range: Tensor,  # () out
+    total: Tensor | None = None,  # () out
+) -> None:
+    logits, target, weight = operands
+    (tokens, num_classes), made = logits.shape, grad_logits is not None
+    tile = tile_for(logits, held=made)
+    rows_kernel[(tokens,)](
+        matrix_of(logits),
+        matrix_of(grad_logits) if made else None,
+        target,
+        row_scale,
+        numbers,
+        weight,
+        loss,
+        call.logits,
+        call.ignore_index,
+        num_classes,
+        LOGIT_SUM=bool(call.loss.label_smoothing) if made else call.logit_sum,
+        ARGMAX=call.argmax,
+        ELEMENTWISE=made and lie_apart(logits, grad_logits),
+        BLOCK_G=tile.block_g,
+        VEC=16 // logits.element_size(),
+        HELD=tile.held,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    losses = numbers.losses if made else None
+    finish_kernel[(1,)](
+        target, losses, row_scale, total, in_range, tokens, call.ignore_index, num_classes, BLOCK=4096, num_warps=8
+    )
+
+
+@takes(LogitsBackward)
+def launch_backward(call: LogitsBackward) -> Tensor:
+    grad_logits = meta.backward_outputs(call)
+    operands = unit_rows(call)
+    call.cotangents = type(call.cotangents)(*(None if c is None else c.contiguous() for c in call.cotangents))
+    with torch.cuda.device_of(operands.logits):
+        repeated(run_backward, call, operands, call.lse.contiguous(), call.lse_rest.contiguous(), grad_logits)
+    record_run(call, 1, operands.logits.shape[0])
+    return grad_logits
+
+
+def run_backward(
+    call: LogitsBackward, operands: LogitOperands, lse: Tensor, lse_rest: Tensor, grad_logits: Tensor
+) -> None:
+    logits, target, weight = operands
+    tile = tile_for(logits, held=False)
+    gradient_kernel[(logits.shape[0],)](
+        matrix_of(logits),
+        matrix_of(grad_logits),
+        target,
+        lse,
+        lse_rest,
+        call.cotangents,
+        weight,
+        call.logits,
+        call.ignore_index,
+        logits.shape[1],
+        ELEMENTWISE=lie_apart(logits, grad_logits),
+        BLOCK_G=tile.block_g,
+        VEC=16 // logits.element_size(),
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def lie_apart(logits: Tensor, grad_logits: Tensor) -> bool:
+    """Whether some row of one begins elsewhere in its group of 16 bytes than that of the other."""
+    vec = 16 // logits.element_size()
+    strides_differ = logits.shape[0] > 1 and (logits.stride(0) - grad_logits.stride(0)) % vec != 0
+    return strides_differ or matrix_of(logits).shift != matrix_of(grad_logits).shift
