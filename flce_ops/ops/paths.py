@@ -92,6 +92,7 @@ HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
 NOT_LEAF = Condition("logits that an operation made", lambda s: not s.leaf)
 WHOLE = Condition("logits that are all of their memory", lambda s: not s.part)
 HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dtype != torch.float64)
+TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 
 # A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
 # By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
@@ -143,19 +144,19 @@ KERNELS = {
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
     "cross_entropy_forward": (
-        Path("triton", (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY), "flce_ops.triton.cross_entropy:launch_forward"),
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
         Path("aten", (), "flce_ops.aten.cross_entropy:forward"),
     ),
     "cross_entropy_backward": (
-        Path("triton", (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY), "flce_ops.triton.cross_entropy:launch_backward"),
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_backward"),
         Path("aten", (), "flce_ops.aten.cross_entropy:backward"),
     ),
     "cross_entropy_with_grad": (
-        Path("triton", (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY), "flce_ops.triton.cross_entropy:launch_with_grad"),
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad"),
         Path("aten", (), "flce_ops.aten.cross_entropy:with_grad"),
     ),
     "cross_entropy_with_grad_": (
-        Path("triton", (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY), "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
         Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
     ),
     "linear_kl_div_forward": (Path("aten", (), "flce_ops.aten.kl_div:forward"),),

@@ -26,14 +26,15 @@ from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.logit_rows import (
     LOWEST,
-    Matrix,
     add_block,
+    edges_of,
     gradient_numbers,
-    groups_of,
     load_block,
     matrix_of,
-    row_start,
+    numbers_of,
+    row_of,
     store_block,
+    whole_row,
 )
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel, repeated
@@ -43,11 +44,16 @@ from flce_ops.triton.target import interpreted
 # N tokens, V vocabulary
 
 
+GROUPS_OF_WARP = 128  # four 16-byte loads a thread
+STAGES = 3  # blocks on their way to shared memory, and the one at hand
+
+
 class Tile(NamedTuple):
     """How a program takes its row."""
 
     block_g: int  # groups of 16 bytes in a block
     held: int  # blocks in registers
+    all_held: bool  # a row has no others
     num_warps: int
     num_stages: int  # blocks on their way, of the others
 
@@ -61,74 +67,79 @@ def target_column(target_ptr, i, ignore_index, V):
 
 
 @triton.jit
-def store_gradient_block(
-    out_row,
+def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
+    """Pointers to the gradient's row and to its first group."""
+    row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
+    groups = row + head
+    if ALIKE:
+        groups = tl.multiple_of(groups, 16)
+    return row, groups
+
+
+@triton.jit
+def store_gradient(
+    out_groups_ptr,
     u,  # (BLOCK_G, VEC)
     block,
-    lead,
-    V,
-    factors,
+    head,
+    groups,
+    reference,
+    factor,
+    sum_factor,
     class_weight_ptr,
     logit_options,
     logit_scale,
     softcap,
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    _, number = groups_of(block, BLOCK_G, VEC)
-    col = number - lead
-    inside = (col >= 0) & (col < V)
-    g = gradient_numbers(u, col, inside, factors, None, class_weight_ptr, logit_options, logit_scale, softcap)
-    store_block(out_row, g, block, lead, V, BLOCK_G, VEC, ELEMENTWISE)
+    group, number = numbers_of(block, BLOCK_G, VEC)
+    mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
+    g = gradient_numbers(
+        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale,
+        softcap,
+    )  # fmt: skip
+    store_block(out_groups_ptr, g, block, groups, BLOCK_G, VEC, MASKED)
 
 
 @triton.jit
 def finish_gradient(
-    row,
     out_row,
-    lead,
-    V,
+    u_edges,  # (2 VEC,), read before anything was written, as u_target
+    edge,
+    there,
+    u_target,
     column,
-    u_target,  # read before anything was written
+    V,
+    reference,
+    factor,
+    sum_factor,
     at_target,
-    factors,
     class_weight_ptr,
     logit_options,
     logit_scale,
     softcap,
-    VEC: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
 ):
-    """The groups that the row shares with others, and the target's entry."""
-    if not ELEMENTWISE:
-        last = (lead + V) // VEC * VEC  # first number of the last group, where that is not all the row's own
-        number = tl.arange(0, 2 * VEC)
-        shared = (number >= VEC) | (lead > 0)
-        number = tl.where(number < VEC, number, last + number - VEC)
-        col = number - lead
-        shared &= (col >= 0) & (col < V)
-        u = tl.load(row + number, mask=shared, other=0.0)
-        g = gradient_numbers(u, col, shared, factors, None, class_weight_ptr, logit_options, logit_scale, softcap)
-        tl.store(out_row + number, g.to(out_row.dtype.element_ty), mask=shared)
-        out_row += lead
+    """The edges and the target's entry."""
     g = gradient_numbers(
-        u_target, column, column < V, factors, at_target, class_weight_ptr, logit_options, logit_scale, softcap
+        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
     )
+    tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
+    g = gradient_numbers(
+        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
+        logit_scale, softcap,
+    )  # fmt: skip
     tl.debug_barrier()  # another thread wrote there with its block
     tl.store(out_row + column, g.to(out_row.dtype.element_ty))
 
 
 @triton.jit
-def store_zero_row(
-    out_row, grad_logits, i, V, BLOCK: tl.constexpr, VEC: tl.constexpr, ELEMENTWISE: tl.constexpr
-):
-    if not ELEMENTWISE:
-        _, lead = row_start(grad_logits, i, VEC)
-        out_row += lead
-    for start in range(0, V, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        tl.store(out_row + col, tl.zeros((BLOCK,), out_row.dtype.element_ty), mask=col < V)
+def store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
+    edge, there = edges_of(head, groups, V, VEC)
+    tl.store(out_row + edge, tl.zeros((2 * VEC,), out_row.dtype.element_ty), mask=there)
+    for block in range(0, tl.cdiv(groups, BLOCK_G)):
+        store_block(out_groups_ptr, tl.zeros((BLOCK_G, VEC), tl.float32), block, groups, BLOCK_G, VEC, True)
 
 
 @Kernel
@@ -138,7 +149,7 @@ def rows_kernel(
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
     target_ptr,  # (N,)
     row_scale_ptr,  # (N,); None without grad_logits
-    outputs,  # (target_logit, lse, logit_sum, argmax, lse_rest), or with grad_logits (losses, argmax); (N,) or None
+    outputs,  # ForwardNumbers, or with grad_logits LossNumbers
     class_weight_ptr,  # (V,) float32
     loss,  # RowLoss; None without grad_logits
     logit_options,  # LogitOptions
@@ -146,56 +157,58 @@ def rows_kernel(
     V,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
+    ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
     HELD: tl.constexpr,
+    ALL_HELD: tl.constexpr,  # no row has more than HELD blocks; else every row has more
     STAGES: tl.constexpr,
 ):
     i = tl.program_id(0)
     valid, column = target_column(target_ptr, i, ignore_index, V)
-    out_row = None
+    row, head, groups = row_of(logits, i, V, VEC)
+    groups_ptr = tl.multiple_of(row + head, 16)
     if grad_logits is not None:
-        if ELEMENTWISE:
-            out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
-        else:
-            out_row, _ = row_start(grad_logits, i, VEC)
+        out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
     if valid:
-        row, lead = row_start(logits, i, VEC)
-        groups = tl.cdiv(lead + V, VEC)
-        blocks = tl.cdiv(groups, BLOCK_G)
         logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        u_target = tl.load(row + lead + column)
+        edge, there = edges_of(head, groups, V, VEC)
+        u_target = tl.load(row + column)
+        u_edges = tl.load(row + edge, mask=there, other=0.0)
 
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)
         s = tl.zeros((BLOCK_G,), tl.float32)
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
         columns = tl.zeros((BLOCK_G,), tl.int32)
+        full = groups // BLOCK_G
         held = ()
         for block in tl.static_range(HELD):
-            held += (load_block(row, block, groups, BLOCK_G, VEC, "evict_first"),)
+            held += (load_block(groups_ptr, block, groups, BLOCK_G, VEC, ALL_HELD, "evict_first"),)
         for block in tl.static_range(HELD):
             m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, held[block], block, lead, V, class_weight_ptr, logit_options, logit_scale,
-                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC,
+                m, s, logit_sums, columns, held[block], block, head, groups, V, class_weight_ptr, logit_options,
+                logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, ALL_HELD,
             )  # fmt: skip
-        for block in tl.range(HELD, blocks, num_stages=STAGES):
-            u = load_block(row, block, groups, BLOCK_G, VEC, "evict_last" if grad_logits is not None else "evict_first")
+        if not ALL_HELD:
+            for block in tl.range(HELD, full, num_stages=STAGES):
+                u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_last")
+                m, s, logit_sums, columns = add_block(
+                    m, s, logit_sums, columns, u, block, head, groups, V, class_weight_ptr, logit_options,
+                    logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+                )  # fmt: skip
+            u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_last")
             m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, block, lead, V, class_weight_ptr, logit_options, logit_scale,
-                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC,
+                m, s, logit_sums, columns, u, full, head, groups, V, class_weight_ptr, logit_options, logit_scale,
+                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
             )  # fmt: skip
+        row_max, row_sum, logit_sum2, argmax = whole_row(
+            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
+            LOGIT_SUM, ARGMAX,
+        )  # fmt: skip
 
-        row_max = tl.max(m, 0)
-        row_sum = tl.sum(s * tl.exp2(m - row_max), 0)
-        logit_sum2 = None
-        if LOGIT_SUM:
-            logit_sum2 = tl.sum(logit_sums, 0)
         if ARGMAX:
-            argmax = tl.min(tl.where(m == row_max, columns, V), 0)
-            argmax = tl.where(argmax < V, argmax, 0).to(tl.int64)  # nan is no maximum
-            tl.store(outputs.argmax + i, argmax)
-        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+            tl.store(outputs.argmax + i, argmax.to(tl.int64))
+        target_logit2, target_slope = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
         log2_sum = tl.log2(row_sum)
         if grad_logits is None:
             lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
@@ -203,37 +216,46 @@ def rows_kernel(
             rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
             tl.store(outputs.target_logit + i, target_logit2 * LN2)
             tl.store(outputs.lse + i, lse)
-            tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < 1.0, rest, 0.0))
+            tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
             if LOGIT_SUM:
                 tl.store(outputs.logit_sum + i, logit_sum2 * LN2)
         else:
             target_weight = None
             if class_weight_ptr is not None:
                 target_weight = tl.load(class_weight_ptr + column)
+            smoothed_sum2 = None
+            if LOGIT_SUM:
+                smoothed_sum2 = logit_sum2
             surprisal2 = (row_max - target_logit2) + log2_sum
             surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-            value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, logit_sum2, target_weight, loss)
+            value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
             tl.store(outputs.losses + i, value)
             scale = tl.load(row_scale_ptr + i).to(tl.float32) * logit_scale
+            factor = scale * d_lse / row_sum
             sum_factor = None
             if LOGIT_SUM:
                 sum_factor = -scale * loss.options.label_smoothing / V
-            factors = (row_max, scale * d_lse / row_sum, sum_factor)
-            for back in tl.range(0, blocks - HELD, num_stages=STAGES):
-                block = blocks - 1 - back
-                u = load_block(row, block, groups, BLOCK_G, VEC, "evict_first")
-                store_gradient_block(
-                    out_row, u, block, lead, V, factors, class_weight_ptr, logit_options, logit_scale, softcap,
-                    BLOCK_G, VEC, ELEMENTWISE,
+            if not ALL_HELD:
+                u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
+                store_gradient(
+                    out_groups_ptr, u, full, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                    logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
                 )  # fmt: skip
+                for back in tl.range(0, full - HELD, num_stages=STAGES):
+                    block = full - 1 - back
+                    u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
+                    store_gradient(
+                        out_groups_ptr, u, block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                        logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
+                    )  # fmt: skip
             for block in tl.static_range(HELD):
-                store_gradient_block(
-                    out_row, held[block], block, lead, V, factors, class_weight_ptr, logit_options, logit_scale,
-                    softcap, BLOCK_G, VEC, ELEMENTWISE,
+                store_gradient(
+                    out_groups_ptr, held[block], block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                    logit_options, logit_scale, softcap, BLOCK_G, VEC, ALL_HELD,
                 )  # fmt: skip
             finish_gradient(
-                row, out_row, lead, V, column, u_target, scale * d_target, factors, class_weight_ptr, logit_options,
-                logit_scale, softcap, VEC, ELEMENTWISE,
+                out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
+                class_weight_ptr, logit_options, logit_scale, softcap,
             )  # fmt: skip
     else:
         if ARGMAX:
@@ -246,7 +268,7 @@ def rows_kernel(
                 tl.store(outputs.logit_sum + i, 0.0)
         else:
             tl.store(outputs.losses + i, 0.0)
-            store_zero_row(out_row, grad_logits, i, V, BLOCK_G * VEC, VEC, ELEMENTWISE)
+            store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
 
 
 @Kernel
@@ -262,7 +284,7 @@ def gradient_kernel(
     logit_options,  # LogitOptions
     ignore_index,
     V,
-    ELEMENTWISE: tl.constexpr,
+    ALIKE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
     STAGES: tl.constexpr,
@@ -270,15 +292,14 @@ def gradient_kernel(
     """G from the cotangents of a row's numbers: one read and one write, without a sum."""
     i = tl.program_id(0)
     valid, column = target_column(target_ptr, i, ignore_index, V)
-    if ELEMENTWISE:
-        out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
-    else:
-        out_row, _ = row_start(grad_logits, i, VEC)
+    row, head, groups = row_of(logits, i, V, VEC)
+    groups_ptr = tl.multiple_of(row + head, 16)
+    out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
     if valid:
-        row, lead = row_start(logits, i, VEC)
-        groups = tl.cdiv(lead + V, VEC)
         logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        u_target = tl.load(row + lead + column)
+        edge, there = edges_of(head, groups, V, VEC)
+        u_target = tl.load(row + column)
+        u_edges = tl.load(row + edge, mask=there, other=0.0)
         lse2 = (tl.load(lse_ptr + i).to(tl.float64) + tl.load(lse_rest_ptr + i).to(tl.float64)) * 1.4426950408889634
         reference = lse2.to(tl.float32)
         factor = 0.0
@@ -291,19 +312,24 @@ def gradient_kernel(
         at_target = 0.0
         if cotangents.grad_target_logit is not None:
             at_target = tl.load(cotangents.grad_target_logit + i).to(tl.float32) * logit_scale
-        factors = (reference, factor, sum_factor)
-        for block in tl.range(0, tl.cdiv(groups, BLOCK_G), num_stages=STAGES):
-            u = load_block(row, block, groups, BLOCK_G, VEC, "evict_first")
-            store_gradient_block(
-                out_row, u, block, lead, V, factors, class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G,
-                VEC, ELEMENTWISE,
+        full = groups // BLOCK_G
+        for block in tl.range(0, full, num_stages=STAGES):
+            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
+            store_gradient(
+                out_groups_ptr, u, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+                logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
+        u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
+        store_gradient(
+            out_groups_ptr, u, full, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+            logit_scale, softcap, BLOCK_G, VEC, True,
+        )  # fmt: skip
         finish_gradient(
-            row, out_row, lead, V, column, u_target, at_target, factors, class_weight_ptr, logit_options, logit_scale,
-            softcap, VEC, ELEMENTWISE,
+            out_row, u_edges, edge, there, u_target, column, V, reference, factor, sum_factor, at_target,
+            class_weight_ptr, logit_options, logit_scale, softcap,
         )  # fmt: skip
     else:
-        store_zero_row(out_row, grad_logits, i, V, BLOCK_G * VEC, VEC, ELEMENTWISE)
+        store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
 
 
 @Kernel
@@ -349,15 +375,22 @@ class LossNumbers(NamedTuple):
     argmax: Tensor | None
 
 
-def tile_for(logits: Tensor, held: bool) -> Tile:
-    """For a row of so many bytes: the fewest warps whose registers hold it, 128 bytes of it a thread."""
+def tile_for(logits: Tensor, gradient: bool) -> Tile:
+    """For a row of so many bytes: the fewest warps whose registers hold it, three blocks (float32: four), if any do."""
+    vec = 16 // logits.element_size()
+    most_held = 4 if vec == 4 else 3
     if interpreted(logits):
-        return Tile(block_g=4, held=2 if held else 0, num_warps=1, num_stages=1)
-    row_bytes = logits.shape[1] * logits.element_size()
-    num_warps = next((warps for warps in (4, 8) if row_bytes <= warps * 32 * 256), 16)
-    block_g = num_warps * 32 * 4
-    blocks = triton.cdiv(row_bytes, 16 * block_g)
-    return Tile(block_g, min(blocks, 4) if held else 0, num_warps, num_stages=3)
+        num_warps, block_g = 1, 4
+    else:
+        groups = triton.cdiv(logits.shape[1], vec)
+        num_warps = next((warps for warps in (4, 8) if groups <= most_held * warps * GROUPS_OF_WARP), 16)
+        block_g = num_warps * GROUPS_OF_WARP
+    blocks = triton.cdiv(logits.shape[1], block_g * vec)
+    if not gradient:
+        return Tile(block_g, 0, False, num_warps, STAGES)
+    if blocks <= most_held:
+        return Tile(block_g, blocks, True, num_warps, STAGES)
+    return Tile(block_g, min(most_held, (logits.shape[1] - vec) // vec // block_g), False, num_warps, STAGES)
 
 
 def unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> LogitOperands:
@@ -423,7 +456,7 @@ def run_rows(
 ) -> None:
     logits, target, weight = operands
     (tokens, num_classes), made = logits.shape, grad_logits is not None
-    tile = tile_for(logits, held=made)
+    tile = tile_for(logits, gradient=made)
     rows_kernel[(tokens,)](
         matrix_of(logits),
         matrix_of(grad_logits) if made else None,
@@ -437,10 +470,11 @@ def run_rows(
         num_classes,
         LOGIT_SUM=bool(call.loss.label_smoothing) if made else call.logit_sum,
         ARGMAX=call.argmax,
-        ELEMENTWISE=made and lie_apart(logits, grad_logits),
+        ALIKE=made and lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
+        ALL_HELD=tile.all_held,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
@@ -465,7 +499,7 @@ def run_backward(
     call: LogitsBackward, operands: LogitOperands, lse: Tensor, lse_rest: Tensor, grad_logits: Tensor
 ) -> None:
     logits, target, weight = operands
-    tile = tile_for(logits, held=False)
+    tile = tile_for(logits, gradient=False)
     gradient_kernel[(logits.shape[0],)](
         matrix_of(logits),
         matrix_of(grad_logits),
@@ -477,7 +511,7 @@ def run_backward(
         call.logits,
         call.ignore_index,
         logits.shape[1],
-        ELEMENTWISE=lie_apart(logits, grad_logits),
+        ALIKE=lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         STAGES=tile.num_stages,
@@ -485,8 +519,8 @@ def run_backward(
     )
 
 
-def lie_apart(logits: Tensor, grad_logits: Tensor) -> bool:
-    """Whether some row of one begins elsewhere in its group of 16 bytes than that of the other."""
+def lie_alike(logits: Tensor, grad_logits: Tensor) -> bool:
+    """Whether each row of one begins at the same place beside a multiple of 16 bytes as that of the other."""
     vec = 16 // logits.element_size()
-    strides_differ = logits.shape[0] > 1 and (logits.stride(0) - grad_logits.stride(0)) % vec != 0
-    return strides_differ or matrix_of(logits).shift != matrix_of(grad_logits).shift
+    strides = logits.shape[0] < 2 or (logits.stride(0) - grad_logits.stride(0)) % vec == 0
+    return strides and matrix_of(logits).shift == matrix_of(grad_logits).shift
