@@ -26,7 +26,7 @@ OP = "cross_entropy"
 def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Tensor | None]:
     check_logits(OP, call)
     shape, tokens = call.target.shape, call.target.numel()
-    logits = call.logits.reshape(tokens, call.logits.shape[-1])
+    logits, copied = rows_of(call.logits, tokens)
     problem = token_losses(call, LogitOperands(logits, call.target.reshape(tokens), call.weight), argmax)
     accumulate, valid = accumulation_dtype(logits.dtype), problem.valid
     token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
@@ -37,10 +37,17 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
     denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate, target, weight)
     if call.reduction == "mean" and call.normalizer is None and weight is not None:
         denominator = nan_for_nothing(denominator)
-    # flattened logits that are a copy are nobody else's
-    handed_over |= logits.untyped_storage() is not call.logits.untyped_storage()
-    loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, handed_over)
+    loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, handed_over or copied)
     return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
+
+
+def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:
+    """(N, V), and whether that is a copy, which is nobody else's."""
+    shape = (tokens, logits.shape[-1])
+    try:
+        return logits.view(shape), False
+    except RuntimeError:
+        return logits.reshape(shape), True
 
 
 def token_losses(call: LogitsCrossEntropy, operands: LogitOperands, argmax: bool) -> TokenLosses:

@@ -135,7 +135,7 @@ class WithGradFormula(LogitsFormula):
         _, losses, grad_logits, _ = output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(losses, grad_logits)
+        ctx.save_for_backward(losses, grad_logits, traced_leaf(inputs[0]))
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -160,15 +160,34 @@ class WithGradInPlaceFormula(LogitsFormula):
     def setup_context(ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
+        leaf = traced_leaf(inputs[0])  # before the root's history is this node
         ctx.mark_dirty(grad_logits)
         ctx.mark_non_differentiable(losses, argmax)
-        ctx.save_for_backward(losses, grad_logits)
+        ctx.save_for_backward(losses, grad_logits, leaf)
 
     @staticmethod
     def backward(ctx, grad_loss, _losses, _argmax, grad_of_gradient):
         if grad_of_gradient is not None:
             raise RuntimeError(USED_AFTERWARDS)
         return gradients(ctx, LogitsWithGradInPlace, grad_loss)
+
+
+def traced_leaf(logits: Tensor) -> Tensor | None:
+    """While AOTAutograd traces, the nearest tensor that the logits are computed from and that nothing computed.
+
+    Its compiled backward refuses to be differentiated only where it reads such a tensor. The logits themselves, as
+    `multiply_by_upstream` would have them, are not to be kept.
+    """
+    if type(logits) in (Tensor, torch.nn.Parameter):
+        return None
+    if logits.grad_fn is None:
+        return logits
+    nodes = [logits.grad_fn]
+    for node in nodes:
+        if hasattr(node, "variable"):
+            return node.variable
+        nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return logits
 
 
 def in_place_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
@@ -188,7 +207,7 @@ def gradients(ctx, arguments: type[LogitsWithGrad], grad_loss: Tensor | None) ->
         return arguments.gradients()
     if torch.is_grad_enabled():  # create_graph: the saved gradient has no graph
         raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
-    losses, made = ctx.saved_tensors
+    losses, made, leaf = ctx.saved_tensors
     needs_logits, needs_row_scale = wanted(ctx, arguments, "logits", "row_scale")
-    (grad_logits,) = multiply_by_upstream([made.detach()], [needs_logits], grad_loss, losses)
+    (grad_logits,) = multiply_by_upstream([made.detach()], [needs_logits], grad_loss, leaf)
     return arguments.gradients(logits=grad_logits, row_scale=losses * grad_loss if needs_row_scale else None)

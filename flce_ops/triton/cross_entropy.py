@@ -44,6 +44,8 @@ from flce_ops.triton.target import interpreted
 # N tokens, V vocabulary
 
 
+# Compiled for sm_90: half numbers take a register each once they are unpacked, so 3 held blocks of 32 KiB fill the 128
+# registers of a thread of 16 warps, 4 of float32; 2 and 4 where others stream beside them. One more spills.
 GROUPS_OF_WARP = 128  # four 16-byte loads a thread
 STAGES = 3  # blocks on their way to shared memory, and the one at hand
 
@@ -375,22 +377,23 @@ class LossNumbers(NamedTuple):
     argmax: Tensor | None
 
 
-def tile_for(logits: Tensor, gradient: bool) -> Tile:
-    """For a row of so many bytes: the fewest warps whose registers hold it, three blocks (float32: four), if any do."""
+def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
+    """For a row of so many bytes: the fewest warps whose registers hold it, if any do."""
     vec = 16 // logits.element_size()
-    most_held = 4 if vec == 4 else 3
+    all_held, most_held = (4, 4) if vec == 4 else (3, 2)
+    if softcap:
+        all_held = most_held = 0  # its slope takes the registers
     if interpreted(logits):
         num_warps, block_g = 1, 4
     else:
         groups = triton.cdiv(logits.shape[1], vec)
-        num_warps = next((warps for warps in (4, 8) if groups <= most_held * warps * GROUPS_OF_WARP), 16)
+        num_warps = next((warps for warps in (4, 8) if groups <= all_held * warps * GROUPS_OF_WARP), 16)
         block_g = num_warps * GROUPS_OF_WARP
     blocks = triton.cdiv(logits.shape[1], block_g * vec)
-    if not gradient:
-        return Tile(block_g, 0, False, num_warps, STAGES)
-    if blocks <= most_held:
+    if gradient and blocks <= all_held:
         return Tile(block_g, blocks, True, num_warps, STAGES)
-    return Tile(block_g, min(most_held, (logits.shape[1] - vec) // vec // block_g), False, num_warps, STAGES)
+    held = min(most_held, (logits.shape[1] - vec) // vec // block_g) if gradient else 0
+    return Tile(block_g, held, False, num_warps, STAGES)
 
 
 def unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> LogitOperands:
@@ -456,7 +459,7 @@ def run_rows(
 ) -> None:
     logits, target, weight = operands
     (tokens, num_classes), made = logits.shape, grad_logits is not None
-    tile = tile_for(logits, gradient=made)
+    tile = tile_for(logits, made, call.logits.softcap is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),
         matrix_of(grad_logits) if made else None,
@@ -499,7 +502,7 @@ def run_backward(
     call: LogitsBackward, operands: LogitOperands, lse: Tensor, lse_rest: Tensor, grad_logits: Tensor
 ) -> None:
     logits, target, weight = operands
-    tile = tile_for(logits, gradient=False)
+    tile = tile_for(logits, False, call.logits.softcap is not None)
     gradient_kernel[(logits.shape[0],)](
         matrix_of(logits),
         matrix_of(grad_logits),
