@@ -14,6 +14,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
+    SoftmaxFactors,
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
@@ -22,7 +23,6 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.aten.logits import SoftmaxFactors
 from flce_ops.math.loss import terms_of_tokens
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
@@ -107,8 +107,7 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
-    """`grad_logits` may be the logits: the k-th kept row is no row before k, so none is overwritten before it is read.
-    """
+    """`grad_logits` may be the logits: the k-th kept row is no row before k, so none is overwritten before it is read."""
     check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), (ZERO, ZERO, NO_CLASS))
     torch.sum(call.row_scale * losses, dim=0, out=loss)

@@ -191,7 +191,7 @@ def traced_leaf(logits: Tensor) -> Tensor | None:
 
 
 def in_place_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
-    """As `kernel` of autograd.py. Autograd knows in-place work on a view as a copy of all its base: it is given that."""
+    """As `kernel` of autograd.py, on the tensor that the logits are all of: work on a view would copy its base."""
     run = kernel(op, formula)
 
     def on_root(logits: Tensor, *args, **kwargs):

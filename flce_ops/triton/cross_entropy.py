@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import LogitOperands
+from flce_ops.math.options import Cotangents, LogitOperands
 from flce_ops.meta import cross_entropy as meta
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.chunks import contiguous
 from flce_ops.triton.logit_rows import (
     LOWEST,
     add_block,
@@ -392,88 +393,115 @@ def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
     blocks = triton.cdiv(logits.shape[1], block_g * vec)
     if gradient and blocks <= all_held:
         return Tile(block_g, blocks, True, num_warps, STAGES)
-    held = min(most_held, (logits.shape[1] - vec) // vec // block_g) if gradient else 0
+    full = max(logits.shape[1] - vec, 0) // vec // block_g  # blocks that every row has, wherever it starts
+    held = min(most_held, full) if gradient else 0
     return Tile(block_g, held, False, num_warps, STAGES)
-
-
-def unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> LogitOperands:
-    """Rows of unit stride, contiguous vectors, class weights in float32."""
-    logits, target, weight = call.operands
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        logits = logits.contiguous()
-        call.notes += ("a copy of logits without a unit stride",)
-    return LogitOperands(logits, target.contiguous(), None if weight is None else weight.float().contiguous())
 
 
 @takes(LogitsForward)
 def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.forward_outputs(call)
-    operands = unit_rows(call)
-    in_range = operands.target.new_empty((), dtype=torch.bool)
-    with torch.cuda.device_of(operands.logits):
-        numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
-        repeated(run_rows, call, operands, None, None, numbers, None, in_range)
-        assert_in_range(in_range, operands.target, operands.logits.shape[1], call.ignore_index)
-    record_run(call, 1, operands.logits.shape[0])
+    numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
+    with_unit_rows(call)
+    launch_rows(call, numbers, call.logit_sum)
     return outputs
 
 
 @takes(LogitsWithGrad)
 def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
-    run_with_grad(call, unit_rows(call), grad_logits, loss, LossNumbers(losses, argmax if call.argmax else None))
+    with_unit_rows(call)
+    launch_loss(call, LossNumbers(losses, argmax if call.argmax else None), loss, grad_logits)
     return outputs
 
 
 @takes(LogitsWithGradInPlace)
 def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
     loss, losses, argmax = outputs = meta.with_grad_in_place_outputs(call)
-    operands, logits = unit_rows(call), call.operands.logits
-    run_with_grad(call, operands, operands.logits, loss, LossNumbers(losses, argmax if call.argmax else None))
-    if operands.logits is not logits:
-        logits.copy_(operands.logits)
+    given = call.operands.logits
+    with_unit_rows(call)
+    launch_loss(call, LossNumbers(losses, argmax if call.argmax else None), loss, None)
+    if call.operands.logits is not given:
+        given.copy_(call.operands.logits)
     return outputs
 
 
-def run_with_grad(
-    call: LogitsWithGrad, operands: LogitOperands, grad_logits: Tensor, loss: Tensor, numbers: LossNumbers
+@takes(LogitsBackward)
+def launch_backward(call: LogitsBackward) -> Tensor:
+    grad_logits = meta.backward_outputs(call)
+    with_unit_rows(call)
+    call.cotangents = Cotangents(*contiguous(*call.cotangents))
+    call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
+    with torch.cuda.device_of(grad_logits):
+        repeated(run_backward, call, grad_logits)
+    record_run(call, 1, grad_logits.shape[0])
+    return grad_logits
+
+
+def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
+    """Rows of unit stride, contiguous vectors, class weights in float32."""
+    logits, target, weight = call.operands
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        logits = logits.contiguous()
+        call.notes += ("a copy of logits without a unit stride",)
+    target, weight = contiguous(target, None if weight is None else weight.float())
+    call.operands = LogitOperands(logits, target, weight)
+
+
+def launch_loss(call: LogitsWithGrad, numbers: LossNumbers, loss: Tensor, grad_logits: Tensor | None) -> None:
+    """`grad_logits` None: over the logits."""
+    weight = call.operands.weight
+    call.row_scale = call.row_scale.contiguous()
+    weight_sum = None if weight is None else weight.sum()
+    launch_rows(call, numbers, bool(call.loss.label_smoothing), loss, grad_logits, weight_sum)
+
+
+def launch_rows(
+    call: LogitsForward | LogitsWithGrad,
+    numbers: ForwardNumbers | LossNumbers,
+    logit_sum: bool,
+    loss: Tensor | None = None,
+    grad_logits: Tensor | None = None,
+    weight_sum: Tensor | None = None,
 ) -> None:
-    in_range = operands.target.new_empty((), dtype=torch.bool)
-    row_scale, weight, num_classes = call.row_scale.contiguous(), operands.weight, operands.logits.shape[1]
-    with torch.cuda.device_of(operands.logits):
-        row_loss = RowLoss(None if weight is None else weight.sum(), num_classes, call.loss)
-        repeated(run_rows, call, operands, grad_logits, row_scale, numbers, row_loss, in_range, loss)
-        assert_in_range(in_range, operands.target, num_classes, call.ignore_index)
-    record_run(call, 1, operands.logits.shape[0])
+    logits, target, _ = call.operands
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(logits):
+        repeated(run_rows, call, numbers, logit_sum, loss, grad_logits, weight_sum, in_range)
+        assert_in_range(in_range, target, logits.shape[1], call.ignore_index)
+    record_run(call, 1, logits.shape[0])
 
 
 def run_rows(
     call: LogitsForward | LogitsWithGrad,
-    operands: LogitOperands,
-    grad_logits: Tensor | None,  # (N, V) out
-    row_scale: Tensor | None,  # (N,)
     numbers: ForwardNumbers | LossNumbers,
-    loss: RowLoss | None,
+    logit_sum: bool,
+    loss: Tensor | None,  # () out; None where the numbers of the rows are all that is wanted
+    grad_logits: Tensor | None,  # (N, V) out; None for over the logits
+    weight_sum: Tensor | None,  # (), of the class weights
     in_range: Tensor,  # () out
-    total: Tensor | None = None,  # () out
 ) -> None:
-    logits, target, weight = operands
-    (tokens, num_classes), made = logits.shape, grad_logits is not None
-    tile = tile_for(logits, made, call.logits.softcap is not None)
+    logits, target, weight = call.operands
+    tokens, num_classes = logits.shape
+    row_loss = row_scale = losses = None
+    if loss is not None:
+        grad_logits = logits if grad_logits is None else grad_logits
+        row_loss, row_scale, losses = RowLoss(weight_sum, num_classes, call.loss), call.row_scale, numbers.losses
+    tile = tile_for(logits, loss is not None, call.logits.softcap is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),
-        matrix_of(grad_logits) if made else None,
+        None if grad_logits is None else matrix_of(grad_logits),
         target,
         row_scale,
         numbers,
         weight,
-        loss,
+        row_loss,
         call.logits,
         call.ignore_index,
         num_classes,
-        LOGIT_SUM=bool(call.loss.label_smoothing) if made else call.logit_sum,
+        LOGIT_SUM=logit_sum,
         ARGMAX=call.argmax,
-        ALIKE=made and lie_alike(logits, grad_logits),
+        ALIKE=grad_logits is None or lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
@@ -481,34 +509,20 @@ def run_rows(
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
-    losses = numbers.losses if made else None
     finish_kernel[(1,)](
-        target, losses, row_scale, total, in_range, tokens, call.ignore_index, num_classes, BLOCK=4096, num_warps=8
+        target, losses, row_scale, loss, in_range, tokens, call.ignore_index, num_classes, BLOCK=4096, num_warps=8
     )
 
 
-@takes(LogitsBackward)
-def launch_backward(call: LogitsBackward) -> Tensor:
-    grad_logits = meta.backward_outputs(call)
-    operands = unit_rows(call)
-    call.cotangents = type(call.cotangents)(*(None if c is None else c.contiguous() for c in call.cotangents))
-    with torch.cuda.device_of(operands.logits):
-        repeated(run_backward, call, operands, call.lse.contiguous(), call.lse_rest.contiguous(), grad_logits)
-    record_run(call, 1, operands.logits.shape[0])
-    return grad_logits
-
-
-def run_backward(
-    call: LogitsBackward, operands: LogitOperands, lse: Tensor, lse_rest: Tensor, grad_logits: Tensor
-) -> None:
-    logits, target, weight = operands
+def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
+    logits, target, weight = call.operands
     tile = tile_for(logits, False, call.logits.softcap is not None)
     gradient_kernel[(logits.shape[0],)](
         matrix_of(logits),
         matrix_of(grad_logits),
         target,
-        lse,
-        lse_rest,
+        call.lse,
+        call.lse_rest,
         call.cotangents,
         weight,
         call.logits,

@@ -6,7 +6,7 @@
 A program takes BLOCK_G groups at a time as a tile (BLOCK_G, VEC). A group is one load of a thread, so what is reduced
 along it stays in that thread:
 
-    online logsumexp     m' = max(m, max_k z_k)     s' = s 2^(m - m') + sum_k 2^(z_k - m')      of each of BLOCK_G groups
+    online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s 2^(m - m') + sum_k 2^(z_k - m')
 
 in base 2 (z log2 e). The groups and the edges come together once, behind the last block.
 """
@@ -71,9 +71,7 @@ def load_block(
 
 
 @triton.jit
-def store_block(
-    groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr
-):
+def store_block(groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):
     group, number = numbers_of(block, BLOCK_G, VEC)
     g = g.to(groups_ptr.dtype.element_ty)
     if MASKED:
@@ -176,8 +174,7 @@ def whole_row(
 def gradient_numbers(
     u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
 ):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; all factors times logit_scale.
-    """
+    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; all factors times logit_scale."""
     z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
     g = tl.exp2(z - reference) * factor
     if sum_factor is not None:
