@@ -107,7 +107,7 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
-    """`grad_logits` may be the logits: the k-th kept row is no row before k, so none is overwritten before it is read."""
+    """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
     check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), (ZERO, ZERO, NO_CLASS))
     torch.sum(call.row_scale * losses, dim=0, out=loss)

@@ -3,6 +3,8 @@
 Autocast changes nothing: whatever the logits' dtype, the loss is float32 (float64), as F.cross_entropy's there.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from flce_ops.entry import logits_plain
@@ -43,7 +45,7 @@ def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor
     return loss, accuracy_of(right_and_valid(argmax, target, call.ignore_index)), argmax
 
 
-def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Tensor | None]:
+def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Any]:
     if any_dtensor(*call.values()):
         from flce_ops.entry.logits_sharded import dtensor_composite
 

@@ -9,7 +9,7 @@ Inside, numbers are 0-d tensors in the accumulation dtype, and None where they d
 """
 
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Cotangents(NamedTuple):
 class TokenLosses(NamedTuple):
     """What the losses of tokens are a function of, one row a token."""
 
-    operands: Operands | LogitOperands
+    operands: Any  # Operands, or LogitOperands where the logits are given
     ignore_index: int
     loss: LossOptions
     logits: LogitOptions

@@ -12,6 +12,7 @@ With z, p, f' and d as in flce_ops/aten/double_backward.py and H the cotangent o
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class BackwardFormula(LogitsFormula):
         return LogitsBackward.gradients(**{name: grad if want else None for name, grad, want in found})
 
 
-def second_derivatives(call: LogitsBackward, h: Tensor) -> tuple[Tensor | None, ...]:
+def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
     """Of target_logit's, lse's and logit_sum's cotangents, (N,) each, and of the logits, (N, V)."""
     logits, target, weight = call.operands
     dtype = call.lse.dtype

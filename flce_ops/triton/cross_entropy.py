@@ -12,7 +12,7 @@
 A row whose target is ignored is not read; its gradient is zeros.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -186,7 +186,8 @@ def rows_kernel(
         full = groups // BLOCK_G
         held = ()
         for block in tl.static_range(HELD):
-            held += (load_block(groups_ptr, block, groups, BLOCK_G, VEC, ALL_HELD, "evict_first"),)
+            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, ALL_HELD, "evict_first")
+            held += (u,)  # type: ignore[assignment]
         for block in tl.static_range(HELD):
             m, s, logit_sums, columns = add_block(
                 m, s, logit_sums, columns, held[block], block, head, groups, V, class_weight_ptr, logit_options,
@@ -473,8 +474,8 @@ def launch_rows(
 
 
 def run_rows(
-    call: LogitsForward | LogitsWithGrad,
-    numbers: ForwardNumbers | LossNumbers,
+    call: Any,  # LogitsForward, or LogitsWithGrad with LossNumbers
+    numbers: Any,
     logit_sum: bool,
     loss: Tensor | None,  # () out; None where the numbers of the rows are all that is wanted
     grad_logits: Tensor | None,  # (N, V) out; None for over the logits
@@ -486,7 +487,8 @@ def run_rows(
     row_loss = row_scale = losses = None
     if loss is not None:
         grad_logits = logits if grad_logits is None else grad_logits
-        row_loss, row_scale, losses = RowLoss(weight_sum, num_classes, call.loss), call.row_scale, numbers.losses
+        row_loss = RowLoss(weight_sum, num_classes, call.loss)
+        row_scale, losses = call.row_scale, numbers.losses
     tile = tile_for(logits, loss is not None, call.logits.softcap is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),

@@ -174,7 +174,7 @@ def whole_row(
 def gradient_numbers(
     u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
 ):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; all factors times logit_scale."""
+    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
     z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
     g = tl.exp2(z - reference) * factor
     if sum_factor is not None:
