@@ -23,6 +23,9 @@
         set_entries.py                        the target's entry of a gradient
             gemm_operands.py                  matrices as tensor maps
             target.py, tiles.py               the device; tile shapes
+    cross_entropy.py                          of given logits: one program a row
+        cross_entropy_kernels.py
+        logit_rows.py                         a row in groups of 16 bytes
     upstream.py                               the scalar that arrives in backward
 
 Imported only when a CUDA kernel of an operator runs.
