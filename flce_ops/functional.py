@@ -181,7 +181,7 @@ def cross_entropy(
         With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
 
     Raises:
-        As ``linear_cross_entropy``.
+        ValueError, TypeError, IndexError: as of ``linear_cross_entropy``.
         NotImplementedError: second derivatives of a scalar loss whose gradient was made in forward; with
             reduction="none" derivatives of any order are right.
         RuntimeError: logits that were handed over had other readers, as above.

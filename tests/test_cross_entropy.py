@@ -378,3 +378,14 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
     assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
+
+
+def test_the_benchmark_writes_a_row_for_each_provider(tmp_path):
+    from benchmarks.cross_entropy import main
+
+    arguments = "--shapes 9x33:float32 --providers ours,ours_in_place,torch_eager --rounds 1 --ms 1 --device cpu --out"
+    main([*arguments.split(), str(tmp_path)])
+    (file,) = tmp_path.glob("*/cross_entropy.csv")
+    heading, *rows = (line.split(",") for line in file.read_text().splitlines())
+    assert [row[heading.index("provider")] for row in rows] == ["copy", "ours", "ours_in_place", "torch_eager"]
+    assert all(float(row[heading.index("err_grad")]) < 1e-6 for row in rows[1:])

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     num_stages: int  # blocks on their way, of the others
 
 
-def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
+def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
     """For a row of so many bytes: the fewest warps whose registers hold it, if any do."""
     vec = 16 // logits.element_size()
     all_held, most_held = (4, 4) if vec == 4 else (3, 2)
@@ -55,11 +55,12 @@ def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
         num_warps = next((warps for warps in (4, 8) if groups <= all_held * warps * GROUPS_OF_WARP), 16)
         block_g = num_warps * GROUPS_OF_WARP
     blocks = triton.cdiv(logits.shape[1], block_g * vec)
+    stages = 1 if weighted else STAGES  # class weights on their way take 128 KiB of shared memory, more than some have
     if gradient and blocks <= all_held:
-        return Tile(block_g, blocks, True, num_warps, STAGES)
+        return Tile(block_g, blocks, True, num_warps, stages)
     full = max(logits.shape[1] - vec, 0) // vec // block_g  # blocks that every row has, wherever it starts
     held = min(most_held, full) if gradient else 0
-    return Tile(block_g, held, False, num_warps, STAGES)
+    return Tile(block_g, held, False, num_warps, stages)
 
 
 @takes(LogitsForward)
@@ -152,7 +153,7 @@ def run_rows(
         grad_logits = logits if grad_logits is None else grad_logits
         row_loss = RowLoss(weight_sum, num_classes, call.loss)
         row_scale, losses = call.row_scale, numbers.losses
-    tile = tile_for(logits, loss is not None, call.logits.softcap is not None)
+    tile = tile_for(logits, loss is not None, call.logits.softcap is not None, weight is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
@@ -181,7 +182,7 @@ def run_rows(
 
 def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
     logits, target, weight = call.operands
-    tile = tile_for(logits, False, call.logits.softcap is not None)
+    tile = tile_for(logits, False, call.logits.softcap is not None, weight is not None)
     gradient_kernel[(logits.shape[0],)](
         matrix_of(logits),
         matrix_of(grad_logits),
