@@ -8,6 +8,7 @@ from flce_ops.explain import explain
 from flce_ops.functional import (
     LinearCrossEntropyMetrics,
     LinearLogProbs,
+    cross_entropy,
     linear_cross_entropy,
     linear_kl_div,
     linear_log_probs,
@@ -42,6 +43,7 @@ __all__ = [
     "Path",
     "VocabParallel",
     "__version__",
+    "cross_entropy",
     "explain",
     "export_decompositions",
     "get_workspace",

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.functional import linear_cross_entropy, linear_kl_div, linear_log_probs
+from flce_ops.entry.logits_plain import rows_of
+from flce_ops.functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs
 from flce_ops.ops.paths import (
     KERNELS,
     LOSS,
     RETAIN,
     Situation,
+    given_logits_situation,
     loss_situation,
     needs_gradient,
     rows_to_retain,
@@ -29,7 +31,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
     """What ``function(*args, **kwargs)`` would run and why, without running it.
 
     Args:
-        function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs`` or ``linear_kl_div``.
+        function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_kl_div`` or ``cross_entropy``.
         args, kwargs: its arguments; tensors on "meta" stand for what no device holds.
 
     Returns:
@@ -49,14 +51,16 @@ def explain(function: Callable, *args, **kwargs) -> str:
           triton        ruled out: expects an NVIDIA GPU, half operands
           aten          runs
     """
-    if function not in (linear_cross_entropy, linear_log_probs, linear_kl_div):
+    if function not in (linear_cross_entropy, linear_log_probs, linear_kl_div, cross_entropy):
         raise TypeError(
-            "explain: expected linear_cross_entropy, linear_log_probs or linear_kl_div of flce_ops, "
+            "explain: expected linear_cross_entropy, linear_log_probs, linear_kl_div or cross_entropy of flce_ops, "
             f"got {getattr(function, '__name__', function)!r}"
         )
     named = inspect.signature(function).bind(*args, **kwargs)
     named.apply_defaults()
     call = named.arguments
+    if function is cross_entropy:
+        return of_given_logits(call)
     tables: dict[str, tuple[Path, ...]] = {}
     situation = situation_of_call(call)
     stem = "linear_kl_div" if function is linear_kl_div else "linear_cross_entropy"
@@ -84,6 +88,23 @@ def explain(function: Callable, *args, **kwargs) -> str:
     ):
         lines += tokens_in_triton(call, situation)
     return "\n".join(lines)
+
+
+def of_given_logits(call: dict) -> str:
+    logits, copied = rows_of(call["logits"], call["target"].numel())
+    situation = given_logits_situation(logits, call["inplace_backward"] or copied)
+    situation = situation._replace(empty=logits.numel() == 0, one_class=logits.shape[1] == 1)
+    tables: dict[str, tuple[Path, ...]] = {}
+    path = "recompute"
+    if call["reduction"] != "none":
+        title = "a scalar loss of given logits"
+        tables[title] = LOSS[title]
+        path = choose(LOSS[title], situation).name
+    ops = {"in place": ["with_grad_"], "one pass": ["with_grad"]}.get(path, ["forward", "backward"])
+    if path == "recompute" and not situation.wants_gradient:
+        ops = ["forward"]
+    tables |= {f"flce::cross_entropy_{op}": KERNELS[f"cross_entropy_{op}"] for op in ops}
+    return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
 
 
 def situation_of_call(call: dict) -> Situation:

@@ -181,6 +181,13 @@ def test_runs_in_this_backward_tells_wanted_gradients_from_others():
     assert seen == [[False, True], [True, False], [True, True], [True, False], [True, True]]
 
 
+def test_root_of_is_the_tensor_that_is_viewed():
+    tensor = torch.randn(6, 4)
+    assert torch_private.root_of(tensor) is tensor
+    assert torch_private.root_of(tensor.view(3, 8)[:, 1:].T) is tensor
+    assert torch_private.root_of(made := tensor * 2.0) is made
+
+
 def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):

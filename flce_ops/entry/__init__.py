@@ -3,6 +3,7 @@
 schemas.py                      their arguments
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 cross_entropy.py                plain.py, sharded.py
+logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py
 kl_div.py                       kl_div_plain.py, kl_div_sharded.py
 """
@@ -10,7 +11,7 @@ kl_div.py                       kl_div_plain.py, kl_div_sharded.py
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, schemas
+from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, schemas
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 
@@ -27,6 +28,18 @@ ENTRIES = {
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
+    "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", logits.composite),
+    "cross_entropy_metrics": (
+        schemas.LogitsCrossEntropy,
+        "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
+        logits.composite_metrics,
+    ),
+    "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", logits.composite_in_place),
+    "cross_entropy_metrics_": (
+        schemas.LogitsCrossEntropyInPlace,
+        "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
+        logits.composite_metrics_in_place,
+    ),
 }
 for _name, (_arguments, _results, _body) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
@@ -34,6 +47,6 @@ for _name, (_arguments, _results, _body) in ENTRIES.items():
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, _body, _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if _name != "linear_kl_div" else ():
+    for _device_type in ("cpu", "cuda") if _arguments in (schemas.CrossEntropy, schemas.LogProbs) else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")

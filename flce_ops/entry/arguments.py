@@ -5,7 +5,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from flce_ops.entry.schemas import CrossEntropy, LogProbs
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs
 from flce_ops.math.options import RANGES
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
@@ -14,6 +14,7 @@ from flce_ops.meta.checks import (
     check_linear,
     check_per_class,
     check_real,
+    check_supported_dtype,
     check_target_dtype,
 )
 
@@ -22,21 +23,47 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def check_arguments(call: CrossEntropy) -> None:
-    input, weight, token_weight = call.input, call.weight, call.token_weight
-    check_dense(OP, weight=weight, token_weight=token_weight, normalizer=call.normalizer)
+    check_dense(OP, weight=call.weight, token_weight=call.token_weight, normalizer=call.normalizer)
     check_head(OP, call)
+    if call.weight is not None:
+        check_per_class(OP, "weight", call.weight, call.linear_weight.shape[0])
+    check_loss(OP, call, call.input)
+
+
+def check_logits(op: str, call: LogitsCrossEntropy) -> None:
+    """The arguments of a loss of given logits."""
+    logits, target, weight = call.logits, call.target, call.weight
+    check_dense(op, logits=logits, target=target, weight=weight, token_weight=call.token_weight)
+    check_dense(op, normalizer=call.normalizer)
+    check_supported_dtype(op, "logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
+    check_target_dtype(op, target)
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{op}: expected target of shape {tuple(logits.shape[:-1])}, one class index per row of logits "
+            f"{tuple(logits.shape)}, got {tuple(target.shape)}"
+        )
     if weight is not None:
-        check_per_class(OP, "weight", weight, call.linear_weight.shape[0])
-    check_device(OP, input, weight=weight, token_weight=token_weight)
+        check_per_class(op, "weight", weight, logits.shape[-1], "classes of logits")
+    check_device(op, logits, of="logits", target=target)
+    check_ranges(op, **call.numbers._asdict())
+    check_loss(op, call, logits)
+
+
+def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor) -> None:
+    """What a loss of tokens adds up and divides by."""
+    weight, token_weight = call.weight, call.token_weight
+    check_device(op, input, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{OP}: weight (class weights) gets no gradient; pass weight.detach()")
-    check_reduction(OP, call.reduction)
-    check_real(OP, token_weight=token_weight)
+        raise NotImplementedError(f"{op}: weight (class weights) gets no gradient; pass weight.detach()")
+    check_reduction(op, call.reduction)
+    check_real(op, token_weight=token_weight)
     if token_weight is not None and token_weight.shape != call.target.shape:
         raise ValueError(
-            f"{OP}: expected token_weight of target's shape {tuple(call.target.shape)}, got {tuple(token_weight.shape)}"
+            f"{op}: expected token_weight of target's shape {tuple(call.target.shape)}, got {tuple(token_weight.shape)}"
         )
-    check_normalizer(OP, call.normalizer, call.reduction, input)
+    check_normalizer(op, call.normalizer, call.reduction, input)
 
 
 def check_head(op: str, call: CrossEntropy | LogProbs) -> None:

@@ -21,6 +21,25 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     normalizer: Tensor | None = None  # ()
 
 
+class LogitsCrossEntropy(Arguments, keyword_from="weight"):
+    logits: Tensor  # (..., V)
+    target: Tensor  # (...)
+    weight: Tensor | None = None  # (V,)
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LossNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+
+
+class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
+    """The logits may be overwritten."""
+
+    @classmethod
+    def schema(cls) -> str:
+        return super().schema().replace("Tensor logits", "Tensor(a!) logits", 1)
+
+
 class LogProbs(Arguments, keyword_from="ignore_index"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Cotangents, LossOptions, Operands
+from flce_ops.math.options import Cotangents, LogitOperands, LossOptions, Operands
 
 
 def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
@@ -83,7 +83,7 @@ class LossTerms:
 
 
 def losses_of_rows(
-    operands: Operands,
+    operands: Operands | LogitOperands,
     ignore_index: int,
     options: LossOptions,
     num_classes: int,  # V, of all shards

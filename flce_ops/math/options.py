@@ -9,7 +9,7 @@ Inside, numbers are 0-d tensors in the accumulation dtype, and None where they d
 """
 
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ class Operands(NamedTuple):
     linear_weight: Tensor  # (V, D)
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,), class weights
+
+
+class LogitOperands(NamedTuple):
+    """Of a loss of logits that are given."""
+
+    logits: Tensor  # (N, V)
+    target: Tensor  # (N,)
     weight: Tensor | None = None  # (V,), class weights
 
 
@@ -84,7 +92,7 @@ class Reduction(NamedTuple):
 class TokenLosses(NamedTuple):
     """What the losses of tokens are a function of, one row a token."""
 
-    operands: Operands
+    operands: Any  # Operands, or LogitOperands where the logits are given
     ignore_index: int
     loss: LossOptions
     logits: LogitOptions

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import Cotangents, LogitOptions, LossOptions, Operands, Reduction
+from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands, Reduction
 from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
@@ -72,7 +72,7 @@ class Arguments:
                 cls.positional = start
             group = hint if hasattr(hint, "_fields") else None
             if group is None:
-                arguments.append(Argument(name, schema_type(hint), vars(cls).get(name, REQUIRED)))
+                arguments.append(Argument(name, schema_type(hint), getattr(cls, name, REQUIRED)))
             else:
                 hints = get_type_hints(group, include_extras=True)
                 arguments += [
@@ -233,6 +233,40 @@ class DoubleBackward(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     vocab_start: SymInt = 0
     lse_rest: Tensor | None = None  # (N,)
+
+
+class LogitsForward(Arguments, keyword_from="ignore_index"):
+    operands: LogitOperands
+    ignore_index: int = -100
+    logit_sum: bool = False
+    logits: LogitOptions
+    argmax: bool = False
+
+
+class LogitsBackward(Arguments, keyword_from="ignore_index"):
+    cotangents: Cotangents
+    operands: LogitOperands
+    lse: Tensor  # (N,)
+    lse_rest: Tensor  # (N,), what the rounding of lse took from it
+    ignore_index: int = -100
+    logits: LogitOptions
+
+
+class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
+    operands: LogitOperands
+    row_scale: Tensor  # (N,)
+    ignore_index: int = -100
+    loss: LossOptions
+    logits: LogitOptions
+    argmax: bool = False
+
+
+class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
+    """The gradient is written over the logits."""
+
+    @classmethod
+    def schema(cls) -> str:
+        return super().schema().replace("Tensor logits", "Tensor(a!) logits", 1)
 
 
 class KlDivForward(Arguments, keyword_from="options"):

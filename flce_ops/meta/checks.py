@@ -88,6 +88,12 @@ def check_real(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: expected {name} to be real, got {tensor.dtype}")
 
 
+def check_supported_dtype(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{op}: expected {name} in one of {supported}, got {tensor.dtype}")
+
+
 def check_linear(
     op: str,
     input: Tensor,  # (..., D)
@@ -99,9 +105,7 @@ def check_linear(
 ) -> None:
     """Hidden states, the weight of their head and its bias."""
     of_input, of_weight, of_bias = names
-    if input.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise TypeError(f"{op}: expected {of_input} in one of {supported}, got {input.dtype}")
+    check_supported_dtype(op, of_input, input)
     check_unpacked(op, of_weight, weight)
     if weight.dim() != 2:
         hint = (
@@ -146,10 +150,10 @@ def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_wei
         raise TypeError(f"{op}: expected {name} in a floating dtype, got {tensor.dtype}")
 
 
-def check_device(op: str, input: Tensor, **tensors: Tensor | None) -> None:
+def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{op}: expected {name} on input's device {input.device}, got {tensor.device}")
+            raise ValueError(f"{op}: expected {name} on {of}'s device {input.device}, got {tensor.device}")
 
 
 def check_per_row(op: str, input: Tensor, **tensors: Tensor | None) -> None:

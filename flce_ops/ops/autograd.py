@@ -352,6 +352,8 @@ def vmap_by_loop(function: type[Function], info, in_dims, args):
             for arg, dim in zip(args, in_dims)
         ]
         results.append(function.apply(*element))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
     stacked = tuple(torch.stack(parts) for parts in zip(*results))
     return stacked, (0,) * len(stacked)
 

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
+from flce_ops.math.options import LogitOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
 from flce_ops.meta.arguments import Arguments, Backward, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     functorch_is_active,
+    root_of,
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
@@ -47,6 +49,9 @@ class Situation(NamedTuple):
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
+    handed_over: bool = False  # logits that may be overwritten
+    leaf: bool = False  # logits that no operation made
+    part: bool = False  # logits that share memory with more than themselves
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
     teacher: torch.dtype | None = None  # of a teacher's hidden states
@@ -93,11 +98,20 @@ EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_cla
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
 
+WANTS_LOGITS = Condition("a gradient of logits", lambda s: s.wants_gradient)
+HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
+NOT_LEAF = Condition("logits that an operation made", lambda s: not s.leaf)
+WHOLE = Condition("logits that are all of their memory", lambda s: not s.part)
+HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dtype != torch.float64)
+TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
+
 # A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
 # By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
 # D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice;
 # torch.func's backward always asks for a graph, which gradients made in advance do not have.
-MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
+IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
+MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
+OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
         Path("one pass", MADE_IN_FORWARD, why="..._with_grad: 3 GEMM passes, gradients in forward"),
@@ -110,6 +124,11 @@ LOSS = {
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+    ),
+    "a scalar loss of given logits": (
+        Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
+        Path("one pass", OF_LOGITS, why="..._with_grad: the gradient in forward, beside the logits"),
+        Path("recompute", (), why="..._forward reads the logits, backward a second time"),
     ),
 }
 
@@ -154,6 +173,22 @@ KERNELS = {
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
+    "cross_entropy_forward": (
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
+        Path("aten", (), "flce_ops.aten.cross_entropy:forward"),
+    ),
+    "cross_entropy_backward": (
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_backward"),
+        Path("aten", (), "flce_ops.aten.cross_entropy:backward"),
+    ),
+    "cross_entropy_with_grad": (
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad"),
+        Path("aten", (), "flce_ops.aten.cross_entropy:with_grad"),
+    ),
+    "cross_entropy_with_grad_": (
+        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
+        Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
+    ),
     "linear_kl_div_forward": (
         Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
         Path("aten", (), "flce_ops.aten.kl_div:forward"),
@@ -221,12 +256,16 @@ def situation_of(call: Any) -> Situation:
     if isinstance(call.operands, kl_div.Operands):
         return kl_div_situation(call.operands, call.options)
     operands, groups = call.operands, vars(call)
-    input, loss, logits = operands.input, groups.get("loss"), groups.get("logits")
+    loss, logits = groups.get("loss"), groups.get("logits")
+    if isinstance(operands, LogitOperands):
+        input, num_classes = operands.logits, operands.logits.shape[1]
+    else:
+        input, num_classes = operands.input, operands.linear_weight.shape[0]
     return Situation(
         input.device.type,
         input.dtype,
         input.numel() == 0,
-        operands.linear_weight.shape[0] == 1,
+        num_classes == 1,
         loss is not None and loss.label_smoothing != 0.0,
         logits is not None and logits.softcap is not None,
     )
@@ -258,6 +297,23 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
     )
 
 
+def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
+    """Of a scalar loss of these logits, which may be a view of all of another tensor."""
+    root = root_of(logits)
+    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
+    return Situation(
+        device=logits.device.type,
+        dtype=logits.dtype,
+        wants_gradient=needs_gradient(logits),
+        functorch=functorch_is_active(),
+        saved_tensor_hooks=saved_tensor_hooks_are_active(),
+        checkpoint=tracing_a_checkpointed_region(),
+        handed_over=handed_over,
+        leaf=root.is_leaf,
+        part=not whole or root.dtype != logits.dtype,
+    )
+
+
 def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
     """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
     sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
@@ -268,6 +324,11 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     return choose(LOSS["a scalar loss"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
+
+
+def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
+    """How a scalar loss of them makes their gradient."""
+    return choose(LOSS["a scalar loss of given logits"], given_logits_situation(logits, handed_over)).name
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:

@@ -6,13 +6,15 @@
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, of divergences
+    flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
+    flce::cross_entropy_with_grad_               which writes the gradient over them
     flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: autograd.py
 
 All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
-    Autograd                           formulas: autograd.py, kl_div_autograd.py
+    Autograd                           formulas: autograd.py, kl_div_autograd.py, cross_entropy_autograd.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
@@ -26,9 +28,9 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.meta import arguments, kl_div
+from flce_ops.meta import arguments, cross_entropy, kl_div
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops import autograd, kl_div_autograd, paths
+from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
@@ -42,6 +44,7 @@ class Operator(NamedTuple):
     outputs: Callable  # checks and allocates: the fake kernel
     formula: type[autograd.Formula] | None = None
     autocast: bool = False
+    autograd_kernel: Callable = autograd.kernel
 
 
 OPERATORS = {
@@ -91,6 +94,31 @@ OPERATORS = {
         kl_div_autograd.WithGradFormula,
         autocast=True,
     ),
+    "cross_entropy_forward": Operator(
+        arguments.LogitsForward,
+        "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor argmax, Tensor lse_rest",
+        cross_entropy.forward_outputs,
+        cross_entropy_autograd.ForwardFormula,
+    ),
+    "cross_entropy_backward": Operator(
+        arguments.LogitsBackward,
+        "Tensor grad_logits",
+        cross_entropy.backward_outputs,
+        cross_entropy_autograd.BackwardFormula,
+    ),
+    "cross_entropy_with_grad": Operator(
+        arguments.LogitsWithGrad,
+        "Tensor loss, Tensor losses, Tensor grad_logits, Tensor argmax",
+        cross_entropy.with_grad_outputs,
+        cross_entropy_autograd.WithGradFormula,
+    ),
+    "cross_entropy_with_grad_": Operator(
+        arguments.LogitsWithGradInPlace,
+        "Tensor loss, Tensor losses, Tensor argmax",
+        cross_entropy.with_grad_in_place_outputs,
+        cross_entropy_autograd.WithGradInPlaceFormula,
+        autograd_kernel=cross_entropy_autograd.in_place_kernel,
+    ),
 }
 
 for _name, _operator in OPERATORS.items():
@@ -116,7 +144,7 @@ for _name, _operator in OPERATORS.items():
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flce::{_name}", keyed(_operator.outputs), lib=library)
     if _operator.formula is not None:
-        _formula = autograd.kernel(_op, _operator.formula)
+        _formula = _operator.autograd_kernel(_op, _operator.formula)
         library.impl(_name, _formula, "Autograd")
         library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")
     if _operator.autocast:

@@ -70,6 +70,11 @@ def runs_in_this_backward(node) -> bool:
         return True
 
 
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose view it is, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail with `message` when the 0-d bool tensor is False: on CUDA a device-side assert, without a host sync."""
     torch._assert_async(condition, message)

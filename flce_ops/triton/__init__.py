@@ -5,6 +5,7 @@
         even_features.py                      a D that is no multiple of 8: copies with zeros behind, where they fit
         one_pass_step.py                      the chunks of both
         chunks.py                             rows at a time
+        retained_gradient.py, logit_codes.py  backward of rows whose logits forward kept
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
         kept_tokens.py                        the tokens that count, and how many, on the device
@@ -19,7 +20,7 @@
         input_gradient.py                     E @ linear_weight, in parts of the vocabulary
         gradients.py                          which of them are made
         smoothing.py, columns.py              rank-1 terms, column sums
-        scale_rows.py                         c input, and what its rounding took
+        scale_rows.py, target_rows.py         c input, and what its rounding took, for rows of few targets
         set_entries.py                        the target's entry of a gradient
             gemm_operands.py                  matrices as tensor maps
             target.py, tiles.py               the device; tile shapes
@@ -30,7 +31,11 @@
             row_divergence.py                 the divergence of an entry and its derivative
             fixed_point.py                    16 bits for logits of float16 operands
         gather_rows.py                        the kept tokens' rows
-    upstream.py                               the scalar that arrives in backward
+    cross_entropy.py                          of given logits: one program a row
+        cross_entropy_kernels.py
+        logit_rows.py                         a row in groups of 16 bytes
+    sum_losses.py, upstream.py                the scalar loss; the scalar that arrives in backward
+    replay.py, driver_launch.py               a step's launches, repeated
 
 Imported only when a CUDA kernel of an operator runs.
 """

@@ -1,0 +1,223 @@
+"""python -m benchmarks.cross_entropy: forward + backward of the loss of given logits, and the bytes a second they move.
+
+GB/s counts what any way must move: the rows that are not ignored read once, a gradient of all rows written once.
+`copy` does nothing else, a clone of the logits. Providers that write over the logits are given memory that is theirs.
+"""
+
+import argparse
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce_ops
+
+from .report import Report, environment, say
+from .timing import time_steps
+
+# N tokens, V vocabulary
+
+SHAPES = (
+    (8192, 128256, "bfloat16"),  # Llama 3; a row does not fit the registers of a multiprocessor
+    (4096, 50257, "bfloat16"),  # GPT-2: rows begin anywhere beside multiples of 16 bytes
+    (16384, 32000, "float32"),
+    (8192, 32000, "bfloat16"),
+    (4096, 151936, "bfloat16"),
+)
+Step = Callable[[], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class LogitsRow:
+    gpu: str  # or the processor
+    torch: str
+    triton: str
+    commit: str
+    N: int
+    V: int
+    ignored: float
+    dtype: str
+    provider: str
+    version: str
+    ms: float | None = None
+    spread: float | None = None
+    GBps: float | None = None
+    peak_MiB: float | None = None  # beyond the logits
+    err_loss: float | None = None
+    err_grad: float | None = None
+    reason: str = ""
+
+
+class Made(torch.autograd.Function):
+    """The logits as an operation's result, in their own memory, so that they may be overwritten."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        alias = torch.empty(0, dtype=logits.dtype, device=logits.device)
+        return alias.set_(logits.untyped_storage(), logits.storage_offset(), logits.shape, logits.stride())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def liger() -> Loss:
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    # the arguments behind the target: weight, ignore_index, z-loss, smoothing, reduction, softcap, return_z_loss
+    options = (None, -100, 0.0, 0.0, "mean", None, False)
+    return lambda logits, target: LigerCrossEntropyFunction.apply(logits, target, *options)[0]
+
+
+def quack(inplace_backward: bool) -> Loss:
+    from quack.cross_entropy import cross_entropy
+
+    return lambda logits, target: cross_entropy(logits, target, inplace_backward=inplace_backward)
+
+
+# name: (distribution, overwrites the logits, makes the loss)
+PROVIDERS: dict[str, tuple[str, bool, Callable[[], Loss]]] = {
+    "ours": ("flce_ops", False, lambda: flce_ops.cross_entropy),
+    "ours_in_place": (
+        "flce_ops",
+        True,
+        lambda: lambda logits, target: flce_ops.cross_entropy(logits, target, inplace_backward=True),
+    ),
+    "torch_eager": ("torch", False, lambda: F.cross_entropy),
+    "torch_compile": ("torch", False, lambda: torch.compile(F.cross_entropy, dynamic=False)),
+    "liger": ("liger_kernel", True, liger),
+    "quack": ("quack_kernels", False, lambda: quack(False)),
+    "quack_in_place": ("quack_kernels", True, lambda: quack(True)),
+}
+
+
+def make_problem(tokens: int, classes: int, dtype: str, ignored: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    logits = torch.empty(tokens, classes, dtype=getattr(torch, dtype), device=device)
+    for rows in logits.split(1024):
+        rows.copy_(2.0 * torch.randn(rows.shape, device=device))
+    target = torch.randint(classes, (tokens,), device=device)
+    target[torch.rand(tokens, device=device) < ignored] = -100
+    return logits.requires_grad_(), target
+
+
+def step_of(loss: Loss, logits: Tensor, target: Tensor) -> Step:
+    def step() -> Tensor:
+        (grad,) = torch.autograd.grad(loss(Made.apply(logits), target), logits)
+        return grad
+
+    return step
+
+
+def errors(loss: Loss, logits: Tensor, target: Tensor) -> tuple[float, float]:
+    """Of the loss and of the gradient, relative, against float64 a few rows at a time. The logits stay as they were."""
+    given = logits.detach().clone()
+    value = loss(Made.apply(logits), target)
+    (grad,) = torch.autograd.grad(value, logits)
+    count, total, squares, difference = int((target >= 0).sum()), 0.0, 0.0, 0.0
+    for rows, targets, found in zip(given.split(256), target.split(256), grad.split(256)):
+        exact = rows.double().requires_grad_()
+        part = F.cross_entropy(exact, targets, reduction="sum") / count
+        (right,) = torch.autograd.grad(part, exact)
+        total += float(part.detach())
+        squares += float(right.square().sum())
+        difference += float((found.double() - right).square().sum())
+    with torch.no_grad():
+        logits.copy_(given)
+    return abs(float(value.detach()) - total) / abs(total), (difference / squares) ** 0.5
+
+
+def measure(
+    shape: tuple[int, int, str], ignored: float, device: torch.device, names: Sequence[str], rounds: int, ms: float
+) -> list[LogitsRow]:
+    tokens, classes, dtype = shape
+    logits, target = make_problem(tokens, classes, dtype, ignored, device)
+    here = environment(device)
+    machine = (here.gpu, here.torch, here.triton, here.commit, tokens, classes, ignored, dtype)
+    rows = {"copy": LogitsRow(*machine, "copy", torch.__version__)}
+    steps: dict[str, Step] = {"copy": lambda: logits.detach().clone()}
+    for name in names:
+        distribution, _, make = PROVIDERS[name]
+        rows[name] = row = LogitsRow(*machine, name, version_of(distribution))
+        try:
+            loss = make()
+            row.err_loss, row.err_grad = errors(loss, logits, target)
+            steps[name] = step = step_of(loss, logits, target)
+            row.peak_MiB = peak_of(step, device)
+        except Exception as failure:  # a provider's own
+            row.reason = f"{type(failure).__name__}: {str(failure).splitlines()[0][:120] if str(failure) else ''}"
+
+    def failed(name: str, failure: Exception) -> None:
+        rows[name].reason = type(failure).__name__
+
+    kept = int((target >= 0).sum())
+    moved = (kept + tokens) * classes * logits.element_size()
+    for name, timing in time_steps(steps, device=device, rounds=rounds, ms=ms, on_failure=failed).items():
+        rows[name].ms, rows[name].spread = timing
+        rows[name].GBps = (2 * logits.numel() * logits.element_size() if name == "copy" else moved) / timing.ms / 1e6
+    return list(rows.values())
+
+
+def version_of(distribution: str) -> str:
+    if distribution == "flce_ops":
+        return flce_ops.__version__
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def peak_of(step: Step, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def table(rows: Sequence[LogitsRow]) -> str:
+    lines = [f"{'provider':16}{'ms':>9}{'+-':>7}{'GB/s':>8}{'MiB':>8}{'err loss':>10}{'err grad':>10}"]
+    for row in sorted(rows, key=lambda row: (row.ms is None, row.ms)):
+        cells = [(row.ms, "9.3f"), (row.spread, "7.1%"), (row.GBps, "8.0f"), (row.peak_MiB, "8.0f")]
+        cells += [(row.err_loss, "10.1e"), (row.err_grad, "10.1e")]
+        text = "".join(
+            f"{value:{form}}" if value is not None else " " * int(form.split(".")[0]) for value, form in cells
+        )
+        lines.append(f"{row.provider:16}{text}  {row.reason}".rstrip())
+    return "\n".join(lines)
+
+
+def parse_shape(text: str) -> tuple[int, int, str]:
+    size, _, dtype = text.partition(":")
+    tokens, classes = size.split("x")
+    return int(tokens), int(classes), dtype or "bfloat16"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.cross_entropy", description=__doc__)
+    parser.add_argument("--shapes", default="", help="NxV or NxV:dtype, with commas")
+    parser.add_argument("--ignored", type=float, default=0.02, help="share of the tokens")
+    parser.add_argument("--providers", default=",".join(PROVIDERS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ms", type=float, default=200, help="back-to-back time of a provider in a round")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    shapes = [parse_shape(text) for text in options.shapes.split(",")] if options.shapes else SHAPES
+    report = Report(options.out / environment(device).slug / "cross_entropy.csv")
+    for shape in shapes:
+        rows = measure(shape, options.ignored, device, options.providers.split(","), options.rounds, options.ms)
+        report.add(rows)
+        say(f"{shape[0]}x{shape[1]} {shape[2]}\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

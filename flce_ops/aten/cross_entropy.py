@@ -1,0 +1,136 @@
+"""Kernels of the loss of given logits in plain ATen, a block of rows at a time in the accumulation dtype.
+
+    z = softcap tanh(logit_scale u / softcap) of the given u          G = (l p + m w + a [j = y]) dz/du
+
+as in flce_ops/aten/logits.py, without its GEMMs: `cross_entropy_forward` makes the numbers of a row, `..._backward` G
+from their cotangents, `..._with_grad` the scalar loss and G, which `..._with_grad_` writes over the logits.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
+from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.logits import (
+    SoftmaxFactors,
+    activate_with_slope,
+    add_target_and_sum,
+    apply_slope,
+    exponentiate_rows,
+    softmax_gradient,
+    upcast,
+    weighted_logits,
+)
+from flce_ops.math.loss import terms_of_tokens
+from flce_ops.math.options import LogitOptions
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.shards import target_columns
+from flce_ops.math.two_sum import two_sum
+from flce_ops.meta import cross_entropy as meta
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
+from flce_ops.support.target_range import check_target_range
+
+# N tokens, n rows of a block, V vocabulary
+
+Call = LogitsForward | LogitsBackward | LogitsWithGrad
+
+
+def blocks_of(call: Call, options: LogitOptions) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Rows, their z in memory of its own, (n, V), and dz/du."""
+    logits = call.operands.logits
+    dtype = accumulation_dtype(logits.dtype)
+    step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
+    for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):
+        z, slope = activate_with_slope(rows_of(logits, rows).to(dtype, copy=True), None, options)
+        yield rows, z, slope
+
+
+@takes(LogitsForward)
+def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(call)
+    check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
+    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, ZERO, ZERO, NO_CLASS, ZERO))
+    return outputs
+
+
+def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
+    target_logit, lse, sums, argmax, lse_rest = outputs
+    logits, target, weight = call.operands
+    column = zero_where_ignored(logits, target).long().unsqueeze(1)
+    weight = upcast(weight, lse.dtype)
+    for rows, z, _ in blocks_of(call, call.logits):
+        target_logit[rows] = z.gather(1, column[rows]).squeeze(1)
+        if call.logit_sum:
+            sums[rows] = weighted_logits(z, weight)
+        if call.argmax:
+            argmax[rows] = z.argmax(1)
+        row_max, row_sum = exponentiate_rows(z)
+        lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
+
+
+@takes(LogitsBackward)
+def backward(call: LogitsBackward) -> Tensor:
+    grad_logits = meta.backward_outputs(call)
+    on_kept_tokens(backward_of_rows, call, (grad_logits,), (ZERO,))
+    return grad_logits
+
+
+def backward_of_rows(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
+    (grad_logits,) = outputs
+    logits, target, weight = call.operands
+    dtype = call.lse.dtype
+    valid, hit, column = target_columns(target, call.ignore_index, 0, logits.shape[1])
+    cotangents = call.cotangents.kept(hit, valid, dtype)
+    factor = None if cotangents.grad_lse is None else cotangents.grad_lse * torch.exp(-call.lse_rest)
+    factors = SoftmaxFactors(torch.where(valid, call.lse, torch.inf), factor, None)
+    weight = upcast(weight, dtype)
+    for rows, z, slope in blocks_of(call, call.logits):
+        grad = softmax_gradient(z, factors.of(rows))
+        add_target_and_sum(grad, column[rows], cotangents.of(rows), weight)
+        grad_logits[rows] = apply_slope(grad, slope)
+
+
+@takes(LogitsWithGrad)
+def with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
+    fill_in(call, loss, losses, grad_logits, argmax)
+    return outputs
+
+
+@takes(LogitsWithGradInPlace)
+def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
+    loss, losses, argmax = outputs = meta.with_grad_in_place_outputs(call)
+    fill_in(call, loss, losses, call.operands.logits, argmax)
+    return outputs
+
+
+def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
+    """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
+    check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
+    on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), (ZERO, ZERO, NO_CLASS))
+    torch.sum(call.row_scale * losses, dim=0, out=loss)
+
+
+def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
+    losses, grad_logits, argmax = outputs
+    logits, target, weight = call.operands
+    dtype = losses.dtype
+    column = zero_where_ignored(logits, target).long().unsqueeze(1)
+    scale = zero_where_ignored(logits, call.row_scale).to(dtype)
+    weight = upcast(weight, dtype)
+    loss_of_tokens = terms_of_tokens(column.squeeze(1), weight, logits.shape[1], call.loss, dtype)
+    for rows, z, slope in blocks_of(call, call.logits):
+        terms = loss_of_tokens.of(rows)
+        target_logit = z.gather(1, column[rows]).squeeze(1)
+        logit_sum = weighted_logits(z, weight) if call.loss.label_smoothing else None
+        if call.argmax:
+            argmax[rows] = z.argmax(1)
+        row_max, row_sum = exponentiate_rows(z)
+        lse, lse_rest = two_sum(row_max, row_sum.log())
+        losses[rows] = terms.loss(target_logit, lse, logit_sum, lse_rest)
+        cotangents = terms.cotangents(target_logit, lse, scale[rows])
+        grad = z.mul_((cotangents.grad_lse / row_sum)[:, None])
+        add_target_and_sum(grad, column[rows], cotangents, weight)
+        grad_logits[rows] = apply_slope(grad, slope)

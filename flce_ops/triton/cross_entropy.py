@@ -1,0 +1,209 @@
+"""Kernels of the operators of given logits: the tile of a row, the launches (cross_entropy_kernels.py)."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops.math.options import Cotangents, LogitOperands
+from flce_ops.meta import cross_entropy as meta
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
+from flce_ops.support.path import record_run
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.chunks import contiguous
+from flce_ops.triton.cross_entropy_kernels import (
+    ForwardNumbers,
+    LossNumbers,
+    finish_kernel,
+    gradient_kernel,
+    rows_kernel,
+)
+from flce_ops.triton.logit_rows import matrix_of
+from flce_ops.triton.replay import repeated
+from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.target import interpreted
+
+# N tokens, V vocabulary
+
+# Compiled for sm_90: half numbers take a register each once they are unpacked, so 3 held blocks of 32 KiB fill the 128
+# registers of a thread of 16 warps, 4 of float32; 2 and 4 where others stream beside them. One more spills.
+GROUPS_OF_WARP = 128  # four 16-byte loads a thread
+STAGES = 3  # blocks on their way to shared memory, and the one at hand
+
+
+class Tile(NamedTuple):
+    """How a program takes its row."""
+
+    block_g: int  # groups of 16 bytes in a block
+    held: int  # blocks in registers
+    all_held: bool  # a row has no others
+    num_warps: int
+    num_stages: int  # blocks on their way, of the others
+
+
+def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
+    """For a row of so many bytes: the fewest warps whose registers hold it, if any do."""
+    vec = 16 // logits.element_size()
+    all_held, most_held = (4, 4) if vec == 4 else (3, 2)
+    if softcap:
+        all_held = most_held = 0  # its slope takes the registers
+    if interpreted(logits):
+        num_warps, block_g = 1, 4
+    else:
+        groups = triton.cdiv(logits.shape[1], vec)
+        num_warps = next((warps for warps in (4, 8) if groups <= all_held * warps * GROUPS_OF_WARP), 16)
+        block_g = num_warps * GROUPS_OF_WARP
+    blocks = triton.cdiv(logits.shape[1], block_g * vec)
+    stages = 1 if weighted else STAGES  # class weights on their way take 128 KiB of shared memory, more than some have
+    if gradient and blocks <= all_held:
+        return Tile(block_g, blocks, True, num_warps, stages)
+    full = max(logits.shape[1] - vec, 0) // vec // block_g  # blocks that every row has, wherever it starts
+    held = min(most_held, full) if gradient else 0
+    return Tile(block_g, held, False, num_warps, stages)
+
+
+@takes(LogitsForward)
+def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.forward_outputs(call)
+    numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
+    with_unit_rows(call)
+    launch_rows(call, numbers, call.logit_sum)
+    return outputs
+
+
+@takes(LogitsWithGrad)
+def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
+    with_unit_rows(call)
+    launch_loss(call, LossNumbers(losses, argmax if call.argmax else None), loss, grad_logits)
+    return outputs
+
+
+@takes(LogitsWithGradInPlace)
+def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
+    loss, losses, argmax = outputs = meta.with_grad_in_place_outputs(call)
+    given = call.operands.logits
+    with_unit_rows(call)
+    launch_loss(call, LossNumbers(losses, argmax if call.argmax else None), loss, None)
+    if call.operands.logits is not given:
+        given.copy_(call.operands.logits)
+    return outputs
+
+
+@takes(LogitsBackward)
+def launch_backward(call: LogitsBackward) -> Tensor:
+    grad_logits = meta.backward_outputs(call)
+    with_unit_rows(call)
+    call.cotangents = Cotangents(*contiguous(*call.cotangents))
+    call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
+    with torch.cuda.device_of(grad_logits):
+        repeated(run_backward, call, grad_logits)
+    record_run(call, 1, grad_logits.shape[0])
+    return grad_logits
+
+
+def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
+    """Rows of unit stride, contiguous vectors, class weights in float32."""
+    logits, target, weight = call.operands
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        logits = logits.contiguous()
+        call.notes += ("a copy of logits without a unit stride",)
+    target, weight = contiguous(target, None if weight is None else weight.float())
+    call.operands = LogitOperands(logits, target, weight)
+
+
+def launch_loss(call: LogitsWithGrad, numbers: LossNumbers, loss: Tensor, grad_logits: Tensor | None) -> None:
+    """`grad_logits` None: over the logits."""
+    weight = call.operands.weight
+    call.row_scale = call.row_scale.contiguous()
+    weight_sum = None if weight is None else weight.sum()
+    launch_rows(call, numbers, bool(call.loss.label_smoothing), loss, grad_logits, weight_sum)
+
+
+def launch_rows(
+    call: LogitsForward | LogitsWithGrad,
+    numbers: ForwardNumbers | LossNumbers,
+    logit_sum: bool,
+    loss: Tensor | None = None,
+    grad_logits: Tensor | None = None,
+    weight_sum: Tensor | None = None,
+) -> None:
+    logits, target, _ = call.operands
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(logits):
+        repeated(run_rows, call, numbers, logit_sum, loss, grad_logits, weight_sum, in_range)
+        assert_in_range(in_range, target, logits.shape[1], call.ignore_index)
+    record_run(call, 1, logits.shape[0])
+
+
+def run_rows(
+    call: Any,  # LogitsForward, or LogitsWithGrad with LossNumbers
+    numbers: Any,
+    logit_sum: bool,
+    loss: Tensor | None,  # () out; None where the numbers of the rows are all that is wanted
+    grad_logits: Tensor | None,  # (N, V) out; None for over the logits
+    weight_sum: Tensor | None,  # (), of the class weights
+    in_range: Tensor,  # () out
+) -> None:
+    logits, target, weight = call.operands
+    tokens, num_classes = logits.shape
+    row_loss = row_scale = losses = None
+    if loss is not None:
+        grad_logits = logits if grad_logits is None else grad_logits
+        row_loss = RowLoss(weight_sum, num_classes, call.loss)
+        row_scale, losses = call.row_scale, numbers.losses
+    tile = tile_for(logits, loss is not None, call.logits.softcap is not None, weight is not None)
+    rows_kernel[(tokens,)](
+        matrix_of(logits),
+        None if grad_logits is None else matrix_of(grad_logits),
+        target,
+        row_scale,
+        numbers,
+        weight,
+        row_loss,
+        call.logits,
+        call.ignore_index,
+        num_classes,
+        LOGIT_SUM=logit_sum,
+        ARGMAX=call.argmax,
+        ALIKE=grad_logits is None or lie_alike(logits, grad_logits),
+        BLOCK_G=tile.block_g,
+        VEC=16 // logits.element_size(),
+        HELD=tile.held,
+        ALL_HELD=tile.all_held,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    finish_kernel[(1,)](
+        target, losses, row_scale, loss, in_range, tokens, call.ignore_index, num_classes, BLOCK=4096, num_warps=8
+    )
+
+
+def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
+    logits, target, weight = call.operands
+    tile = tile_for(logits, False, call.logits.softcap is not None, weight is not None)
+    gradient_kernel[(logits.shape[0],)](
+        matrix_of(logits),
+        matrix_of(grad_logits),
+        target,
+        call.lse,
+        call.lse_rest,
+        call.cotangents,
+        weight,
+        call.logits,
+        call.ignore_index,
+        logits.shape[1],
+        ALIKE=lie_alike(logits, grad_logits),
+        BLOCK_G=tile.block_g,
+        VEC=16 // logits.element_size(),
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def lie_alike(logits: Tensor, grad_logits: Tensor) -> bool:
+    """Whether each row of one begins at the same place beside a multiple of 16 bytes as that of the other."""
+    vec = 16 // logits.element_size()
+    strides = logits.shape[0] < 2 or (logits.stride(0) - grad_logits.stride(0)) % vec == 0
+    return strides and matrix_of(logits).shift == matrix_of(grad_logits).shift

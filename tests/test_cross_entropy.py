@@ -1,0 +1,391 @@
+"""cross_entropy of given logits: loss, gradients, logits that are handed over, what composes, the Triton kernels."""
+
+# N tokens, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import make_inputs, scalars
+from reference_loss import error
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import flce_ops
+from flce_ops.aten import cross_entropy as aten
+
+flce = torch.ops.flce
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1, "z_loss": 1e-2},
+    {"softcap": 4.0, "logit_scale": 0.7, "temperature": 1.3},
+    {"label_smoothing": 0.1, "softcap": 4.0, "weight": True, "token_weight": True},
+]
+
+
+def make_logits(shape=(37, 131), *, device="cpu", dtype=torch.float32, options=()):
+    """Logits (N, V), targets, and the options with their tensors made."""
+    inputs = make_inputs((shape[0], 24, shape[1]), device=device, dtype=torch.float32, weight=True, token_weight=True)
+    logits = F.linear(inputs.input, inputs.linear_weight).detach().to(dtype)
+    made = dict(options)
+    if "weight" in made:
+        made["weight"] = inputs.weight.to(dtype)
+    if "token_weight" in made:
+        made["token_weight"] = inputs.token_weight.detach()
+    return logits, inputs.target, made
+
+
+def dense(logits, target, *, reduction="mean", **options):
+    """The definition, on logits in float64 or in their own dtype's float32 copy, as a user writes it."""
+    softcap, scale = options.pop("softcap", None), options.pop("logit_scale", 1.0)
+    temperature, z_loss = options.pop("temperature", 1.0), options.pop("z_loss", 0.0)
+    token_weight, weight = options.pop("token_weight", None), options.pop("weight", None)
+    z = scale * (logits if logits.dtype == torch.float64 else logits.float())
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    weight = None if weight is None else weight.to(z.dtype)
+    valid = target >= 0
+    losses = F.cross_entropy(z.flatten(0, -2), target.flatten(), weight, reduction="none", **options).view(target.shape)
+    losses = losses + torch.where(valid, z_loss * z.logsumexp(-1).square(), 0.0)
+    losses = losses if token_weight is None else losses * token_weight
+    if reduction != "mean":
+        return losses if reduction == "none" else losses.sum()
+    return losses.sum() / (valid.sum() if weight is None else weight[target[valid]].sum())
+
+
+def value_and_gradient(function, logits, target, cotangent=None, **options):
+    logits = logits.detach().clone().requires_grad_()
+    value = function(logits, target, **options)
+    (grad,) = torch.autograd.grad(value, logits, cotangent)
+    return value.detach(), grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_and_gradient_agree_with_float64_as_plain_torch_does(device, dtype, options, reduction):
+    logits, target, options = make_logits(device=device, dtype=dtype, options=options)
+    cotangent = torch.rand(target.shape if reduction == "none" else (), device=device)
+    arguments = {"reduction": reduction, **options}
+    exact = value_and_gradient(dense, logits.double(), target, cotangent.double(), **arguments)
+    plain = value_and_gradient(
+        dense, logits, target, cotangent.to(exact[0] if dtype == torch.float64 else cotangent), **arguments
+    )
+    cotangent = cotangent.to(plain[0].dtype)
+    found = value_and_gradient(flce_ops.cross_entropy, logits, target, cotangent, **arguments)
+    assert found[0].dtype == plain[0].dtype and found[1].dtype == dtype
+    for ours, usual, right in zip(found, plain, exact):
+        assert error(ours, right) <= 2 * error(usual, right) + 1e-6
+
+
+def test_ignored_rows_hold_anything_and_get_zero(device, poisoned_memory):
+    logits, target, _ = make_logits(device=device)
+    clean = logits.clone()
+    logits[target < 0] = torch.nan
+    for reduction in ("mean", "none"):
+        cotangent = torch.ones_like(target, dtype=torch.float32) if reduction == "none" else None
+        expected = value_and_gradient(flce_ops.cross_entropy, clean, target, cotangent, reduction=reduction)
+        found = value_and_gradient(flce_ops.cross_entropy, logits, target, cotangent, reduction=reduction)
+        assert all(map(torch.equal, found, expected)) and not found[1][target < 0].any()
+
+
+@pytest.mark.parametrize("layout", ["columns", "padded", "sequences", "shifted", "one token"])
+def test_layouts(device, layout):
+    logits, target, _ = make_logits((36, 50), device=device)
+    if layout == "columns":
+        logits = logits.T.contiguous().T
+    elif layout == "padded":
+        logits = F.pad(logits, (0, 3))[:, :50]
+    elif layout == "sequences":
+        logits, target = logits.view(4, 9, 50), target.view(4, 9)
+    elif layout == "shifted":
+        logits, target = logits.view(4, 9, 50)[:, :-1], target.view(4, 9)[:, 1:]
+    else:
+        logits, target = logits[1], target[1]
+    expected = value_and_gradient(lambda x, y: dense(x.view(-1, 50), y.reshape(-1)), logits.contiguous(), target)
+    leaf = logits.detach().requires_grad_()
+    loss, metrics = flce_ops.cross_entropy(leaf, target, return_metrics=True)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close((loss, grad), expected)
+    assert torch.equal(metrics.argmax, torch.where(target >= 0, logits.argmax(-1), -1))
+    right = (metrics.argmax == target).sum() / (target >= 0).sum()
+    torch.testing.assert_close(metrics.token_accuracy, right, equal_nan=True)
+
+
+# ---------------------------------------------------------------- logits that are handed over
+
+
+def in_place(logits, target, **options):
+    return flce_ops.cross_entropy(logits, target, inplace_backward=True, **options)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x.view(-1, 131), lambda x: x.view(5, 7, 131)], ids="as,flat,3d".split(",")
+)
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_the_gradient_is_written_over_logits_that_are_handed_over(device, options, view):
+    logits, target, _ = make_logits((35, 131), device=device)
+    target = target.view(5, 7) if view(logits).dim() == 3 else target
+    expected = value_and_gradient(flce_ops.cross_entropy, logits, target.view(-1), **options)
+    leaf = logits.clone().requires_grad_()
+    made = leaf * 1.0
+    loss = in_place(view(made), target, **options)
+    assert flce_ops.last_path().op == "cross_entropy_with_grad_"
+    assert torch.equal(made.detach(), expected[1])
+    for factor in (1.0, 3.0):  # the first backward is not the last
+        (grad,) = torch.autograd.grad(factor * loss, leaf, retain_graph=factor == 1.0)
+        torch.testing.assert_close(grad, factor * expected[1])
+    assert torch.equal(loss, expected[0])
+
+
+UNTOUCHED = {
+    "not handed over": lambda leaf, target: flce_ops.cross_entropy(leaf * 1.0, target),
+    "a leaf": in_place,
+    "a view of a leaf": lambda leaf, target: in_place(leaf.view(37, 131), target),
+    "a part": lambda leaf, target: in_place(F.pad(leaf, (0, 1))[:, :-1], target),
+    "expanded": lambda leaf, target: in_place((leaf[:1] * 1.0).expand(37, 131), target),
+    "per token": lambda leaf, target: in_place(leaf * 1.0, target, reduction="none").sum(),
+    "float16": lambda leaf, target: in_place(leaf.half(), target),
+    "no gradient": lambda leaf, target: in_place(leaf.detach() * 1.0, target),
+    "torch.func": lambda leaf, target: torch.func.grad(lambda x: in_place(x * 1.0, target))(leaf.detach()).sum(),
+}
+
+
+@pytest.mark.parametrize("case", UNTOUCHED)
+def test_logits_that_somebody_may_read_stay(case, monkeypatch):
+    """Also those that were handed over, where autograd does not allow it: no operator that writes over them runs."""
+    logits, target, _ = make_logits()
+    leaf = logits.clone().requires_grad_()
+    UNTOUCHED[case](leaf, target)
+    assert flce_ops.last_path().op != "cross_entropy_with_grad_"
+    assert torch.equal(leaf.detach(), logits)
+
+
+def test_a_copy_that_flattening_makes_is_overwritten_without_being_handed_over():
+    logits, target, _ = make_logits((36, 50))
+    made = logits.requires_grad_().view(4, 9, 50) * 1.0
+    before = made.detach().clone()
+    loss = flce_ops.cross_entropy(made[:, :-1], target.view(4, 9)[:, 1:])
+    assert flce_ops.last_path().op == "cross_entropy_with_grad_" and torch.equal(made.detach(), before)
+    expected = value_and_gradient(dense, before[:, :-1].reshape(-1, 50), target.view(4, 9)[:, 1:].reshape(-1))
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(grad.view(4, 9, 50)[:, :-1].reshape(-1, 50), expected[1])
+
+
+SAVED = {
+    "its result was saved": lambda x, target: in_place(torch.tanh(x), target),
+    "they were saved as an operand": lambda x, target: (lambda z: z.square().sum() + in_place(z, target))(x * 2.0),
+    "a view of them was saved": lambda x, target: (lambda z: z.view(-1).square().sum() + in_place(z, target))(x * 2.0),
+    "read afterwards": lambda x, target: (lambda z: in_place(z, target) + z.sum())(x * 2.0),
+    "a view read afterwards": lambda x, target: (lambda z: in_place(z.view(37, 131), target) + z.sum())(
+        (x * 2.0).view(-1)
+    ),
+    "a second loss": lambda x, target: (lambda z: in_place(z, target) + flce_ops.cross_entropy(z, target))(x * 2.0),
+    "overwritten afterwards": lambda x, target: (lambda z: (in_place(z, target), z.detach().zero_())[0])(x * 2.0),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_no_gradient_is_wrong_in_silence_where_handed_over_logits_had_other_readers(case):
+    logits, target, _ = make_logits()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|hold their gradient after the call"):
+        SAVED[case](logits.requires_grad_(), target).backward()
+
+
+def test_uses_that_save_nothing_before_handing_over_are_right():
+    logits, target, _ = make_logits()
+    leaf = logits.clone().requires_grad_()
+    made = leaf * 2.0
+    (made.mean() + in_place(made, target)).backward()
+    (expected,) = torch.autograd.grad((lambda z: z.mean() + dense(z, target))(logits.requires_grad_() * 2.0), logits)
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+# ---------------------------------------------------------------- what composes
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_compiled_in_one_graph_with_the_memory_of_dead_logits(handed_over):
+    logits, target, _ = make_logits()
+    head = torch.randn(131, 131)
+
+    def loss_of(x):
+        made = F.linear(x, head).view(37, 131)
+        return flce_ops.cross_entropy(made, target, inplace_backward=handed_over, label_smoothing=0.1)
+
+    expected = value_and_gradient(lambda x, _: loss_of(x), logits, target)
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    found = value_and_gradient(lambda x, _: compiled(x), logits, target)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
+        x = logits.clone().requires_grad_()
+        torch.autograd.grad(compiled(x), x, create_graph=True)[0].sum().backward()
+
+
+def test_the_compiler_keeps_logits_that_are_read_afterwards():
+    """A declared mutation: what the graph reads behind it is the gradient, in eager mode as well."""
+    logits, target, _ = make_logits()
+
+    def both(x):
+        made = x * 2.0
+        kept = made.detach().clone()
+        return in_place(made, target), kept
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    loss, kept = compiled(logits.clone().requires_grad_())
+    torch.testing.assert_close(kept, 2.0 * logits)
+    torch.testing.assert_close(loss, dense(2.0 * logits, target))
+
+
+def test_derivatives_of_any_order_per_token():
+    logits, target, options = make_logits((5, 7), dtype=torch.float64, options=OPTIONS[3])
+    options.pop("token_weight")
+    factor = torch.rand(5, dtype=torch.float64, requires_grad=True)
+
+    def losses(logits, factor):
+        return flce_ops.cross_entropy(logits, target, reduction="none", token_weight=factor, **options)
+
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(losses, (logits, factor))
+    assert torch.autograd.gradgradcheck(losses, (logits, factor))
+
+
+def test_second_derivatives_of_a_scalar_loss_are_refused_by_name():
+    logits, target, _ = make_logits()
+    logits.requires_grad_()
+    for loss in (flce_ops.cross_entropy(logits, target), in_place(logits * 1.0, target)):
+        with pytest.raises(NotImplementedError, match='use reduction="none"'):
+            torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_transforms_checkpoints_and_autocast():
+    logits, target, _ = make_logits((11, 13), dtype=torch.float64)
+    (grad,) = value_and_gradient(dense, logits, target)[1:]
+    torch.testing.assert_close(torch.func.grad(flce_ops.cross_entropy)(logits, target), grad)
+    hessian = torch.func.jacrev(torch.func.jacrev(flce_ops.cross_entropy))(logits, target)
+    torch.testing.assert_close(hessian, torch.func.jacrev(torch.func.jacrev(dense))(logits, target))
+    stacked = torch.func.vmap(flce_ops.cross_entropy, in_dims=(0, None))(torch.stack([logits, 2 * logits]), target)
+    torch.testing.assert_close(stacked[1], dense(2 * logits, target))
+    for reentrant in (False, True):
+        leaf = logits.clone().requires_grad_()
+        checkpoint(lambda x: in_place(x * 1.0, target), leaf, use_reentrant=reentrant).backward()
+        torch.testing.assert_close(leaf.grad, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(
+            flce_ops.cross_entropy(logits.float(), target), flce_ops.cross_entropy(logits.float(), target)
+        )
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: flce_ops.cross_entropy(x, target), (logits,), (logits,))
+
+
+REFUSED = {
+    "probabilities": (lambda x, y: flce_ops.cross_entropy(x, x.softmax(-1)), TypeError, "class indices"),
+    "shape": (lambda x, y: flce_ops.cross_entropy(x, y[1:]), ValueError, "one class index per row of logits"),
+    "dtype": (lambda x, y: flce_ops.cross_entropy(x.long(), y), TypeError, "expected logits in one of"),
+    "reduction": (lambda x, y: flce_ops.cross_entropy(x, y, reduction="max"), ValueError, "expected reduction"),
+    "weight": (lambda x, y: flce_ops.cross_entropy(x, y, weight=x[0, 1:]), ValueError, "expected weight of shape"),
+    "learnt": (lambda x, y: flce_ops.cross_entropy(x, y, logit_scale=x[0, 0]), TypeError, "logit_scale to be a number"),
+    "range": (lambda x, y: flce_ops.cross_entropy(x, y + 131), IndexError, "expected target in"),
+    "quantized": (lambda x, y: flce_ops.cross_entropy(x.to_sparse(), y), TypeError, "expected logits to be a dense"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_argument(case):
+    call, kind, message = REFUSED[case]
+    logits, target, _ = make_logits()
+    with pytest.raises(kind, match=message):
+        call(logits, target.clamp(min=0))
+
+
+def test_explain_names_what_runs():
+    logits, target, _ = make_logits()
+    made = logits.requires_grad_() * 1.0
+    text = flce_ops.explain(flce_ops.cross_entropy, made, target, inplace_backward=True)
+    assert "in place      runs" in text and "flce::cross_entropy_with_grad_" in text
+    text = flce_ops.explain(flce_ops.cross_entropy, logits, target, inplace_backward=True)
+    assert "in place      ruled out: expects logits that an operation made" in text and "one pass      runs" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=str)
+def test_operators(dtype, options):
+    logits, target, _ = make_logits((9, 13), dtype=dtype)
+    logits.requires_grad_()
+    numbers, scale = scalars(options), torch.rand(9)
+    opcheck(flce.cross_entropy.default, (logits, target), options)
+    opcheck(flce.cross_entropy_metrics.default, (logits, target), {"reduction": "none"})
+    opcheck(flce.cross_entropy_forward.default, (logits, target, None), {"logit_sum": True, "argmax": True, **numbers})
+    opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, scale), {"label_smoothing": 0.1, **numbers})
+    lse, rest = (flce.cross_entropy_forward(logits.detach(), target, None)[index] for index in (1, 4))
+    opcheck(flce.cross_entropy_backward.default, (rest, lse, None, logits, target, None, lse, rest), numbers)
+    # a leaf that wants a gradient cannot be overwritten
+    for op, others in ((flce.cross_entropy_.default, ()), (flce.cross_entropy_with_grad_.default, (None, scale))):
+        opcheck(op, (logits.detach(), target, *others), {})
+    opcheck(flce.cross_entropy_metrics_.default, (logits.detach(), target), {})
+
+
+# ---------------------------------------------------------------- the Triton kernels, interpreted
+
+# of the interpreter, which has no fused multiplication and addition: twice what was seen
+TOLERANCE = {torch.float32: 1.2e-6, torch.float16: 7e-4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("shape", "padded", "options"),
+    [  # a block has 16 numbers in float32, 32 in float16; up to 4 and 3 are held, without a softcap
+        ((3, 131), 0, {}),
+        ((3, 131), 3, OPTIONS[1]),
+        ((3, 64), 0, OPTIONS[3]),
+        ((4, 50), 3, {"logit_scale": -0.7}),
+        ((4, 5), 0, OPTIONS[3]),
+        ((3, 2), 1, OPTIONS[1]),
+    ],
+)
+def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memory):
+    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    logits, target, made = make_logits(shape, dtype=dtype, options=options)
+    for absent in ("token_weight", "temperature"):
+        made.pop(absent, None)
+    weight = made.pop("weight", None)
+    memory = F.pad(logits, (0, padded), value=torch.nan)
+    logits = memory[:, : shape[1]]
+    exact, clean = logits.double(), logits.clone()
+    logits[target < 0] = torch.nan
+    numbers = scalars(made)
+    of_logits = {name: numbers[name] for name in ("softcap", "logit_scale") if name in numbers}
+
+    def same(found, right):
+        assert error(found, right) <= TOLERANCE[dtype]
+
+    asked = {"logit_sum": True, "argmax": True, **of_logits}
+    found, right = (f(x, target, weight, **asked) for f, x in ((triton.launch_forward, logits), (aten.forward, exact)))
+    for number, expected in zip(found[:4], right[:4]):
+        assert error(number, expected) <= TOLERANCE[torch.float32]
+    cotangents = [torch.randn(shape[0]) for _ in range(3)]
+    same(
+        triton.launch_backward(*cotangents, logits, target, weight, found[1], found[4], **of_logits),
+        aten.backward(*cotangents, exact, target, weight, right[1], right[4], **of_logits),
+    )
+    scale = torch.rand(shape[0]).where(target >= 0, 0.0)
+    found = triton.launch_with_grad(logits, target, weight, scale, argmax=True, **numbers)
+    right = aten.with_grad(exact, target, weight, scale.double(), argmax=True, **numbers)
+    for number, expected in zip(found, right):
+        same(number, expected)
+    neighbours = memory[:, shape[1] :].clone()
+    triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
+    assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
+    assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
+
+
+def test_the_benchmark_writes_a_row_for_each_provider(tmp_path):
+    from benchmarks.cross_entropy import main
+
+    arguments = "--shapes 9x33:float32 --providers ours,ours_in_place,torch_eager --rounds 1 --ms 1 --device cpu --out"
+    main([*arguments.split(), str(tmp_path)])
+    (file,) = tmp_path.glob("*/cross_entropy.csv")
+    heading, *rows = (line.split(",") for line in file.read_text().splitlines())
+    assert [row[heading.index("provider")] for row in rows] == ["copy", "ours", "ours_in_place", "torch_eager"]
+    assert all(float(row[heading.index("err_grad")]) < 1e-6 for row in rows[1:])
