@@ -116,6 +116,7 @@ def train(rank: int, port: int, loss, folder: str) -> None:
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    before = whole_parameters(trainer)
     losses = []
     step_of_trainer = trainer.forward_backward_step
 
@@ -125,9 +126,13 @@ def train(rank: int, port: int, loss, folder: str) -> None:
 
     trainer.forward_backward_step = noted
     trainer.train()
-    parameters = {name: p.full_tensor().detach() for name, p in trainer.model_parts[0].named_parameters()}
-    torch.save((torch.stack(losses), parameters), f"{folder}/{type(loss).__qualname__}{rank}.pt")
+    changes = {name: after - before[name] for name, after in whole_parameters(trainer).items()}
+    torch.save((torch.stack(losses), changes), f"{folder}/{type(loss).__qualname__}{rank}.pt")
     trainer.close()
+
+
+def whole_parameters(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
 
 
 def test_the_steps_are_those_of_the_chunked_loss(tmp_path):
@@ -141,8 +146,9 @@ def test_the_steps_are_those_of_the_chunked_loss(tmp_path):
         )
         torch.testing.assert_close(our_losses, their_losses, rtol=1e-6, atol=0)
         assert our_losses.shape == (STEPS,)
-        for name, expected in their.items():  # STEPS change a norm by 1e-2 of it
-            assert (our[name] - expected).norm() <= 1e-6 * expected.norm(), name
+        for name, expected in their.items():
+            # seen: 1.1e-5; AdamW divides a gradient by its size, so that the rounding of small ones shows
+            assert (our[name] - expected).norm() <= 1e-4 * expected.norm() > 0, name
 
 
 def test_a_head_that_is_not_linear_is_refused():
