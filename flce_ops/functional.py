@@ -99,7 +99,8 @@ def linear_cross_entropy(
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
         checkpointing, CUDA graphs. Gradients of a scalar loss are made during forward, in the same pass over the
-        logits; in float16, under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
+        logits; in float16, under checkpointing, torch.func and reduction="none" backward makes them, from logits that
+        forward retained (``set_workspace``) or that it makes again.
 
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.

@@ -16,6 +16,8 @@
             row_loss.py                       the loss of a row and its derivatives
         finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
         gradient_factors.py                   per row, before the GEMM of backward, where lse is known
+        retained_gradient.py                  G of logits that forward retained, in place of that GEMM
+            logit_codes.py                    their 16 bits
         weight_gradient.py                    E.T @ (c input), summed over chunks
         input_gradient.py                     E @ linear_weight, in parts of the vocabulary
         gradients.py                          which of them are made
