@@ -335,7 +335,7 @@ TOLERANCE = {torch.float32: 1.2e-6, torch.float16: 7e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("shape", "padded", "options"),
-    [  # a block has 16 numbers in float32, 32 in float16; up to 4 and 3 are held, without a softcap
+    [  # a block has 16 numbers in float32, 32 in float16; up to 2 and 3 are held, without a softcap
         ((3, 131), 0, {}),
         ((3, 131), 3, OPTIONS[1]),
         ((3, 64), 0, OPTIONS[3]),

@@ -33,7 +33,7 @@ from flce_ops.support.torch_private import (
     is_batched,
     runs_in_this_backward,
 )
-from flce_ops.support.vendor import made_by_nvidia
+from flce_ops.support.vendor import has_triton, made_by_nvidia
 
 # N tokens, D hidden, V vocabulary
 
@@ -329,7 +329,7 @@ def multiply_by_upstream(
         return [None if grad is None else grad * factor for grad in grads]
     here = [grad for grad in grads if grad is not None]
     on_gpu = bool(here) and here[0].device.type == "cuda"  # row_scale alone may want a gradient
-    if on_gpu and made_by_nvidia() and here[0].dtype in (torch.bfloat16, torch.float16):
+    if on_gpu and made_by_nvidia() and here[0].dtype != torch.float64 and has_triton():
         from flce_ops.triton import launch_scale_in_place
 
         launch_scale_in_place(here, factor)

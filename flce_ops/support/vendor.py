@@ -1,4 +1,10 @@
-"""Whose GPU it is: torch calls AMD's "cuda" too, and their capabilities look like NVIDIA's ((9, 4) is an MI300)."""
+"""Whose GPU it is, and whether Triton is there.
+
+torch calls AMD's "cuda" too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
+"""
+
+import functools
+import importlib.util
 
 import torch
 
@@ -10,3 +16,9 @@ def made_by_nvidia() -> bool:
 
 def device_name(device_type: str) -> str:
     return device_type if made_by_nvidia() or device_type != "cuda" else "AMD"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Builds of torch with CUDA bring it on Linux, not on Windows. Asked only where ATen would do as well."""
+    return importlib.util.find_spec("triton") is not None

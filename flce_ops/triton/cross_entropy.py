@@ -26,9 +26,16 @@ from flce_ops.triton.target import interpreted
 
 # N tokens, V vocabulary
 
-# Compiled for sm_90: half numbers take a register each once they are unpacked, so 3 held blocks of 32 KiB fill the 128
-# registers of a thread of 16 warps, 4 of float32; 2 and 4 where others stream beside them. One more spills.
+# H200, GB/s of one read and one write (a copy 4230) at 4096x50257 and 8192x128256 bfloat16, 16384x32000 float32:
+#   2837 / 2885 / 3157   16 warps, streamed
+#   2595 / 2788 / 2844    8 warps, streamed
+#   2422 /      / 3008   16 warps, the row in registers
+#   2379 /      / 3679   32 warps, the row in registers
+#   1899 / 2826 / 2804   16 warps, two blocks in registers and the others streamed
+# Half numbers take a register each once they are unpacked: rows in registers are for float32 and for short ones.
 GROUPS_OF_WARP = 128  # four 16-byte loads a thread
+HELD_WARPS = {2: (4, 8), 4: (4, 8, 16, 32)}  # by bytes of a number: whose registers may hold a row
+HELD_BLOCKS = {2: 3, 4: 2}  # one more spills
 STAGES = 3  # blocks on their way to shared memory, and the one at hand
 
 
@@ -36,31 +43,25 @@ class Tile(NamedTuple):
     """How a program takes its row."""
 
     block_g: int  # groups of 16 bytes in a block
-    held: int  # blocks in registers
-    all_held: bool  # a row has no others
+    held: int  # all blocks of a row, in registers; 0: they are read twice
     num_warps: int
-    num_stages: int  # blocks on their way, of the others
+    num_stages: int  # blocks on their way where they are read twice
 
 
 def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
     """For a row of so many bytes: the fewest warps whose registers hold it, if any do."""
-    vec = 16 // logits.element_size()
-    all_held, most_held = (4, 4) if vec == 4 else (3, 2)
-    if softcap:
-        all_held = most_held = 0  # its slope takes the registers
-    if interpreted(logits):
-        num_warps, block_g = 1, 4
-    else:
-        groups = triton.cdiv(logits.shape[1], vec)
-        num_warps = next((warps for warps in (4, 8) if groups <= all_held * warps * GROUPS_OF_WARP), 16)
-        block_g = num_warps * GROUPS_OF_WARP
-    blocks = triton.cdiv(logits.shape[1], block_g * vec)
+    size = logits.element_size()
+    vec = 16 // size
+    groups = triton.cdiv(logits.shape[1], vec)
     stages = 1 if weighted else STAGES  # class weights on their way take 128 KiB of shared memory, more than some have
-    if gradient and blocks <= all_held:
-        return Tile(block_g, blocks, True, num_warps, stages)
-    full = max(logits.shape[1] - vec, 0) // vec // block_g  # blocks that every row has, wherever it starts
-    held = min(most_held, full) if gradient else 0
-    return Tile(block_g, held, False, num_warps, stages)
+    warp_groups = 4 if interpreted(logits) else GROUPS_OF_WARP
+    if gradient and not softcap:  # whose slope takes the registers
+        for num_warps in (1,) if interpreted(logits) else HELD_WARPS[size]:
+            held = triton.cdiv(groups, num_warps * warp_groups)
+            if held <= HELD_BLOCKS[size]:
+                return Tile(num_warps * warp_groups, held, num_warps, stages)
+    num_warps = 1 if interpreted(logits) else 16
+    return Tile(num_warps * warp_groups, 0, num_warps, stages)
 
 
 @takes(LogitsForward)
@@ -171,7 +172,6 @@ def run_rows(
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
-        ALL_HELD=tile.all_held,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )

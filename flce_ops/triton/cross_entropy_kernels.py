@@ -1,9 +1,9 @@
 """The loss of given logits: one program a row, which memory reads once and whose gradient it writes once.
 
                       V
-        ┌─────────┬──┬──┬──┬──┐    held blocks stay in registers; the others are read a second time, latest first:
-      i │▓▓▓▓▓▓▓▓▓│  │  │  │  │    a row of 250 KiB a multiprocessor leaves the L2 cache (50 MB on H100 and H200) room
-        └─────────┴──┴──┴──┴──┘    for all of them
+        ┌──┬──┬──┬──┬──┬──┬──┐    a short row stays in registers; blocks of another are read a second time, latest
+      i │  │  │  │  │  │  │  │    first: a row of 250 KiB a multiprocessor leaves the L2 cache (50 MB on H100 and H200)
+        └──┴──┴──┴──┴──┴──┴──┘    room for all of them
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
     lse = (m + log2 s) ln 2      loss, l, a = row_loss(...)                              row_loss.py
@@ -153,8 +153,7 @@ def rows_kernel(
     ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    HELD: tl.constexpr,
-    ALL_HELD: tl.constexpr,  # no row has more than HELD blocks; else every row has more
+    HELD: tl.constexpr,  # all blocks of a row, or 0
     STAGES: tl.constexpr,
 ):
     i = tl.program_id(0)
@@ -176,15 +175,15 @@ def rows_kernel(
         full = groups // BLOCK_G
         held = ()
         for block in tl.static_range(HELD):
-            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, ALL_HELD, "evict_first")
+            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, True, "evict_first")
             held += (u,)  # type: ignore[assignment]
         for block in tl.static_range(HELD):
             m, s, logit_sums, columns = add_block(
                 m, s, logit_sums, columns, held[block], block, head, groups, V, class_weight_ptr, logit_options,
-                logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, ALL_HELD,
+                logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
             )  # fmt: skip
-        if not ALL_HELD:
-            for block in tl.range(HELD, full, num_stages=STAGES):
+        if not HELD:
+            for block in tl.range(0, full, num_stages=STAGES):
                 u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_last")
                 m, s, logit_sums, columns = add_block(
                     m, s, logit_sums, columns, u, block, head, groups, V, class_weight_ptr, logit_options,
@@ -229,13 +228,13 @@ def rows_kernel(
             sum_factor = None
             if LOGIT_SUM:
                 sum_factor = -scale * loss.options.label_smoothing / V
-            if not ALL_HELD:
+            if not HELD:
                 u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
                 store_gradient(
                     out_groups_ptr, u, full, head, groups, row_max, factor, sum_factor, class_weight_ptr,
                     logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
                 )  # fmt: skip
-                for back in tl.range(0, full - HELD, num_stages=STAGES):
+                for back in tl.range(0, full, num_stages=STAGES):
                     block = full - 1 - back
                     u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
                     store_gradient(
@@ -245,7 +244,7 @@ def rows_kernel(
             for block in tl.static_range(HELD):
                 store_gradient(
                     out_groups_ptr, held[block], block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                    logit_options, logit_scale, softcap, BLOCK_G, VEC, ALL_HELD,
+                    logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
                 )  # fmt: skip
             finish_gradient(
                 out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
