@@ -143,3 +143,13 @@ def test_operands_with_features_of_zeros_leave_retained_logits_whole(monkeypatch
     found = gradients(launch_backward, rows, args, cotangents, retained=rows[7])
     for ours, right in zip(found, truth, strict=True):
         assert error(ours, right) <= TOLERANCE[torch.float16]
+
+
+def test_what_holds_no_logit_is_zeros(poisoned_memory):
+    """An operator's result does not depend on what memory held."""
+    x, w, target, _, _ = operands((70, 20, 301), torch.float32, {})
+    target[:] = torch.where(torch.arange(70) % 2 == 0, -100, 5)
+    *_, retained = launch_forward(x, w, target, None, None, retain=64)
+    tiles = -(-301 // tiles_for(x).block_n)
+    assert (retained[35:] == 0).all() and (retained[:35, :301] != 0).any(1).all()
+    assert (retained[:35, 301:304] == 0).all() and (retained[:35, 304 + 2 * tiles :] == 0).all()

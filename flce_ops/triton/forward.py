@@ -14,7 +14,7 @@ from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
-from flce_ops.triton.logit_codes import codes_of
+from flce_ops.triton.logit_codes import clear_unused, codes_of
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.target import tiles_for
@@ -124,6 +124,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
         )
+    clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, kept)
     return chunks
 
 

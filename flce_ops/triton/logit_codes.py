@@ -21,6 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
+
 # n rows, V vocabulary, T tiles along it
 
 LARGEST_CODE = tl.constexpr(65535.0)
@@ -51,6 +54,38 @@ def codes_of(retained: Tensor, num_classes: int) -> LogitCodes:
 def coding(codes: LogitCodes, dtype: torch.dtype) -> Coding:
     """`dtype` is the operands'."""
     return Coding(codes.largest, codes.largest.stride(0), 2048 if dtype == torch.float16 else 1024)
+
+
+@Kernel
+@triton.jit
+def clear_unused_kernel(
+    retained_ptr,  # (R, columns) int16
+    kept,  # Kept
+    R,
+    V,
+    first_maximum,  # column
+    behind_maxima,  # column
+    columns,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    whole = row >= kept_rows(kept, R)
+    for start in range(tl.where(whole, 0, V), columns, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        unused = whole | (cols < first_maximum) | (cols >= behind_maxima)
+        tl.store(retained_ptr + row.to(tl.int64) * columns + cols, 0, mask=unused & (cols < columns))
+
+
+def clear_unused(retained: Tensor, num_classes: int, tile: int, kept: Kept) -> None:
+    """Zeros where nothing else is written, so that an operator's result does not depend on what memory held."""
+    if not retained.shape[0]:
+        return
+    first_maximum = 8 * triton.cdiv(num_classes, 8)
+    behind_maxima = first_maximum + 2 * triton.cdiv(num_classes, tile)
+    rows, columns = retained.shape
+    clear_unused_kernel[(rows,)](
+        retained, kept, rows, num_classes, first_maximum, behind_maxima, columns, BLOCK=1024, num_warps=4
+    )
 
 
 @triton.jit

@@ -231,7 +231,7 @@ def launch_logits_gemm(
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
         BEFORE_SOFTCAP=before_softcap,
-        FIXED_POINT=out is not None and out.dtype == torch.int16,
+        FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
