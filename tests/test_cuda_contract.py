@@ -261,7 +261,10 @@ def test_target_out_of_range_is_a_device_assert_with_a_message(dtype, reduction,
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("bytes", [None, 128 * MiB])
 def test_peak_memory_of_a_real_head_stays_within_the_workspace(bytes, reduction):
-    """8192 x 2048 x 128256: logits of 2 GiB in bf16, 4 in float32. No float32 copy of the weight."""
+    """8192 x 2048 x 128256: logits of 2 GiB in bf16, 4 in float32. No float32 copy of the weight.
+
+    Losses per token retain logits of twice the workspace beside it.
+    """
     needs_memory(16)
     inputs = make_inputs((8192, 2048, 128256), device="cuda", dtype=torch.bfloat16, ignored=0.02)
     leaves = list(inputs.leaves.values())
@@ -274,7 +277,8 @@ def test_peak_memory_of_a_real_head_stays_within_the_workspace(bytes, reduction)
         torch.autograd.grad(flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction).sum(), leaves)
         torch.cuda.synchronize()
         temporary = torch.cuda.max_memory_allocated() - before - results
-        assert temporary <= flce_ops.get_workspace() + 8 * MiB, f"{temporary / MiB:.0f} MiB"
+        budget = flce_ops.get_workspace() * (3 if reduction == "none" else 1)
+        assert temporary <= budget + 8 * MiB, f"{temporary / MiB:.0f} MiB"
     assert flce_ops.last_path().rows_per_chunk >= (1024 if bytes is None else 128), flce_ops.last_path()
 
 

@@ -73,4 +73,5 @@ def test_triton_kernels_belong_to_their_operator(reduction, compiled):
         kernels = [
             kernel.name for event in events if event.kernels and inside(event, operator) for kernel in event.kernels
         ]
-        assert [kernel for kernel in kernels if "logits_gemm_kernel" in kernel], kernels
+        made_by = "retained_gradient_kernel" if name.endswith("_backward") else "logits_gemm_kernel"
+        assert [kernel for kernel in kernels if made_by in kernel], kernels

@@ -12,6 +12,7 @@ from test_triton_log_probs import CASES, rescued_operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
+from flce_ops.triton.backward import pieces
 from flce_ops.triton.logit_codes import codes_of
 from flce_ops.triton.target import tiles_for
 
@@ -153,3 +154,13 @@ def test_what_holds_no_logit_is_zeros(poisoned_memory):
     tiles = -(-301 // tiles_for(x).block_n)
     assert (retained[35:] == 0).all() and (retained[:35, :301] != 0).any(1).all()
     assert (retained[:35, 301:304] == 0).all() and (retained[:35, 304 + 2 * tiles :] == 0).all()
+
+
+@pytest.mark.parametrize("num_classes", [257, 50257, 128256, 151669])
+def test_slices_of_backward_begin_where_a_tile_of_the_logits_does(num_classes):
+    """Of 256 classes on a GPU, with a maximum for each."""
+    for nbytes in (1 << 20, 64 << 20, 300 << 20, 512 << 20):
+        with flce_ops.workspace(nbytes):
+            for rows in (100, 1000, 8192):
+                _, columns = pieces(rows, 2048, num_classes, 2, 0, want_input=True)
+                assert all(cols.start % 256 == 0 for cols in columns) and columns[-1].stop == num_classes

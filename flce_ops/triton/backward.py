@@ -165,7 +165,7 @@ def pieces(
     count = row_slices[0].stop
     left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    return row_slices, slices(num_classes, most_columns)
+    return row_slices, slices(num_classes, most_columns, BLOCK_V)  # whole tiles: a maximum of retained logits each
 
 
 def product_parts(numbers: int, column_slices: int, left: int) -> int:

@@ -61,12 +61,12 @@ def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: 
     return min(left, 4 * MOST_PARTS.value * rows * hidden)
 
 
-def slices(total: int, at_most: int) -> list[slice]:
+def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
     """range(total) in the fewest pieces of at most `at_most`, of about one size: small ones starve their GEMMs."""
     if not total:
         return []
     pieces = triton.cdiv(total, at_most)
-    size = min(at_most, triton.cdiv(triton.cdiv(total, pieces), MULTIPLE) * MULTIPLE)
+    size = min(at_most, triton.cdiv(triton.cdiv(total, pieces), multiple) * multiple)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 

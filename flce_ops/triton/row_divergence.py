@@ -5,7 +5,10 @@ With p the teacher's and q the student's probability, differences of logarithms 
     kind      first sum of a row            second                    G (but for the row scale)
     forward   p (log p - log q)             p                         q sum(p) - p
     reverse   q (log q - log p)                                       q (log q - log p - first sum)
-    jsd       p (log p - log m)             q (log q - log m)         (1 - beta) q (log q - log m - second sum)
+    jsd       p (log p - log m)             q (log q - log m - c)     (1 - beta) q (log q - log m - c - second sum)
+
+c = -log(1 - beta) is log q - log m of an entry without p. Where a confident student disagrees, every q is such an
+entry's and G is 0: of a sum without c the rounded q, which do not add up to 1, would leave 1e-6 of it.
 
 The kernels that call it hand KIND and beta through: what a divergence is stands here and in math/divergences.py only.
 """
@@ -41,7 +44,7 @@ def divergence_terms(log2_q, log2_p, beta, KIND: tl.constexpr):
         return first, first
     else:
         student, teacher = log_ratios_to_mixture(log2_q, log2_p, beta)
-        return tl.where(p == 0.0, 0.0, p * teacher), tl.where(q == 0.0, 0.0, q * student)
+        return tl.where(p == 0.0, 0.0, p * teacher), tl.where(q == 0.0, 0.0, q * (student + tl.log2(1.0 - beta)))
 
 
 @triton.jit
@@ -65,4 +68,5 @@ def divergence_of_sums(first, second, beta, KIND: tl.constexpr):
     elif KIND == "reverse":
         return first * LN2, first
     else:
-        return (beta * first + (1.0 - beta) * second) * LN2, second
+        student_kl = second - tl.log2(1.0 - beta)
+        return (beta * first + (1.0 - beta) * student_kl) * LN2, student_kl
