@@ -132,11 +132,11 @@ def errors(loss: Loss, logits: Tensor, target: Tensor) -> tuple[float, float]:
 
 
 def measure(
-    shape: tuple[int, int, str], ignored: float, device: torch.device, names: Sequence[str], rounds: int, ms: float
+    shape: tuple[int, int, str], ignored: float, device: torch.device, names: Sequence[str], options: argparse.Namespace
 ) -> list[LogitsRow]:
     tokens, classes, dtype = shape
     logits, target = make_problem(tokens, classes, dtype, ignored, device)
-    here = environment(device)
+    here = environment(device, options.commit)
     machine = (here.gpu, here.torch, here.triton, here.commit, tokens, classes, ignored, dtype)
     rows = {"copy": LogitsRow(*machine, "copy", torch.__version__)}
     steps: dict[str, Step] = {"copy": lambda: logits.detach().clone()}
@@ -154,9 +154,10 @@ def measure(
     def failed(name: str, failure: Exception) -> None:
         rows[name].reason = type(failure).__name__
 
+    timings = time_steps(steps, device=device, rounds=options.rounds, ms=options.ms, on_failure=failed)
     kept = int((target >= 0).sum())
     moved = (kept + tokens) * classes * logits.element_size()
-    for name, timing in time_steps(steps, device=device, rounds=rounds, ms=ms, on_failure=failed).items():
+    for name, timing in timings.items():
         rows[name].ms, rows[name].spread = timing
         rows[name].GBps = (2 * logits.numel() * logits.element_size() if name == "copy" else moved) / timing.ms / 1e6
     return list(rows.values())
@@ -208,13 +209,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", type=float, default=200, help="back-to-back time of a provider in a round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     shapes = [parse_shape(text) for text in options.shapes.split(",")] if options.shapes else SHAPES
     report = Report(options.out / environment(device).slug / "cross_entropy.csv")
     for shape in shapes:
-        rows = measure(shape, options.ignored, device, options.providers.split(","), options.rounds, options.ms)
+        rows = measure(shape, options.ignored, device, options.providers.split(","), options)
         report.add(rows)
         say(f"{shape[0]}x{shape[1]} {shape[2]}\n{table(rows)}")
 

@@ -43,7 +43,7 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
-        Mode("none", 4, "none", True, True),  # per-token losses; their cotangent comes late, so logits are made twice
+        Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
     )
 }
 

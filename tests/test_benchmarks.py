@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import host_step, overhead, plot, providers, run, trained
+from benchmarks import cross_entropy, host_step, kl_div, overhead, plot, providers, run, trained
 from benchmarks.__main__ import main
 from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
 from benchmarks.errors import errors_of, make_reference
@@ -416,3 +416,21 @@ def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeyp
     training, without_gradients = host_step.cpu_figures()
     assert len(training.us) == 2 and min(training.us) > 0
     assert training.calls > without_gradients.calls > 0
+
+
+def test_steps_of_given_logits_and_of_divergences_are_rows_with_their_errors(tmp_path):
+    """Ours beside dense torch, in float32; a peer that is not installed is a reason."""
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    cross_entropy.main(["--shapes", "16x501:float32", "--providers", "ours,torch_eager", *quick])
+    kl_div.main(["--shapes", "16x8x501", "--dtype", "float32", "--providers", "ours,liger", *quick])
+    (logits,), (divergences,) = (list(tmp_path.rglob(f"{name}.csv")) for name in ("cross_entropy", "kl_div"))
+    with logits.open(newline="") as file:
+        assert {row["provider"]: float(row["err_grad"]) < 1e-5 for row in csv.DictReader(file) if row["err_grad"]} == {
+            "ours": True,
+            "torch_eager": True,
+        }
+    with divergences.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows if row["provider"] == "ours"] == ["forward", "reverse", "jsd"]
+    assert all(float(row["err_dw"]) < 1e-5 and float(row["x_floor"]) > 1 for row in rows if row["provider"] == "ours")
+    assert all(row["reason"] for row in rows if row["provider"] == "liger")

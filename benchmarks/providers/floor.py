@@ -4,7 +4,7 @@
     fwd_bwd    x @ W.T           G @ W            G.T @ x
     fwd        x @ W.T
     lora       x @ W.T           G @ W
-    none       x @ W.T (twice)   G @ W            G.T @ x
+    none       x @ W.T           G @ W            G.T @ x
 
 n kept tokens, D hidden, V vocabulary. G (n, V) is the problem's real gradient of the logits, made once: what the bits
 are decides how much power the card draws and so how fast it runs (zeros: 13 % faster than random numbers).
@@ -54,8 +54,6 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
 
     def step() -> None:
         torch.mm(x, weight.T)
-        if mode.reduction == "none":
-            torch.mm(x, weight.T)
         # The products are kept to the end: gradients outlive the step that made them.
         grad_input = torch.mm(grad, weight) if mode.input_grad else None
         grad_weight = torch.mm(grad.T, x) if mode.weight_grad else None
