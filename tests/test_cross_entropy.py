@@ -145,6 +145,8 @@ UNTOUCHED = {
     "expanded": lambda leaf, target: in_place((leaf[:1] * 1.0).expand(37, 131), target),
     "per token": lambda leaf, target: in_place(leaf * 1.0, target, reduction="none").sum(),
     "float16": lambda leaf, target: in_place(leaf.half(), target),
+    "their gradient is kept": lambda leaf, target: in_place((lambda z: (z.retain_grad(), z)[1])(leaf * 1.0), target),
+    "negated where they are read": lambda leaf, target: in_place(torch._neg_view(leaf * 1.0), target),
     "no gradient": lambda leaf, target: in_place(leaf.detach() * 1.0, target),
     "torch.func": lambda leaf, target: torch.func.grad(lambda x: in_place(x * 1.0, target))(leaf.detach()).sum(),
 }
@@ -189,6 +191,31 @@ def test_no_gradient_is_wrong_in_silence_where_handed_over_logits_had_other_read
     logits, target, _ = make_logits()
     with pytest.raises(RuntimeError, match="modified by an inplace operation|hold their gradient after the call"):
         SAVED[case](logits.requires_grad_(), target).backward()
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -3.0 * grad.view(37, 131)
+
+
+def hooked(view):
+    view.register_hook(lambda grad: 2.0 * grad)
+    return view.view(37, 131)
+
+
+@pytest.mark.parametrize("way", [lambda z: Reversed.apply(z).view(37, 131), lambda z: hooked(z.view(-1))])
+def test_the_gradient_goes_back_through_the_views_of_handed_over_logits(way):
+    """Not past them to what they are views of."""
+    logits, target, _ = make_logits()
+    expected = value_and_gradient(lambda x, y: dense(way(x * 1.0), y), logits, target)
+    found = value_and_gradient(lambda x, y: in_place(way(x * 1.0), y), logits, target)
+    assert flce_ops.last_path().op == "cross_entropy_with_grad_"
+    torch.testing.assert_close(found, expected)
 
 
 def test_uses_that_save_nothing_before_handing_over_are_right():
