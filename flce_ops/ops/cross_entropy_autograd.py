@@ -218,6 +218,9 @@ def gradients(ctx, arguments: type[LogitsWithGrad], grad_loss: Tensor | None) ->
     if torch.is_grad_enabled():  # create_graph: the saved gradient has no graph
         raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
     losses, made, leaf = ctx.saved_tensors
+    made = made.detach()
+    if arguments is LogitsWithGradInPlace:  # of the root's shape
+        made = made.reshape(losses.shape[0], -1)
     needs_logits, needs_row_scale = wanted(ctx, arguments, "logits", "row_scale")
-    (grad_logits,) = multiply_by_upstream([made.detach()], [needs_logits], grad_loss, leaf)
+    (grad_logits,) = multiply_by_upstream([made], [needs_logits], grad_loss, leaf)
     return arguments.gradients(logits=grad_logits, row_scale=losses * grad_loss if needs_row_scale else None)
