@@ -118,19 +118,18 @@ def in_place(logits, target, **options):
     return flce_ops.cross_entropy(logits, target, inplace_backward=True, **options)
 
 
-@pytest.mark.parametrize(
-    "view", [lambda x: x, lambda x: x.view(-1, 131), lambda x: x.view(5, 7, 131)], ids="as,flat,3d".split(",")
-)
+@pytest.mark.parametrize("made_as", [(35, 131), (5, 7, 131), (35 * 131,)])
+@pytest.mark.parametrize("seen_as", [(35, 131), (5, 7, 131)])
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_the_gradient_is_written_over_logits_that_are_handed_over(device, options, view):
+def test_the_gradient_is_written_over_logits_that_are_handed_over(device, options, made_as, seen_as):
     logits, target, _ = make_logits((35, 131), device=device)
-    target = target.view(5, 7) if view(logits).dim() == 3 else target
+    target = target.view(seen_as[:-1])
     expected = value_and_gradient(flce_ops.cross_entropy, logits, target.view(-1), **options)
     leaf = logits.clone().requires_grad_()
-    made = leaf * 1.0
-    loss = in_place(view(made), target, **options)
+    made = leaf.view(made_as) * 1.0
+    loss = in_place(made if made_as == seen_as else made.view(seen_as), target, **options)
     assert flce_ops.last_path().op == "cross_entropy_with_grad_"
-    assert torch.equal(made.detach(), expected[1])
+    assert torch.equal(made.detach().view(-1, 131), expected[1])
     for factor in (1.0, 3.0):  # the first backward is not the last
         (grad,) = torch.autograd.grad(factor * loss, leaf, retain_graph=factor == 1.0)
         torch.testing.assert_close(grad, factor * expected[1])
@@ -145,6 +144,8 @@ UNTOUCHED = {
     "expanded": lambda leaf, target: in_place((leaf[:1] * 1.0).expand(37, 131), target),
     "per token": lambda leaf, target: in_place(leaf * 1.0, target, reduction="none").sum(),
     "float16": lambda leaf, target: in_place(leaf.half(), target),
+    "their gradient is kept": lambda leaf, target: in_place((lambda z: (z.retain_grad(), z)[1])(leaf * 1.0), target),
+    "negated where they are read": lambda leaf, target: in_place(torch._neg_view(leaf * 1.0), target),
     "no gradient": lambda leaf, target: in_place(leaf.detach() * 1.0, target),
     "torch.func": lambda leaf, target: torch.func.grad(lambda x: in_place(x * 1.0, target))(leaf.detach()).sum(),
 }
@@ -191,6 +192,31 @@ def test_no_gradient_is_wrong_in_silence_where_handed_over_logits_had_other_read
         SAVED[case](logits.requires_grad_(), target).backward()
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -3.0 * grad.view(37, 131)
+
+
+def hooked(view):
+    view.register_hook(lambda grad: 2.0 * grad)
+    return view.view(37, 131)
+
+
+@pytest.mark.parametrize("way", [lambda z: Reversed.apply(z).view(37, 131), lambda z: hooked(z.view(-1))])
+def test_the_gradient_goes_back_through_the_views_of_handed_over_logits(way):
+    """Not past them to what they are views of."""
+    logits, target, _ = make_logits()
+    expected = value_and_gradient(lambda x, y: dense(way(x * 1.0), y), logits, target)
+    found = value_and_gradient(lambda x, y: in_place(way(x * 1.0), y), logits, target)
+    assert flce_ops.last_path().op == "cross_entropy_with_grad_"
+    torch.testing.assert_close(found, expected)
+
+
 def test_uses_that_save_nothing_before_handing_over_are_right():
     logits, target, _ = make_logits()
     leaf = logits.clone().requires_grad_()
@@ -219,6 +245,26 @@ def test_compiled_in_one_graph_with_the_memory_of_dead_logits(handed_over):
     with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
         x = logits.clone().requires_grad_()
         torch.autograd.grad(compiled(x), x, create_graph=True)[0].sum().backward()
+
+
+def test_logits_that_enter_a_compiled_graph_and_a_part_of_them():
+    """What was computed before the graph is not written over in it: its outputs would have no gradient."""
+    logits, target, _ = make_logits((36, 131))
+    target = target.view(4, 9)
+
+    def losses(made):
+        return in_place(made, target) + in_place(made[:, :-1], target[:, 1:])
+
+    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
+    expected = value_and_gradient(
+        lambda x, _: (lambda z: in_place(z[:, :-1], target[:, 1:]) + in_place(z * 1.0, target))(
+            (x * 2.0).view(4, 9, 131)
+        ),
+        logits,
+        target,
+    )
+    found = value_and_gradient(lambda x, _: compiled((x * 2.0).view(4, 9, 131)), logits, target)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_compiler_keeps_logits_that_are_read_afterwards():

@@ -188,6 +188,30 @@ def test_root_of_is_the_tensor_that_is_viewed():
     assert torch_private.root_of(made := tensor * 2.0) is made
 
 
+def test_comes_from_outside_a_traced_graph_knows_its_inputs_from_what_it_computes():
+    seen = []
+
+    library = torch.library.Library("flce_tests", "FRAGMENT")
+    library.define("seen_from(Tensor x) -> Tensor")
+
+    def body(x):
+        seen.append(torch_private.comes_from_outside_a_traced_graph(x))
+        return x.clone()
+
+    library.impl("seen_from", body, "CompositeImplicitAutograd")
+    leaf = torch.ones(3, requires_grad=True)
+    for function, expected in ((lambda x: x, True), (lambda x: x * 2.0, False)):
+        compiled = torch.compile(
+            lambda x, function=function: torch.ops.flce_tests.seen_from(function(x)),
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        seen.clear()
+        compiled(leaf * 1.0)
+        assert seen and set(seen) == {expected}
+    assert not torch_private.comes_from_outside_a_traced_graph(leaf * 1.0)
+
+
 def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):

@@ -46,7 +46,7 @@ def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:
     shape = (tokens, logits.shape[-1])
     try:
         return logits.view(shape), False
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: a fake tensor's
         return logits.reshape(shape), True
 
 

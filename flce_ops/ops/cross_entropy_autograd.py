@@ -20,7 +20,7 @@ from torch import Tensor
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.ops.autograd import Formula, kernel, multiply_by_upstream, save, saved, wanted
-from flce_ops.support.torch_private import below_autograd, root_of
+from flce_ops.support.torch_private import below_autograd, functorch_is_active, root_of
 
 # N tokens, V vocabulary
 
@@ -35,6 +35,9 @@ SECOND_DERIVATIVE_REFUSAL = (
 USED_AFTERWARDS = (
     "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, but something computed "
     "from them since then wants a gradient; compute it before the loss, or pass inplace_backward=False"
+)
+TRANSFORM_REFUSAL = (
+    "cross_entropy_with_grad_: torch.func transforms are not implemented; call flce_ops.cross_entropy, which has them"
 )
 
 
@@ -144,14 +147,20 @@ class WithGradFormula(LogitsFormula):
 
 
 class WithGradInPlaceFormula(LogitsFormula):
-    """As above. The logits are an output too, written in place: autograd refuses what was saved of them before by
-    their version, and a gradient that comes back through them is of something that read the gradient as logits.
+    """As above. The tensor that the logits are all of, written in place, is an output too: autograd refuses what was
+    saved of it before by its version, and a gradient that comes back through it is of something that read the gradient
+    as logits. (Work on a view would copy its base.) The logits' own goes the way that they came from it.
     """
 
     arguments = LogitsWithGradInPlace
 
+    @classmethod
+    def with_gradient(cls, values):
+        values.append(root_of(values[0]))
+
     @staticmethod
-    def forward(root, target, *others):
+    def forward(logits, target, *others):
+        *others, root = others
         logits = root.view(target.shape[0], root.numel() // target.shape[0])
         with below_autograd():
             results = LogitsWithGradInPlace.run(torch.ops.flce.cross_entropy_with_grad_, (logits, target, *others))
@@ -161,7 +170,7 @@ class WithGradInPlaceFormula(LogitsFormula):
     def setup_context(ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
-        leaf = traced_leaf(inputs[0])  # before the root's history is this node
+        leaf = traced_leaf(inputs[-1])  # before the root's history is this node
         ctx.mark_dirty(grad_logits)
         ctx.mark_non_differentiable(losses, argmax)
         ctx.save_for_backward(losses, grad_logits, leaf)
@@ -170,7 +179,7 @@ class WithGradInPlaceFormula(LogitsFormula):
     def backward(ctx, grad_loss, _losses, _argmax, grad_of_gradient):
         if grad_of_gradient is not None:
             raise RuntimeError(USED_AFTERWARDS)
-        return gradients(ctx, LogitsWithGradInPlace, grad_loss)
+        return *gradients(ctx, LogitsWithGradInPlace, grad_loss), None
 
 
 def traced_leaf(logits: Tensor) -> Tensor | None:
@@ -192,15 +201,15 @@ def traced_leaf(logits: Tensor) -> Tensor | None:
 
 
 def in_place_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
-    """As `kernel` of autograd.py, on the tensor that the logits are all of: work on a view would copy its base."""
+    """As `kernel` of autograd.py, without the root that the formula gives back."""
     run = kernel(op, formula)
 
-    def on_root(logits: Tensor, *args, **kwargs):
-        if logits.requires_grad and torch.is_grad_enabled():
-            return run(root_of(logits), *args, **kwargs)[:3]
-        return run(logits, *args, **kwargs)
+    def without_root(*args, **kwargs):
+        if functorch_is_active():
+            raise NotImplementedError(TRANSFORM_REFUSAL)
+        return run(*args, **kwargs)[:3]
 
-    return on_root
+    return without_root
 
 
 def gradients(ctx, arguments: type[LogitsWithGrad], grad_loss: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -209,6 +218,9 @@ def gradients(ctx, arguments: type[LogitsWithGrad], grad_loss: Tensor | None) ->
     if torch.is_grad_enabled():  # create_graph: the saved gradient has no graph
         raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
     losses, made, leaf = ctx.saved_tensors
+    made = made.detach()
+    if arguments is LogitsWithGradInPlace:  # of the root's shape
+        made = made.reshape(losses.shape[0], -1)
     needs_logits, needs_row_scale = wanted(ctx, arguments, "logits", "row_scale")
-    (grad_logits,) = multiply_by_upstream([made.detach()], [needs_logits], grad_loss, leaf)
+    (grad_logits,) = multiply_by_upstream([made], [needs_logits], grad_loss, leaf)
     return arguments.gradients(logits=grad_logits, row_scale=losses * grad_loss if needs_row_scale else None)

@@ -25,6 +25,7 @@ from flce_ops.meta import retained_columns
 from flce_ops.meta.arguments import Arguments, Backward, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
+    comes_from_outside_a_traced_graph,
     functorch_is_active,
     root_of,
     saved_tensor_hooks_are_active,
@@ -50,7 +51,7 @@ class Situation(NamedTuple):
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
     handed_over: bool = False  # logits that may be overwritten
-    leaf: bool = False  # logits that no operation made
+    leaf: bool = False  # logits that no operation made, or that keep their gradient
     part: bool = False  # logits that share memory with more than themselves
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
@@ -100,7 +101,9 @@ KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that dif
 
 WANTS_LOGITS = Condition("a gradient of logits", lambda s: s.wants_gradient)
 HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
-NOT_LEAF = Condition("logits that an operation made", lambda s: not s.leaf)
+NOT_LEAF = Condition(
+    "logits that an operation made (in the graph that is compiled), without retain_grad()", lambda s: not s.leaf
+)
 WHOLE = Condition("logits that are all of their memory", lambda s: not s.part)
 HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dtype != torch.float64)
 TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
@@ -301,6 +304,7 @@ def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
     """Of a scalar loss of these logits, which may be a view of all of another tensor."""
     root = root_of(logits)
     whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
+    as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
     return Situation(
         device=logits.device.type,
         dtype=logits.dtype,
@@ -309,8 +313,9 @@ def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
         saved_tensor_hooks=saved_tensor_hooks_are_active(),
         checkpoint=tracing_a_checkpointed_region(),
         handed_over=handed_over,
-        leaf=root.is_leaf,
-        part=not whole or root.dtype != logits.dtype,
+        # a gradient that is retained would move to what is written over it
+        leaf=root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root),
+        part=not (whole and as_stored),
     )
 
 

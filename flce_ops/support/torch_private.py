@@ -75,6 +75,14 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
+    """True for an input of the graph that AOTAutograd traces which an operation made before the graph.
+
+    It stands there with a grad_fn of no operation. Where it is written over, outputs lose their gradient to it.
+    """
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == "torch::autograd::Error"
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail with `message` when the 0-d bool tensor is False: on CUDA a device-side assert, without a host sync."""
     torch._assert_async(condition, message)

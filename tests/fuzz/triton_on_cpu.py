@@ -1,16 +1,20 @@
 """The Triton kernels in place of the ATen ones for CPU tensors, in Triton's interpreter, as the table of paths has it.
 
-float32 stands in for bfloat16, whose products the interpreter makes wrong; float16 goes where it goes on CUDA.
+float32 stands in for bfloat16, whose products the interpreter makes wrong; float16 goes where it goes on CUDA. Logits
+are retained of float16 only: in 16 bits they do not have float32's digits.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from flce_ops.meta.arguments import Forward
+from flce_ops.ops import autograd, paths
 from flce_ops.ops.paths import KERNELS, choose, function, situation_of
 from flce_ops.ops.registration import OPERATORS
 from tests.interpreter import remember_what_is_patched
 
+OPS = ("linear_cross_entropy", "linear_kl_div")
 _library = torch.library.Library("flce", "IMPL")  # its kernels live as long as this does
 
 
@@ -20,13 +24,20 @@ def kernel(name: str) -> Callable:
         situation = situation_of(call)._replace(device="cuda")
         if situation.dtype == torch.float32:
             situation = situation._replace(dtype=torch.bfloat16)
+        if situation.teacher == torch.float32:
+            situation = situation._replace(teacher=torch.bfloat16)
         return function(choose(KERNELS[name], situation).kernel)(call)
 
     return run
 
 
+def retained_rows(call: Forward) -> int:
+    half = call.operands.input.dtype == torch.float16
+    return paths.retained_rows(call) if half and call.logits.softcap is None else 0
+
+
 def install() -> None:
+    autograd.retained_rows = retained_rows
     remember_what_is_patched()
-    for name in ("forward", "backward", "with_grad"):
-        name = f"linear_cross_entropy_{name}"
+    for name in [f"{op}_{step}" for op in OPS for step in ("forward", "backward", "with_grad")]:
         _library.impl(name, kernel(name), "CPU")
