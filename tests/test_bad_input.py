@@ -31,7 +31,7 @@ CASES = [
         "weight of rank 3",
         {"linear_weight": torch.randn(1, V, D)},
         ValueError,
-        ["linear_weight", r"\(V, D\)", r"\(1, 9, 4\)"],
+        ["target", r"\(6, 9\)", "linear_weight", r"\(1, 9, 4\)"],  # a K-dimensional loss
     ),
     ("other D", {"linear_weight": torch.randn(V, 5)}, ValueError, ["linear_weight", r"\(V, 4\)", r"\(9, 5\)"]),
     (
@@ -72,6 +72,9 @@ CASES = [
         ValueError,
         ["ignore_index", "probabilities", "token_weight", "3"],
     ),
+    ("options of another kind", {"options": {"batch_chunk_size": 2}}, TypeError, ["options", "batch_chunk_size"]),
+    ("no position", {"linear_weight": torch.randn(V, 0, D)}, ValueError, ["linear_weight", r"\(9, 0, 4\)"]),
+    ("other D of positions", {"linear_weight": torch.randn(V, 2, 5)}, ValueError, ["linear_weight", r"\(9, 2, 5\)"]),
     ("probabilities with z_loss", {"target": torch.rand(N, V), "z_loss": 0.1}, NotImplementedError, ["z_loss"]),
     (
         "metrics of probabilities",

@@ -25,7 +25,12 @@ from flce_ops.support.workspace import matrix_bytes
 # N tokens, D hidden, V vocabulary
 
 
-def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
+def loss_of_probabilities(call: CrossEntropy, argmax: bool) -> Tensor:  # () or (...)
+    if argmax:
+        raise NotImplementedError(
+            f"{OP}: return_metrics is not implemented for a target of class probabilities, which names no class; "
+            "linear_log_probs(..., argmax=True) finds the largest logit"
+        )
     if any_dtensor(*call.values()):
         raise NotImplementedError(
             f"{OP}: a target of class probabilities with DTensors is not implemented; pass plain tensors throughout, "
