@@ -84,11 +84,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tokens = call["target"].numel()
         rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
         lines.append(f"logits of {rows} of {tokens} tokens retained")
-    if (
-        op == "with_grad"
-        and not divergence
-        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
-    ):
+    if op == "with_grad" and not divergence and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
         lines += tokens_in_triton(call, situation)
     if positions > 1:
         lines.append(f"for each of {positions} positions")

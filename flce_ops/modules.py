@@ -99,7 +99,8 @@ class LinearCrossEntropyLoss(nn.Module):
         normalizer: Tensor | float | None = None,
         return_metrics: bool = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
-        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        linear_weight: Tensor = self.linear.weight
+        linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
             linear_weight = linear_weight.unflatten(0, (self.num_classes, *self.out_features))
             linear_bias = None if linear_bias is None else linear_bias.view(linear_weight.shape[:-1])

@@ -90,34 +90,37 @@ def test_every_option_and_what_is_learnt(device, reduction, positions):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("positions", [(), POSITIONS], ids=["one head", "positions"])
 def test_half_and_single_against_float64(device, positions, dtype):
-    """Not above torch's in the same dtype, root mean square over what is compared (0.7 to 0.95 seen; float32 1.3)."""
+    """Root mean square over what is compared, by torch's in the same dtype."""
     found, plain = [], []
     for reduction in REDUCTIONS:
         call = make_call(device, dtype, positions=positions)
         exact = run(dense, call, torch.float64, reduction=reduction, label_smoothing=0.1)
         for function, errors in ((flce_ops.linear_cross_entropy, found), (dense, plain)):
             errors += map(error, run(function, call, reduction=reduction, label_smoothing=0.1), exact)
-    print("RATIO", sum(e * e for e in found) ** 0.5 / sum(e * e for e in plain) ** 0.5)
+    squares = [sum(e * e for e in errors) for errors in (found, plain)]
+    assert squares[0] ** 0.5 < (1.5 if dtype == torch.float32 else 1.2) * squares[1] ** 0.5  # 1.28 and 1.01 seen
 
 
-@pytest.mark.parametrize("positions", [(), POSITIONS], ids=["one head", "positions"])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_entry_passes_opcheck(device, reduction, positions):
-    for probabilities in (True, False):
-        call = make_call(device, torch.float32, positions=positions, probabilities=probabilities, token_weight=True)
-        args = [call.pop(name) for name in ("input", "linear_weight", "target", "linear_bias")]
-        for tensor in (args[0], args[1], args[3]):
-            tensor.requires_grad_()
-        opcheck(torch.ops.flce.linear_cross_entropy.default, args, {**call, "reduction": reduction, **EVERYTHING})
+@pytest.mark.parametrize(
+    ("probabilities", "positions", "reduction"), [(True, (), "none"), (True, (), "mean"), (False, (2,), "mean")]
+)
+def test_entry_passes_opcheck(device, probabilities, positions, reduction):
+    call = make_call(device, torch.float32, positions=positions, probabilities=probabilities, token_weight=True)
+    args = [call.pop(name) for name in ("input", "linear_weight", "target", "linear_bias")]
+    for tensor in (args[0], args[1], args[3]):
+        tensor.requires_grad_()
+    opcheck(torch.ops.flce.linear_cross_entropy.default, args, {**call, "reduction": reduction, **EVERYTHING})
 
 
-@pytest.mark.parametrize("positions", [(), POSITIONS], ids=["one head", "positions"])
+@pytest.mark.parametrize("positions", [(), (2,)], ids=["one head", "positions"])
 def test_one_graph_for_any_number_of_tokens(device, positions):
     loss, counter = compiled(flce_ops.linear_cross_entropy)
     for length in (13, 7, 10):
         call = make_call(device, positions=positions)
         call |= {"input": call["input"][:length], "target": call["target"][:length]}
-        found, eager = (run(f, call, reduction="mean", label_smoothing=0.1) for f in (loss, flce_ops.linear_cross_entropy))
+        found, eager = (
+            run(f, call, reduction="mean", label_smoothing=0.1) for f in (loss, flce_ops.linear_cross_entropy)
+        )
         assert max(map(error, found, eager)) < 1e-13
     assert counter.frame_count <= 2
 
@@ -158,6 +161,18 @@ def test_metrics_of_positions(device):
     assert torch.equal(metrics.argmax, largest.where(valid, -1))
     assert error(metrics.token_accuracy, ((largest == call["target"]) & valid).sum() / valid.sum()) < 1e-7
     assert error(loss, dense(**call, reduction="mean")) < 1e-13
+
+
+def test_no_matrix_of_logits_exists():
+    """Beside a target in float32: 16 MiB would be logits, or the x log x of all tokens."""
+    hidden, weight = torch.randn(1024, 16).requires_grad_(), torch.randn(4096, 16).requires_grad_()
+    target = torch.rand(1024, 4096)
+
+    def step():
+        with flce_ops.workspace(4 * MiB):
+            torch.autograd.grad(flce_ops.linear_cross_entropy(hidden, weight, target), (hidden, weight))
+
+    assert peak_on_cpu(step) < 10 * MiB
 
 
 def test_negative_probabilities_are_not_taken_in_silence(device):

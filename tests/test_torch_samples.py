@@ -13,6 +13,7 @@ What torch's entries ask for and ours refuses by name, each with its test below:
 # N tokens, D hidden, V vocabulary; d_1 ... d_K positions
 
 import dataclasses
+import functools
 import math
 import warnings
 
@@ -26,11 +27,6 @@ import flce_ops
 if not hasattr(nn, "LinearCrossEntropyOptions"):
     pytest.skip("torch 2.13 has the function, the module and their samples", allow_module_level=True)
 
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
-
-OPS = {op.variant_test_name: op for op in op_db if op.name == "nn.functional.linear_cross_entropy"}
-MODULES = [info for info in module_db if info.module_cls is nn.LinearCrossEntropyLoss]
 # most that the errors of ours may be of torch's, root mean squares over all samples: 1.07 seen, and 0.83 of half dtypes
 ERROR_RATIO = {torch.float32: 1.15, torch.bfloat16: 1.0, torch.float16: 1.0}
 
@@ -42,13 +38,28 @@ MODULE_KEYWORDS = {"out_features", "bias", "device", "dtype", "label_smoothing"}
 OPTIONS = {"allow_retain_graph", "batch_chunk_size", "chunking_method", "acc_policy", "acc_dtype"}
 
 
+@functools.cache
+def op_infos():
+    """By the variant's name. Imported here, as that takes 2.5 s, in every process that collects tests."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {op.variant_test_name: op for op in op_db if op.name == "nn.functional.linear_cross_entropy"}
+
+
+@functools.cache
+def module_infos():
+    from torch.testing._internal.common_modules import module_db
+
+    return [info for info in module_db if info.module_cls is nn.LinearCrossEntropyLoss]
+
+
 def samples_of(dtype):
-    for op in OPS.values():
+    for op in op_infos().values():
         yield from op.sample_inputs("cpu", dtype, requires_grad=False, set_seed=False)
 
 
 def module_samples(dtype):
-    for info in MODULES:
+    for info in module_infos():
         yield from info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=False)
 
 
@@ -57,7 +68,7 @@ def kind_of(linear_weight_dims, target):
 
 
 def test_no_sample_is_of_a_kind_that_was_not_looked_at():
-    assert OPS.keys() == VARIANTS and len(MODULES) == 1
+    assert op_infos().keys() == VARIANTS and len(module_infos()) == 1
     assert {field.name for field in dataclasses.fields(nn.LinearCrossEntropyOptions)} == OPTIONS
     samples = list(samples_of(torch.bfloat16))
     assert {kind_of(sample.args[0].dim(), sample.args[1]) for sample in samples} == KINDS
@@ -153,7 +164,7 @@ def test_every_sample_of_the_module_is_torchs():
 
 
 def test_what_torchs_entries_ask_for_and_ours_lacks_is_refused():
-    op = OPS[""]
+    op = op_infos()[""]
     assert op.supports_forward_ad and op.supports_gradgrad
     for sample in op.sample_inputs("cpu", torch.float64, requires_grad=False):
         linear_weight, target = sample.args
@@ -175,7 +186,7 @@ def test_what_torchs_entries_ask_for_and_ours_lacks_is_refused():
 def test_what_torch_refuses_is_refused():
     """But for K-dimensional losses of one token without a batch dimension, which are computed."""
     computed = []
-    for op in OPS.values():
+    for op in op_infos().values():
         for mistake in op.error_inputs("cpu"):
             sample = mistake.sample_input
             try:
@@ -183,8 +194,8 @@ def test_what_torch_refuses_is_refused():
                 computed.append(mistake.error_regex)
             except (ValueError, TypeError) as refusal:
                 assert str(refusal).startswith("linear_cross_entropy: ")
-    assert len(computed) == len(OPS) and all("requires batched input" in regex for regex in computed)
-    for info in MODULES:
+    assert len(computed) == len(op_infos()) and all("requires batched input" in regex for regex in computed)
+    for info in module_infos():
         for mistake in info.module_error_inputs_func(
             info, device="cpu", dtype=torch.float32, requires_grad=False, training=False
         ):

@@ -1,6 +1,6 @@
 """K-dimensional losses, torch's `out_features`: linear_weight (V, d_1, ..., d_K, D) holds a head for each position.
 
-    loss_ik = cross_entropy(linear_weight[:, k] x_i + linear_bias[:, k], target_ik)      k: a position of d_1 x ... x d_K
+    loss_ik = cross_entropy(linear_weight[:, k] x_i + linear_bias[:, k], target_ik)      k: one of d_1 ... d_K positions
 
 One head after the other, each without its logits; "mean" and "sum" add them up, over one denominator.
 """
@@ -38,12 +38,11 @@ def losses_of_positions(call: CrossEntropy, argmax: bool, of_matrix: Callable[[C
         by_position["token_weight"] = call.token_weight.flatten(len(tokens)).unbind(-1)
     everywhere = {"reduction": "none" if call.reduction == "none" else "sum", "normalizer": denominator_of(call)}
 
-    losses, largest = [], []
-    for k in range(len(heads)):
+    def result_of(k: int) -> Result:
         here = everywhere | {name: parts[k] for name, parts in by_position.items()}
-        loss, index = of_matrix(call.changed(lambda name, value, here=here: here.get(name, value)), argmax)
-        losses.append(loss)
-        largest.append(index)
+        return of_matrix(call.changed(lambda name, value: here.get(name, value)), argmax)
+
+    losses, largest = zip(*(result_of(k) for k in range(len(heads))))
     shape = (*tokens, *positions)
     loss = torch.stack(losses, -1).reshape(shape) if call.reduction == "none" else torch.stack(losses).sum()
     return loss, torch.stack(largest, -1).reshape(shape) if argmax else None

@@ -1,9 +1,9 @@
 """`options` of torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions, as far as it fits here.
 
-    allow_retain_graph                    always so here
-    batch_chunk_size, chunking_method     torch's bound on memory; taken, and of no effect: the workspace is the bound
-    acc_dtype                             that of the sums here: float32, float64 of float64 operands
-    acc_policy                            "auto", "compact", "balanced"; "accurate" promises half operands more
+allow_retain_graph                    always so here
+batch_chunk_size, chunking_method     torch's bound on memory; taken, and of no effect: the workspace is the bound
+acc_dtype                             that of the sums here: float32, float64 of float64 operands
+acc_policy                            "auto", "compact", "balanced"; "accurate" promises half operands more
 """
 
 import torch
