@@ -62,16 +62,19 @@ def explain(function: Callable, *args, **kwargs) -> str:
     if function is cross_entropy:
         return of_given_logits(call)
     tables: dict[str, tuple[Path, ...]] = {}
+    call, positions = of_one_position(call)
     situation = situation_of_call(call)
-    stem = "linear_kl_div" if function is linear_kl_div else "linear_cross_entropy"
+    probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
+    divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
+    stem = "linear_kl_div" if divergence else "linear_cross_entropy"
     op = "forward"
     if call.get("reduction", "none") != "none":
-        sharded = situation.vocabulary_dimensions > 0 and function is linear_cross_entropy
+        sharded = situation.vocabulary_dimensions > 0 and not divergence
         title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
         tables[title] = LOSS[title]
         if choose(LOSS[title], situation).name == "one pass":
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
-    retaining = op == "forward" and function is not linear_kl_div and situation.wants_gradient
+    retaining = op == "forward" and not divergence and situation.wants_gradient
     if retaining:
         tables |= RETAIN
     ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
@@ -81,13 +84,21 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tokens = call["target"].numel()
         rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
         lines.append(f"logits of {rows} of {tokens} tokens retained")
-    if (
-        op == "with_grad"
-        and function is linear_cross_entropy
-        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
-    ):
+    if op == "with_grad" and not divergence and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
         lines += tokens_in_triton(call, situation)
+    if positions > 1:
+        lines.append(f"for each of {positions} positions")
     return "\n".join(lines)
+
+
+def of_one_position(call: dict) -> tuple[dict, int]:
+    """Of a K-dimensional loss, the call of its first position, and how many there are."""
+    linear_weight, positions = call["linear_weight"], 1
+    if linear_weight.dim() > 2:
+        heads = linear_weight.flatten(1, -2)
+        positions, first = heads.shape[1], call["input"].dim() - 1 + call["target"].is_floating_point()
+        call = call | {"linear_weight": heads[:, 0], "target": call["target"].flatten(first)[..., 0]}
+    return call, positions
 
 
 def of_given_logits(call: dict) -> str:

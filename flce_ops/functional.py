@@ -14,6 +14,7 @@ from flce_ops.entry import kl_div, log_probs, logits_plain
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.math.scalars import normalizer_tensor
 from flce_ops.support.dtensor import any_dtensor
 
@@ -37,8 +38,8 @@ class LinearCrossEntropyMetrics(NamedTuple):
 
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
-    linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (...)
+    linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)
+    target: Tensor,  # (...), or (..., V) of probabilities
     linear_bias: Tensor | None = None,  # (V,)
     *,
     weight: Tensor | None = None,  # (V,)
@@ -52,6 +53,7 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
     return_metrics: bool = False,
+    options: object = None,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
@@ -64,10 +66,18 @@ def linear_cross_entropy(
                                 + label_smoothing / V * sum_j weight_j * (lse - z_j)
                                 + z_loss * lse ** 2 ]
 
+    With class probabilities q as target, q_j in place of "1 at y, else 0"::
+
+        loss = token_weight * sum_j weight_j * [(1 - label_smoothing) * q_j + label_smoothing / V] * (lse - z_j)
+
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
-        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
+        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast). For a
+            K-dimensional loss (V, d_1, ..., d_K, D), a head for each position, which run one after the other;
+            target, loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias (V, d_1, ..., d_K).
+        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. Or class probabilities, (..., V) or
+            (..., V, d_1, ..., d_K), of any floating dtype, not negative (that gives nan); they need not add up to 1,
+            and are constants.
         linear_bias: (V,), in input's dtype.
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
@@ -85,7 +95,10 @@ def linear_cross_entropy(
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
-        return_metrics: also return what the logits were used for, from the same pass and without a host sync.
+        return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
+            probabilities, nor is ``z_loss``.
+        options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
+            memory as ``set_workspace`` does here, and have no effect; what would change the sums is refused.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
@@ -94,7 +107,8 @@ def linear_cross_entropy(
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
-        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``.
+        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
+            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
@@ -105,6 +119,7 @@ def linear_cross_entropy(
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
     """
+    check_torch_options(linear.OP, options, input.dtype)
     refuse_tensors(linear.OP, softcap=softcap, z_loss=z_loss, label_smoothing=label_smoothing)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap

@@ -1,11 +1,13 @@
 """Modules that own the head's parameters; the mathematics is in flce_ops/entry/cross_entropy.py."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
+from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from flce_ops.meta.checks import check_per_class
 
@@ -32,17 +34,20 @@ def check_options(op: str, ignore_index: int | None, label_smoothing: float, sof
 class LinearCrossEntropyLoss(nn.Module):
     """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits.
 
-    In place of torch.nn's module of this name: its arguments but for out_features and options, and its state dict.
+    In place of torch.nn's module of this name: its arguments, and its state dict.
 
     Args:
         in_features: D.
         num_classes: V.
+        out_features: (d_1, ..., d_K), the positions of a K-dimensional loss, each with a head of its own; the linear
+            layer has V * d_1 * ... * d_K outputs.
         bias: whether the linear layer adds a learnable bias.
         weight: class weights, (V,); a buffer, part of the state dict.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as
+            `linear_cross_entropy`.
 
-    Shapes: input (..., D), target (...); loss () or, for reduction="none", target's; with return_metrics the pair
-    (loss, LinearCrossEntropyMetrics).
+    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features); loss () or, for
+    reduction="none", (..., *out_features); with return_metrics the pair (loss, LinearCrossEntropyMetrics).
     """
 
     weight: Tensor | None
@@ -52,6 +57,7 @@ class LinearCrossEntropyLoss(nn.Module):
         in_features: int,
         num_classes: int,
         *,
+        out_features: tuple[int, ...] = (),
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -62,6 +68,7 @@ class LinearCrossEntropyLoss(nn.Module):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
+        options: object = None,
     ) -> None:
         super().__init__()
         op = type(self).__name__
@@ -70,7 +77,12 @@ class LinearCrossEntropyLoss(nn.Module):
             check_per_class(op, "weight", weight, num_classes)
         check_reduction(op, reduction)
         check_options(op, ignore_index, label_smoothing, softcap)
-        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        check_torch_options(op, options)
+        outputs = num_classes * math.prod(out_features)
+        self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
+        self.num_classes = num_classes
+        self.out_features = tuple(out_features)
+        self.options = options
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
@@ -87,21 +99,28 @@ class LinearCrossEntropyLoss(nn.Module):
         normalizer: Tensor | float | None = None,
         return_metrics: bool = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+        linear_weight: Tensor = self.linear.weight
+        linear_bias: Tensor | None = self.linear.bias
+        if self.out_features:
+            linear_weight = linear_weight.unflatten(0, (self.num_classes, *self.out_features))
+            linear_bias = None if linear_bias is None else linear_bias.view(linear_weight.shape[:-1])
         return linear_cross_entropy(
             input,
-            self.linear.weight,
+            linear_weight,
             target,
-            self.linear.bias,
+            linear_bias,
             weight=self.weight,
             reduction=self.reduction,
             **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
             return_metrics=return_metrics,
+            options=self.options,
         )
 
     def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, {loss_repr(self)}"
+        positions = f"out_features={self.out_features}, " if self.out_features else ""
+        return f"{positions}reduction={self.reduction!r}, {loss_repr(self)}"
 
 
 class LinearCrossEntropyHead(nn.Linear):

@@ -2,7 +2,8 @@
 
 schemas.py                      their arguments
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
-cross_entropy.py                plain.py, sharded.py
+torch_options.py                options of torch's function
+cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py
 kl_div.py                       kl_div_plain.py, kl_div_sharded.py

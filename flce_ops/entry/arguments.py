@@ -17,6 +17,7 @@ from flce_ops.meta.checks import (
     check_supported_dtype,
     check_target_dtype,
 )
+from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
 REDUCTIONS = ("none", "mean", "sum")
@@ -59,9 +60,11 @@ def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor) 
         raise NotImplementedError(f"{op}: weight (class weights) gets no gradient; pass weight.detach()")
     check_reduction(op, call.reduction)
     check_real(op, token_weight=token_weight)
-    if token_weight is not None and token_weight.shape != call.target.shape:
+    tokens = input.shape[:-1]
+    if token_weight is not None and token_weight.shape != tokens:
         raise ValueError(
-            f"{op}: expected token_weight of target's shape {tuple(call.target.shape)}, got {tuple(token_weight.shape)}"
+            f"{op}: expected token_weight of shape {tuple(tokens)}, one factor per token, "
+            f"got {tuple(token_weight.shape)}"
         )
     check_normalizer(op, call.normalizer, call.reduction, input)
 
@@ -73,14 +76,42 @@ def check_head(op: str, call: CrossEntropy | LogProbs) -> None:
     if input.dim() < 1:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
     check_linear(op, input, linear_weight, linear_bias)
+    if isinstance(call, CrossEntropy) and target.is_floating_point():
+        check_class_probabilities(call)
+    else:
+        check_class_indices(op, target, input)
+    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    check_ranges(op, **call.numbers._asdict())
+
+
+def check_class_indices(op: str, target: Tensor, input: Tensor) -> None:
     check_target_dtype(op, target)
     if target.shape != input.shape[:-1]:
         raise ValueError(
             f"{op}: expected target of shape {tuple(input.shape[:-1])}, one class index per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
-    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
-    check_ranges(op, **call.numbers._asdict())
+
+
+def check_class_probabilities(call: CrossEntropy) -> None:
+    """A floating target."""
+    target, tokens, num_classes = call.target, call.input.shape[:-1], call.linear_weight.shape[0]
+    if target.shape != (*tokens, num_classes):
+        raise TypeError(
+            f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
+            f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
+        )
+    if (target.requires_grad and torch.is_grad_enabled()) or has_tangent(target):
+        raise NotImplementedError(f"{OP}: target (class probabilities) gets no gradient; pass target.detach()")
+    if call.ignore_index != -100:
+        raise ValueError(
+            f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
+            f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
+        )
+    if call.numbers.z_loss != 0.0:
+        raise NotImplementedError(
+            f"{OP}: z_loss is not implemented for a target of class probabilities; add it from linear_log_probs' lse"
+        )
 
 
 def check_ranges(op: str, **numbers: Number | None) -> None:

@@ -7,6 +7,8 @@ tensor subclasses, and everything they do beyond the inner operators is ordinary
 from torch import Tensor
 
 from flce_ops.entry import plain
+from flce_ops.entry.class_probabilities import loss_of_probabilities
+from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.reduction import accuracy_of, right_and_valid
 from flce_ops.meta.arguments import takes
@@ -24,7 +26,7 @@ def composite(call: CrossEntropy) -> Tensor:
 @takes(CrossEntropy)
 def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
-    if any_dtensor(call.input, call.linear_weight, call.target):
+    if any_dtensor(call.input, call.linear_weight, call.target) and call.linear_weight.dim() <= 2:
         from flce_ops.entry.sharded import dtensor_composite_metrics
 
         return dtensor_composite_metrics(call)
@@ -33,6 +35,15 @@ def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
+    if call.linear_weight.dim() > 2:
+        return losses_of_positions(call, argmax, of_matrix)
+    return of_matrix(call, argmax)
+
+
+def of_matrix(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
+    """Of a linear_weight (V, D)."""
+    if call.target.is_floating_point():
+        return loss_of_probabilities(call, argmax), None
     if any_dtensor(*call.values()):
         from flce_ops.entry.sharded import dtensor_composite  # torch.distributed.tensor: only for its users
 

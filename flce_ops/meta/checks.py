@@ -134,10 +134,8 @@ def check_linear(
 
 def check_target_dtype(op: str, target: Tensor) -> None:
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"{op}: expected target of class indices in int64 or int32, got {target.dtype} "
-            "(class probabilities are not supported)"
-        )
+        hint = " (linear_cross_entropy alone takes class probabilities)" if target.is_floating_point() else ""
+        raise TypeError(f"{op}: expected target of class indices in int64 or int32, got {target.dtype}{hint}")
 
 
 def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_weight: str = "linear_weight") -> None:
