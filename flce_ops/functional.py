@@ -66,7 +66,7 @@ def linear_cross_entropy(
                                 + label_smoothing / V * sum_j weight_j * (lse - z_j)
                                 + z_loss * lse ** 2 ]
 
-    With class probabilities q as target, q_j in place of "1 at y, else 0"::
+    With class probabilities q as target::
 
         loss = token_weight * sum_j weight_j * [(1 - label_smoothing) * q_j + label_smoothing / V] * (lse - z_j)
 

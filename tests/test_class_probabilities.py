@@ -4,11 +4,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from inputs import make_inputs
 from reference_loss import dense_logits, error
 from test_compile import compiled
 from test_memory import MiB, peak_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.library import opcheck
 
 import flce_ops
@@ -173,6 +176,29 @@ def test_no_matrix_of_logits_exists():
             torch.autograd.grad(flce_ops.linear_cross_entropy(hidden, weight, target), (hidden, weight))
 
     assert peak_on_cpu(step) < 10 * MiB
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((V, D), (N, V)), "a target of class probabilities with DTensors|return_metrics"),
+        (((V, 2, D), (N, V, 2)), "a K-dimensional loss .* with DTensors"),
+    ],
+    ids=["probabilities", "positions"],
+)
+def test_dtensors_are_refused(one_process, shapes, words, metrics):
+    mesh = init_device_mesh("cpu", (1,))
+    operands = [distribute_tensor(torch.rand(*shape), mesh, [Replicate()]) for shape in ((N, D), *shapes)]
+    with pytest.raises(NotImplementedError, match=f"linear_cross_entropy: ({words})"):
+        flce_ops.linear_cross_entropy(*operands, return_metrics=metrics)
 
 
 def test_negative_probabilities_are_not_taken_in_silence(device):
