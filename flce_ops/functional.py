@@ -186,8 +186,9 @@ def cross_entropy(
         logit_scale, temperature: numbers; a learnt one is yours to multiply the logits with.
         inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
             their size exists. What they hold after the call is not defined. It is written in forward, where a scalar
-            loss is differentiated, the logits are the result of an operation (no leaf) and all of their memory, and the
-            gradient is made in forward (no float16, checkpoint or torch.func); elsewhere the logits stay.
+            loss is differentiated, the logits are the result of an operation (no leaf, no input of a compiled graph, no
+            retain_grad()) and all of their memory, and the gradient is made in forward (no float16, checkpoint or
+            torch.func); elsewhere the logits stay.
             ``explain`` says which. Autograd raises where another operation had saved them (a tanh its result, say) or
             where something computed from them afterwards is differentiated.
         return_metrics: also return the accuracy and the argmax, from the same pass and without a host sync.

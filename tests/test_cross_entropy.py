@@ -295,6 +295,14 @@ def test_derivatives_of_any_order_per_token():
     assert torch.autograd.gradgradcheck(losses, (logits, factor))
 
 
+def test_second_derivatives_over_no_token():
+    logits, target = torch.randn(0, 7, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    losses = flce_ops.cross_entropy(logits, target, reduction="none")
+    (grad,) = torch.autograd.grad(losses.sum(), logits, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), logits)
+    assert second.shape == (0, 7)
+
+
 def test_second_derivatives_of_a_scalar_loss_are_refused_by_name():
     logits, target, _ = make_logits()
     logits.requires_grad_()

@@ -99,7 +99,7 @@ def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
     z, slope, slope_slope = activated(torch.where(valid, logits, 0.0).to(dtype), call.logits)
     p = z.softmax(1)
     a, l, m = (None if cotangent is None else cotangent[:, None].to(dtype) for cotangent in call.cotangents)  # noqa: E741
-    w = torch.ones_like(z[0]) if weight is None else weight.to(dtype)
+    w = z.new_ones(z.shape[1]) if weight is None else weight.to(dtype)
     z_dot = h * slope
     lse_dot = (p * z_dot).sum(1, keepdim=True)
     d_u = torch.zeros_like(z)

@@ -7,7 +7,7 @@ from random import Random
 
 # N tokens, D hidden, V vocabulary, E hidden of the teacher
 
-FUNCTIONS = ("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div")
+FUNCTIONS = ("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits")
 LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded", "repeated")
 
 # How derivatives are asked for. The others are for ours only: plain torch takes "grad" in their place.
@@ -87,6 +87,7 @@ class Case:
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several
     recompute: bool = True  # whether a small workspace of the Triton path may recompute
+    handed_over: bool = False  # logits that may be overwritten
     uninitialized: bool = False  # torch.empty is filled with nan
 
     @property
@@ -155,7 +156,15 @@ def size(random: Random, largest: int) -> int:
 
 
 def function(random: Random, case: Case) -> dict:
-    shares = {"cross_entropy": 55, "metrics": 8, "head": 4, "loss_module": 4, "log_probs": 15, "kl_div": 14}
+    shares = {
+        "cross_entropy": 55,
+        "metrics": 8,
+        "head": 4,
+        "loss_module": 4,
+        "log_probs": 15,
+        "kl_div": 14,
+        "given_logits": 10,
+    }
     return {"function": choose(random, shares)}
 
 
@@ -270,6 +279,7 @@ def cuts(random: Random, case: Case) -> dict:
         "workspace": choose(random, {0: 5, 1: 3, 4096: 1, 65536: 1, 262144: 1}),
         "short_chunks": random.random() < 0.5,
         "recompute": random.random() < 0.5,
+        "handed_over": case.function == "given_logits" and random.random() < 0.7,
         "uninitialized": random.random() < 0.5,
     }
 
@@ -287,7 +297,8 @@ def consistent(case: Case) -> Case:
         new["token_weight"] = "uniform"
     if "same" in relations:
         new["tokens"] = (case.V,)
-    if relations or case.input_layout == "repeated" or case.teacher == "student" or case.mode == "vmap":
+    spread = case.mode == "vmap" or case.function == "given_logits"  # plain torch's head multiplies it by 0
+    if relations or case.input_layout == "repeated" or case.teacher == "student" or spread:
         new["poison"] = ""  # it would not stay in its row
     return replace(case, **new)
 
@@ -327,7 +338,7 @@ def can_be_learnt(case: Case) -> bool:
         return case.function in ("cross_entropy", "metrics")
     if case.learnt == "temperature":
         return case.function in ("cross_entropy", "metrics", "log_probs")
-    return case.function not in ("head", "loss_module")
+    return case.function not in ("head", "loss_module", "given_logits")
 
 
 def possible_relations(case: Case) -> set[str]:

@@ -138,6 +138,7 @@ def refusal_is_documented(case: Case, error: Exception) -> bool:
         or (case.mode == "vmap" and "vmap over an empty batch" in text)
         or (case.mode == "third" and "third derivatives are not implemented" in text)
         or (higher and case.function == "kl_div" and "second derivatives are not implemented" in text)
+        or (higher and case.function == "given_logits" and "second derivatives of a scalar loss" in text)
         or (higher and case.entropy and "second derivatives through the entropy" in text)
     )
 

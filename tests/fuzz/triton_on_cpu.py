@@ -14,7 +14,7 @@ from flce_ops.ops.paths import KERNELS, choose, function, situation_of
 from flce_ops.ops.registration import OPERATORS
 from tests.interpreter import remember_what_is_patched
 
-OPS = ("linear_cross_entropy", "linear_kl_div")
+OPS = ("linear_cross_entropy", "linear_kl_div", "cross_entropy")
 _library = torch.library.Library("flce", "IMPL")  # its kernels live as long as this does
 
 
@@ -39,5 +39,6 @@ def retained_rows(call: Forward) -> int:
 def install() -> None:
     autograd.retained_rows = retained_rows
     remember_what_is_patched()
-    for name in [f"{op}_{step}" for op in OPS for step in ("forward", "backward", "with_grad")]:
+    names = [f"{op}_{step}" for op in OPS for step in ("forward", "backward", "with_grad")]
+    for name in (*names, "cross_entropy_with_grad_"):
         _library.impl(name, kernel(name), "CPU")
