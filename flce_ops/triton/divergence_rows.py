@@ -5,7 +5,7 @@
       n │  │▓▓│  │  │ student  n │  │▓▓│  │  │ teacher        a program has BLOCK_N rows of one tile of the logits GEMM
         └──┴──┴──┴──┘            └──┴──┴──┴──┘
 
-    1. two sums of each row, tile by tile       row_divergence.py says which; "forward" makes G at once
+    1. sums of each row, tile by tile           row_divergence.py says which; "forward" makes G at once
     2. over all tiles (and ranks)               the divergence, the number of the row that G needs
     3. G = row_scale logit_scale G', rounded    over the student's logits
 
@@ -73,7 +73,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
 def divergence_kernel(
     distributions,  # Distributions
     beta_ptr,  # (), of "jsd"
-    sums_ptr,  # (2, T, n) out, or None
+    sums_ptr,  # (s, T, n) out, two or three; or None
     gradient_ptr,  # (n, V) out, the memory of the student's logits; or None
     row_number_ptr,  # (n,), for G; or None for 1
     scale,  # RowScale, for G
@@ -107,10 +107,13 @@ def divergence_kernel(
             log2_p = tl.log2(tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32))
         beta = number_at(beta_ptr)
         if sums_ptr is not None:
-            first, second = divergence_terms(log2_q, log2_p, beta, KIND)
+            first, second, third = divergence_terms(log2_q, log2_p, beta, KIND)
             partial = vocab_block.to(tl.int64) * n + rows
+            next_sum = tl.num_programs(0).to(tl.int64) * n
             tl.store(sums_ptr + partial, tl.sum(first, 1), mask=row_mask)
-            tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * n + partial, tl.sum(second, 1), mask=row_mask)
+            tl.store(sums_ptr + next_sum + partial, tl.sum(second, 1), mask=row_mask)
+            if KIND == "jsd":
+                tl.store(sums_ptr + 2 * next_sum + partial, tl.sum(third, 1), mask=row_mask)
         if gradient_ptr is not None:
             row_number = 1.0
             if row_number_ptr is not None:
@@ -133,8 +136,8 @@ def divergence_kernel(
 @Kernel
 @triton.jit
 def total_kernel(
-    sums_ptr,  # (2, T, n)
-    totals_ptr,  # (2, n) out
+    sums_ptr,  # (s, T, n)
+    totals_ptr,  # (s, n) out
     kept,  # Kept
     n,
     T,
@@ -166,7 +169,7 @@ class RowResults(NamedTuple):
 @Kernel
 @triton.jit
 def finish_divergence_kernel(
-    totals_ptr,  # (2, n)
+    totals_ptr,  # (s, n)
     beta_ptr,  # (), of "jsd"
     student_shift_ptr,  # (2, n)
     teacher_shift_ptr,  # (2, n)
@@ -183,8 +186,11 @@ def finish_divergence_kernel(
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=inside, other=0)
     first = tl.load(totals_ptr + i, mask=mask, other=0.0)
-    second = tl.load(totals_ptr + n + i, mask=mask, other=0.0)
-    value, row_number = divergence_of_sums(first, second, number_at(beta_ptr), KIND)
+    second = tl.load(totals_ptr + n + i, mask=mask, other=1.0)
+    third = second
+    if KIND == "jsd":
+        third = tl.load(totals_ptr + 2 * n + i, mask=mask, other=1.0)
+    value, row_number = divergence_of_sums(first, second, third, number_at(beta_ptr), KIND)
     tl.store(row_number_ptr + i, row_number, mask=mask)
     if results.divergence is not None:
         tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
@@ -224,12 +230,12 @@ class Rows:
         self.gradient_at_once = kind == "forward" and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
-        """(2, T, n) sums of tiles; (2, n) of rows. And G, where that needs no row's sum."""
+        """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
         self.launch(sums, gradient, None, scale)
-        _, tiles, n = sums.shape
-        totals = sums.new_empty(2, n)
+        count, tiles, n = sums.shape
+        totals = sums.new_empty(count, n)
         block_n = 16  # as in exponentials.py
-        total_kernel[(triton.cdiv(n, block_n), 2)](
+        total_kernel[(triton.cdiv(n, block_n), count)](
             sums, totals, self.kept, n, tiles, BLOCK_N=block_n, BLOCK_T=512, num_warps=8
         )
         return totals
@@ -260,7 +266,7 @@ class Rows:
 
     def launch(
         self,
-        sums: Tensor | None,  # (2, T, n) out
+        sums: Tensor | None,  # (s, T, n) out
         gradient: Tensor | None,  # (n, V) out
         row_number: Tensor | None,  # (n,)
         scale: RowScale | None,

@@ -31,6 +31,7 @@ from flce_ops.triton.gather_rows import launch_gather_rows
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.row_divergence import count_of_sums
 from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
 from flce_ops.triton.target import tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
@@ -85,7 +86,8 @@ def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowC
     if gradients.input is None:
         of_chunk += hidden * input.dtype.itemsize
     of_both = 1 if teacher_input is None else 2
-    of_part = 4 * (2 + of_both) * triton.cdiv(classes, tiles_for(input).block_n)  # tile maxima, sums of tiles
+    of_tile = 4 * (count_of_sums(options.kind) + of_both)  # its sums and maxima
+    of_part = of_tile * triton.cdiv(classes, tiles_for(input).block_n)
     # grad_input's products wait where the teacher's logits were
     reserved = small_bytes() if teacher_input is None else small_bytes() // 8
     if teacher_input is not None:
@@ -190,7 +192,7 @@ class KlDivStep:
     def softmaxes(
         self, kept: Kept, tokens: Tensor, logits: Tensor, known: KnownRows | None
     ) -> tuple[Distributions, Tensor]:
-        """The distributions of a part, and (2, T, n) memory for sums of tiles."""
+        """The distributions of a part, and (s, T, n) memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]
         logit_options = LogitOptions(options.softcap, options.logit_scale)
         models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
@@ -201,7 +203,8 @@ class KlDivStep:
             teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
             models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
             matrices.append(matrix(self.teacher_logits, n, self.classes))
-        per_tile = tokens.new_empty(len(models) + 2, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
+        matrices_of_tiles = len(models) + count_of_sums(options.kind)
+        per_tile = tokens.new_empty(matrices_of_tiles, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
         softmaxes = [
             Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
             for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))

@@ -2,13 +2,14 @@
 
 With p the teacher's and q the student's probability, differences of logarithms in base 2, and 0 log 0 = 0:
 
-    kind      first sum of a row            second                    G (but for the row scale)
-    forward   p (log p - log q)             p                         q sum(p) - p
-    reverse   q (log q - log p)                                       q (log q - log p - first sum)
-    jsd       p (log p - log m)             q (log q - log m - c)     (1 - beta) q (log q - log m - c - second sum)
+    kind      sums of a row                                 K                G (but for the row scale)
+    forward   p (log p - log q), p                          second           q K - p
+    reverse   q (log q - log p), q                          first / second   q (log q - log p - K)
+    jsd       p (log p - log m), q (log q - log m), q       second / third   (1 - beta) q (log q - log m - K)
 
-c = -log(1 - beta) is log q - log m of an entry without p. Where a confident student disagrees, every q is such an
-entry's and G is 0: of a sum without c the rounded q, which do not add up to 1, would leave 1e-6 of it.
+K is divided by the sum of q because the stored q are rounded and do not add up to 1. Where log q - log p or log q -
+log m is the same for all that count (models that agree; a confident student that disagrees) G is 0, and 1e-6 of K would
+stay.
 
 The kernels that call it hand KIND and beta through: what a divergence is stands here and in math/divergences.py only.
 """
@@ -35,21 +36,20 @@ def log_ratios_to_mixture(log2_q, log2_p, beta):
 
 @triton.jit
 def divergence_terms(log2_q, log2_p, beta, KIND: tl.constexpr):
-    """What an entry adds to the two sums of its row; differences of logarithms in base 2."""
+    """What an entry adds to the sums of its row, of which only "jsd" has a third; differences in base 2."""
     q, p = tl.exp2(log2_q), tl.exp2(log2_p)
     if KIND == "forward":
-        return tl.where(p == 0.0, 0.0, p * (log2_p - log2_q)), p
+        return tl.where(p == 0.0, 0.0, p * (log2_p - log2_q)), p, p
     elif KIND == "reverse":
-        first = tl.where(q == 0.0, 0.0, q * (log2_q - log2_p))
-        return first, first
+        return tl.where(q == 0.0, 0.0, q * (log2_q - log2_p)), q, q
     else:
         student, teacher = log_ratios_to_mixture(log2_q, log2_p, beta)
-        return tl.where(p == 0.0, 0.0, p * teacher), tl.where(q == 0.0, 0.0, q * (student + tl.log2(1.0 - beta)))
+        return tl.where(p == 0.0, 0.0, p * teacher), tl.where(q == 0.0, 0.0, q * student), q
 
 
 @triton.jit
 def divergence_gradient(log2_q, log2_p, row_number, beta, KIND: tl.constexpr):
-    """G of an entry; `row_number` is sum(p) for "forward", else the sum that the table above subtracts."""
+    """G of an entry; `row_number` is K."""
     q = tl.exp2(log2_q)
     if KIND == "forward":
         return q * row_number - tl.exp2(log2_p)
@@ -61,12 +61,15 @@ def divergence_gradient(log2_q, log2_p, row_number, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def divergence_of_sums(first, second, beta, KIND: tl.constexpr):
-    """(divergence in nats, the row's number for `divergence_gradient`) of the sums over all classes."""
+def divergence_of_sums(first, second, third, beta, KIND: tl.constexpr):
+    """(divergence in nats, K) of the sums over all classes."""
     if KIND == "forward":
         return first * LN2, second
     elif KIND == "reverse":
-        return first * LN2, first
+        return first / second * LN2, first / second
     else:
-        student_kl = second - tl.log2(1.0 - beta)
-        return (beta * first + (1.0 - beta) * student_kl) * LN2, student_kl
+        return (beta * first + (1.0 - beta) * second / third) * LN2, second / third
+
+
+def count_of_sums(kind: str) -> int:
+    return 3 if kind == "jsd" else 2
