@@ -5,7 +5,6 @@ the student's gradients, relative, against float64.
 """
 
 import argparse
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import flce_ops
 
+from .cross_entropy import version_of
 from .data import Problem, make_problem
 from .report import Report, environment, say
 from .shapes import Shape, parse_shapes
@@ -175,15 +175,6 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[DivergenceRow]:
         rows[name].ms, rows[name].spread = timing
         rows[name].floor_ms, rows[name].x_floor = floor, timing.ms / floor
     return list(rows.values())
-
-
-def version_of(distribution: str) -> str:
-    if distribution == "flce_ops":
-        return flce_ops.__version__
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def table(rows: Sequence[DivergenceRow]) -> str:

@@ -25,7 +25,9 @@ TENSORS = {"bias": True, "weight": True, "token_weight": True}
 
 # what programs do not hold: flce_ops/decompositions.py says why
 NOT_DECOMPOSED = {
-    name for name in (*ENTRIES, *OPERATORS) if "double_backward" in name or "kl_div" in name or "vocab_parallel" in name
+    name
+    for name in (*ENTRIES, *OPERATORS)
+    if name.startswith("cross_entropy") or any(part in name for part in ("double_backward", "kl_div", "vocab_parallel"))
 }
 
 

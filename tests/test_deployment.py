@@ -13,5 +13,5 @@ def test_code_of_the_deployment_guide_runs(tmp_path, monkeypatch, capsys):
         exec(compile(block, str(DEPLOYMENT), "exec"), names)
     assert {path.name for path in tmp_path.iterdir()} == {"loss.pt2", "plain_loss.pt2", "packaged_loss.pt2"}
     assert not [node for node in names["core"].graph.nodes if "flce" in str(node.target)]
-    key = capsys.readouterr().out.split()[-1]
-    assert key.startswith(names["flce_ops"].__version__)
+    key = capsys.readouterr().out.splitlines()[-1]
+    assert key.startswith(names["flce_ops"].__version__) and key.endswith("bytes retained")

@@ -245,7 +245,7 @@ def products(step) -> int:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(("name", "passes"), [("mean", 3), ("none", 4), ("metrics", 3), ("log-probs", 4)])
+@pytest.mark.parametrize(("name", "passes"), [("mean", 3), ("none", 3), ("metrics", 3), ("log-probs", 3)])
 def test_products_have_the_rows_of_the_kept_tokens(name, passes, share):
     inputs = problem(share)
     kept = int((inputs.target != -100).sum())
@@ -258,7 +258,8 @@ def test_memory_follows_the_kept_tokens(reduction):
     for share in (0.0, 0.9):
         inputs = make_inputs((2000, 8, 4003), ignored=0.0)
         inputs.target[torch.randperm(2000)[: round(share * 2000)]] = -100
-        peaks.append(peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction) - results(inputs))
+        with flce_ops.workspace(retained=0):  # of as many rows whatever is ignored
+            peaks.append(peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction) - results(inputs))
     rows = peaks[0] / (4003 * 4)
     assert peaks[1] < peaks[0] * max(200 / rows, 0.2) + MiB, [peak / MiB for peak in peaks]
 
@@ -332,7 +333,7 @@ def test_tokens_of_weight_0_are_left_out_and_counted(reduction, weight, share):
     expected = weight_step(dense, inputs, reduction)
     inputs.input.data[(inputs.token_weight == 0) | (inputs.target == -100)] = torch.nan
     left = int(((inputs.token_weight != 0) & (inputs.target != -100)).sum())
-    assert products(lambda: weight_step(ours, inputs, reduction)) == (4 if reduction == "none" else 3) * left
+    assert products(lambda: weight_step(ours, inputs, reduction)) == 3 * left
     compiled = torch.compile(flce_ops.linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for function in (ours, lambda i, r: compiled(*i.args, **i.options, reduction=r)):
         assert_same(weight_step(function, inputs, reduction), expected)

@@ -5,6 +5,8 @@ The workspace is small; the gradient is there anyway.
 
 # N tokens, D hidden, V vocabulary
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from test_triton_interpreter import assert_close, assert_one_pass, double, opera
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step
+from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step, target
 from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.lead import lead_chunk
 
@@ -43,6 +45,7 @@ def quarter(monkeypatch):
     """Tiles and what depends on them a quarter as wide: the same slices, chunks and places in a 16th of the room."""
     for module in (backward, chunks, cut, forward, one_pass_step):
         monkeypatch.setattr(module, "MULTIPLE", module.MULTIPLE // 4)
+    monkeypatch.setattr(target, "INTERPRETER", replace(target.INTERPRETER, block_n=64))
     for module in (lead, backward):
         monkeypatch.setattr(module, "BLOCK_V", module.BLOCK_V // 4)
     monkeypatch.setattr(cut, "RECOMPUTE_BELOW", cut.RECOMPUTE_BELOW // 4)
