@@ -13,7 +13,7 @@ from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, nan_for_nothing, quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import denominator_of_all, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options
 from flce_ops.ops.paths import path_of_given_logits
 from flce_ops.support.differentiated import differentiated
@@ -34,9 +34,7 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
         losses, largest = weighted_losses(problem, valid, token_weight)
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
     target, weight = problem.operands.target, call.weight
-    denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate, target, weight)
-    if call.reduction == "mean" and call.normalizer is None and weight is not None:
-        denominator = nan_for_nothing(denominator)
+    denominator = denominator_of_all(call.reduction, call.normalizer, valid, accumulate, target, weight)
     loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, handed_over or copied)
     return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
 

@@ -12,9 +12,9 @@ from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import Operands, Reduction, TokenLosses
+from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, nan_for_nothing, quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import Reduction, denominator_of_all, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options, scalar
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
@@ -74,12 +74,7 @@ def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, 
 
 def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
     dtype, operands = accumulation_dtype(call.input.dtype), problem.operands
-    denominator = mean_denominator(
-        call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight
-    )
-    if call.reduction == "mean" and call.normalizer is None and call.weight is not None:
-        return nan_for_nothing(denominator)
-    return denominator
+    return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
 
 
 def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:

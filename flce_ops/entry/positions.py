@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_ops.entry.arguments import OP, check_normalizer, check_reduction
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, nan_for_nothing
+from flce_ops.math.reduction import denominator_of_all
 from flce_ops.math.scalars import scalar
 from flce_ops.meta.checks import check_dense, check_device, check_per_class
 from flce_ops.support.dtensor import any_dtensor
@@ -56,8 +56,7 @@ def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()
         return scalar(1.0, call.input) * (call.target.numel() // call.linear_weight.shape[0])
     target = call.target.flatten()
     dtype = accumulation_dtype(call.input.dtype)
-    denominator = mean_denominator("mean", None, target != call.ignore_index, dtype, target, call.weight)
-    return denominator if call.weight is None else nan_for_nothing(denominator)
+    return denominator_of_all("mean", None, target != call.ignore_index, dtype, target, call.weight)
 
 
 def check_positions(call: CrossEntropy) -> None:

@@ -65,30 +65,6 @@ class Cotangents(NamedTuple):
         return Cotangents(*(torch.zeros_like(like) if grad is None else grad for grad in self))
 
 
-class Reduction(NamedTuple):
-    """How the losses of tokens become one number, loss = sum_i g_i loss_i, 0 <= i < N.
-
-    Without row scales it is a mean: (sum_i loss_i) / denominator, by default over the tokens that are not ignored.
-    """
-
-    row_scale: Tensor | None  # (N,), g
-    denominator: Tensor | None = None  # ()
-
-    def divisor(self, valid: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) -> ()
-        """Of the mean; a count is exact up to 2^24 tokens."""
-        return valid.sum(dtype=dtype) if self.denominator is None else self.denominator.to(dtype)
-
-    def scale_of_tokens(self, valid: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) -> (N,)
-        """g, 0 where ignored."""
-        scale = self.divisor(valid, dtype).reciprocal() if self.row_scale is None else self.row_scale.to(dtype)
-        return torch.where(valid, scale, 0.0)
-
-    def loss(self, losses: Tensor, valid: Tensor) -> Tensor:  # (N,), 0 where ignored -> ()
-        if self.row_scale is None:
-            return losses.sum() / self.divisor(valid, losses.dtype)
-        return (self.row_scale * losses).sum()
-
-
 class TokenLosses(NamedTuple):
     """What the losses of tokens are a function of, one row a token."""
 

@@ -5,6 +5,8 @@
 Everything here is ordinary differentiable ATen over N numbers.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -39,6 +41,21 @@ def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
     return torch.where(denominator == 0.0, torch.nan, denominator)
 
 
+def denominator_of_all(
+    reduction: str,
+    normalizer: Tensor | None,
+    valid: Tensor,  # (N,)
+    dtype: torch.dtype,
+    target: Tensor,  # (N,)
+    weight: Tensor | None,  # (V,)
+) -> Tensor | None:  # ()
+    """Where these are all the tokens; a rank's part is added to the others' before it is looked at."""
+    denominator = mean_denominator(reduction, normalizer, valid, dtype, target, weight)
+    if reduction == "mean" and normalizer is None and weight is not None:
+        return nan_for_nothing(denominator)
+    return denominator
+
+
 def row_factor(
     valid: Tensor | None,  # (N,), None where every token counts
     token_weight: Tensor | None,  # (N,), None for 1
@@ -55,6 +72,30 @@ def row_factor(
     if denominator is None:
         return token_weight
     return token_weight / (denominator if valid is None else torch.where(valid, denominator, 1.0))
+
+
+class Reduction(NamedTuple):
+    """How an operator makes one number of the losses of tokens, loss = sum_i g_i loss_i, 0 <= i < N.
+
+    Without row scales it is a mean: (sum_i loss_i) / denominator, by default over the tokens that are not ignored.
+    """
+
+    row_scale: Tensor | None  # (N,), g
+    denominator: Tensor | None = None  # ()
+
+    def divisor(self, valid: Tensor, dtype: torch.dtype) -> Tensor | None:  # (N,) -> ()
+        return mean_denominator("mean", self.denominator, valid, dtype)
+
+    def scale_of_tokens(self, valid: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) -> (N,)
+        """g, 0 where ignored."""
+        if self.row_scale is None:
+            return row_factor(valid, None, self.divisor(valid, dtype), dtype)
+        return torch.where(valid, self.row_scale.to(dtype), 0.0)
+
+    def loss(self, losses: Tensor, valid: Tensor) -> Tensor:  # (N,), 0 where ignored -> ()
+        if self.row_scale is None:
+            return losses.sum() / self.divisor(valid, losses.dtype)
+        return (self.row_scale * losses).sum()
 
 
 def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tensor) -> Tensor:  # (N,) each -> ()

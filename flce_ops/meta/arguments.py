@@ -17,7 +17,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands, Reduction
+from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands
+from flce_ops.math.reduction import Reduction
 from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]

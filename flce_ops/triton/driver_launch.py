@@ -129,7 +129,7 @@ class DriverLaunches:
 
 def driver_launches(written: Sequence[Written], places: Sequence[Place], device: torch.device) -> DriverLaunches | None:
     """None where they cannot be repeated so: a driver before CUDA 12.4, a kernel of clusters or with scratch memory."""
-    if not hasattr_all(driver(), FUNCTIONS) or not all(map(is_plain, written)):
+    if not all(hasattr(driver(), name) for name in FUNCTIONS) or not all(map(is_plain, written)):
         return None
     memory = torch.empty((len(places) + 1) * APART, dtype=torch.uint8, device=device)
     start = -(-memory.data_ptr() // APART) * APART
@@ -196,7 +196,3 @@ def driver() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-
-
-def hasattr_all(library: Any, names: Sequence[str]) -> bool:
-    return all(hasattr(library, name) for name in names)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import Reduction
+from flce_ops.math.reduction import Reduction
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import number_at

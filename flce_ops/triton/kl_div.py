@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import Operands
-from flce_ops.math.options import Reduction
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
 from flce_ops.triton.chunks import contiguous, record_chunks

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands, Reduction
+from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.math.reduction import Reduction
 from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import Reduction
+from flce_ops.math.reduction import Reduction
 from flce_ops.triton.replay import Kernel
 
 # N tokens

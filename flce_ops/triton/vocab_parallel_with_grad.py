@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.options import Reduction
+from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
 from flce_ops.support.target_range import assert_in_range

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
-from flce_ops.math.options import Reduction
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
