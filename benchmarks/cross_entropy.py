@@ -16,6 +16,7 @@ from torch import Tensor
 
 import flce_ops
 
+from .memory import MIB, peak_bytes_cuda
 from .report import Report, environment, say
 from .timing import time_steps
 
@@ -149,7 +150,7 @@ def measure(
             steps[name] = step = step_of(loss, logits, target)
             row.peak_MiB = peak_of(step, device)
         except Exception as failure:  # a provider's own
-            row.reason = f"{type(failure).__name__}: {str(failure).splitlines()[0][:120] if str(failure) else ''}"
+            row.reason = reason_of(failure)
 
     def failed(name: str, failure: Exception) -> None:
         rows[name].reason = type(failure).__name__
@@ -173,14 +174,11 @@ def version_of(distribution: str) -> str:
 
 
 def peak_of(step: Step, device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return peak_bytes_cuda(step) / MIB if device.type == "cuda" else None
+
+
+def reason_of(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0][:120] if str(failure) else ''}"
 
 
 def table(rows: Sequence[LogitsRow]) -> str:

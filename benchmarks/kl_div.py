@@ -15,8 +15,9 @@ from torch import Tensor
 
 import flce_ops
 
-from .cross_entropy import version_of
+from .cross_entropy import peak_of, reason_of, version_of
 from .data import Problem, make_problem
+from .memory import MIB
 from .report import Report, environment, say
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
@@ -124,17 +125,12 @@ def exact_gradients(student: Problem, teacher: Problem, kind: str) -> tuple[Tens
     return torch.cat(grads), w.grad
 
 
-def peak_of(step: Callable[[], Tensor], student: Problem) -> float | None:
-    if not student.input.is_cuda:
-        return None
+def beyond_gradients(step: Callable[[], Tensor], student: Problem) -> float | None:
     student.clear_gradients()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    gradients = sum(leaf.grad.nbytes for leaf in (student.input, student.linear_weight))
-    return (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
+    peak = peak_of(step, student.input.device)
+    if peak is None:
+        return None
+    return peak - sum(leaf.grad.nbytes for leaf in (student.input, student.linear_weight)) / MIB
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -159,10 +155,10 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[DivergenceRow]:
                 step = step_of(make(), student, teacher, kind)
                 step()
                 row.err_dx, row.err_dw = relative(student.input.grad, dx), relative(student.linear_weight.grad, dw)
-                row.beyond_gradients_MiB = peak_of(step, student)
+                row.beyond_gradients_MiB = beyond_gradients(step, student)
                 steps[f"{name} {kind}"] = step
             except Exception as failure:  # a provider's own
-                row.reason = f"{type(failure).__name__}: {str(failure).splitlines()[0][:120] if str(failure) else ''}"
+                row.reason = reason_of(failure)
         del dx, dw
     student.clear_gradients()
 

@@ -18,11 +18,11 @@ def peak_bytes(step: Step, problem: Problem) -> int:
     """Of a warm step: the first one also compiles, and opens library handles that keep their workspace."""
     problem.clear_gradients()
     if problem.input.device.type == "cuda":
-        return _peak_bytes_cuda(step)
+        return peak_bytes_cuda(step)
     return _peak_bytes_cpu(step)
 
 
-def _peak_bytes_cuda(step: Step) -> int:
+def peak_bytes_cuda(step: Step) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
