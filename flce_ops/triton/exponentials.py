@@ -129,14 +129,14 @@ def launch_exponentials(
     input: Tensor,  # (n, D) of the kept tokens
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    class_weight: Tensor | None,  # (V,) float32, for the logit sum
     kept: Kept,
     *,
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     guard: Tensor,  # () int32, 0
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     codes: LogitCodes | None = None,  # out, where E itself is not asked for
-    logit_sum: bool,
+    logit_sum: bool = False,  # one that is not linear in the token, under a softcap
+    class_weight: Tensor | None = None,  # (V,) float32, for it
     expected: bool = False,
     argmax: bool = False,
     logit_options: LogitOptions,
