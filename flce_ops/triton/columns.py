@@ -1,4 +1,4 @@
-"""sum_i factor_i matrix_ij in float32, in a fixed order: the bias gradient and the rank-1 terms of label smoothing."""
+"""sum_i factor_i matrix_ij in float32, in a fixed order: the bias gradient, label smoothing, sums over tiles."""
 
 import torch
 import triton

@@ -17,14 +17,11 @@ from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logit_codes import clear_unused, codes_of
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
-from flce_ops.triton.smoothing import class_sum
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
 FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
-# Tokens from which one more read of linear_weight takes less time than a sum in the epilogue of the logits GEMM.
-LINEAR_FROM = 1
 
 
 @Kernel
@@ -104,16 +101,12 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
     codes = codes_of(retained, linear_weight.shape[0])
     chunks = forward_chunks(kept.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
-    linear = call.logit_sum and call.logits.softcap is None and kept.order.shape[0] >= LINEAR_FROM
-    sum_of_classes = class_sum(linear_weight, linear_bias, class_weight) if linear else None
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in results)
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = memory[:n]
-        at_target = launch_gather_tokens(
-            here, operands, call.logits, rows, vocab_start=call.vocab_start, class_sum=sum_of_classes
-        )
+        at_target = launch_gather_tokens(here, operands, call.logits, rows, vocab_start=call.vocab_start)
         sums: RowSums = launch_exponentials(
             rows,
             linear_weight,
@@ -124,12 +117,10 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
             expected=call.expected_logit,
             logit_options=call.logits,
-            logit_sum=call.logit_sum and not linear,
+            logit_sum=call.logit_sum,
             class_weight=class_weight,
             argmax=call.argmax,
         )
-        if linear:
-            sums = sums._replace(logit_sum=at_target.logit_sum)
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
         )

@@ -9,8 +9,9 @@ products are outer products, so G need not hold it:
 
     grad_input += m wW        grad_linear_weight += w (m @ input)        grad_linear_bias += w sum(m)
 
-So a step reads linear_weight once more for wW, (V, D) numbers against 3 GEMMs of 2NDV operations. Sums over classes
-and over tokens are float32 in a fixed order (columns.py).
+So a step reads linear_weight once more for wW. A forward pass alone has no use of wW but the logit sum, and makes that
+in the epilogue: H200, 4096x4096x151936: 0.04 ms of 7.5, the read takes 0.29. Sums over classes and over tokens are
+float32 in a fixed order (columns.py).
 """
 
 from typing import NamedTuple
@@ -37,11 +38,6 @@ class ClassSum(NamedTuple):
 
     weight: Tensor  # (D,) wW
     bias: Tensor | None  # (1,) wb
-
-
-def class_sum(linear_weight: Tensor, linear_bias: Tensor | None, class_weight: Tensor | None) -> ClassSum:
-    bias = None if linear_bias is None else weighted_column_sum(linear_bias.view(-1, 1), class_weight)
-    return ClassSum(weighted_column_sum(linear_weight, class_weight), bias)
 
 
 @Kernel
@@ -74,8 +70,11 @@ class SmoothingTerms:
         logit_scale: Tensor | None,  # ()
     ) -> None:
         self.input, self.kept, self.class_weight = operands.input, kept, class_weight
-        self.class_sum = class_sum(operands.linear_weight, operands.linear_bias, class_weight)
-        tokens = operands.input.shape[0]
+        bias, tokens = operands.linear_bias, operands.input.shape[0]
+        self.class_sum = ClassSum(
+            weighted_column_sum(operands.linear_weight, class_weight),
+            None if bias is None else weighted_column_sum(bias.view(-1, 1), class_weight),
+        )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
         logit_sum_slopes_kernel[(triton.cdiv(tokens, 1024),)](
             kept, reduction, self.slopes, tokens, loss, logit_scale, BLOCK=1024, num_warps=4

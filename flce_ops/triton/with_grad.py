@@ -42,7 +42,7 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     with torch.cuda.device_of(input):
         class_weights = None
         if weight is not None:
-            class_weight = weight.float()
+            class_weight = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
             class_weights = ClassWeights(
                 class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
             )
