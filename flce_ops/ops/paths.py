@@ -267,13 +267,9 @@ def situation_of(call: Any) -> Situation:
         input, num_classes = operands.logits, operands.logits.shape[1]
     else:
         input, num_classes = operands.input, operands.linear_weight.shape[0]
-    return Situation(
-        input.device.type,
-        input.dtype,
-        input.numel() == 0,
-        num_classes == 1,
-        **options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions())),
-    )
+    situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
+    options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
+    return situation._replace(**options)
 
 
 def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:

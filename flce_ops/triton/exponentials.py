@@ -200,5 +200,6 @@ def launch_exponentials(
         # no column where the maximum is nan
         last = linear_weight.shape[0] - 1
         columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-    summed = [None if part is None else weighted_column_sum(part, None) for part in (sums.logit_sum, sums.expected)]
-    return RowSums(row_sum, reference_logit, *summed, max_logit, columns)
+    parts = (sums.logit_sum, sums.expected)
+    logit_sums, expectations = (None if part is None else weighted_column_sum(part, None) for part in parts)
+    return RowSums(row_sum, reference_logit, logit_sums, expectations, max_logit, columns)
