@@ -330,7 +330,7 @@ def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias
     return choose(LOSS["a scalar loss"], situation).name == "one pass"
 
 
-def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, bool]:
+def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
 
 
