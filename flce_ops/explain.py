@@ -66,6 +66,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
     situation = situation_of_call(call)
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
+    if divergence:
+        situation = situation._replace(label_smoothing=False)  # it is in the probabilities
     stem = "linear_kl_div" if divergence else "linear_cross_entropy"
     op = "forward"
     if call.get("reduction", "none") != "none":

@@ -18,18 +18,20 @@ from torch.autograd import Function
 
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
-from flce_ops.math.options import Operands, TokenLosses
+from flce_ops.math.options import TokenLosses
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.ops.autograd import OPERANDS, multiply_by_upstream, save, saved
-from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, sharding_of
+from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, options_in_situation, sharding_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 
-def applies(layout: Layout, operands: Operands, num_classes: int) -> bool:
+def applies(layout: Layout, problem: TokenLosses, num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
-    sharding = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
-    situation = loss_situation(operands.input, operands.linear_weight, operands.linear_bias, **sharding)
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    known = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
+    known |= options_in_situation(problem.loss, problem.logits)
+    situation = loss_situation(input, linear_weight, linear_bias, **known)
     return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
 
 

@@ -17,7 +17,7 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, denominator_of_all, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options, scalar
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
+from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient, options_in_situation
 from flce_ops.support.differentiated import differentiated
 
 # N tokens, D hidden, V vocabulary
@@ -33,7 +33,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     target = call.target.reshape(tokens)
     input = call.input.reshape(tokens, call.input.shape[-1])
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
-    if token_factors_are_equal(call) and gradients_in_the_same_pass(input, call.linear_weight, call.linear_bias):
+    if token_factors_are_equal(call) and in_one_pass(problem):
         loss, largest = mean_in_one_pass(call, problem)
         return loss, largest.reshape(shape) if argmax else None
     accumulate = accumulation_dtype(input.dtype)
@@ -56,6 +56,12 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
 def token_factors_are_equal(call: CrossEntropy) -> bool:
     """All tokens that count have one factor, and nobody asks for its gradient."""
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
+
+
+def in_one_pass(problem: TokenLosses) -> bool:
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    options = options_in_situation(problem.loss, problem.logits)
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, **options)
 
 
 def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
@@ -97,7 +103,7 @@ def weighted_loss(
         return None, losses.sum(), largest
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
     problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
-    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+    if not in_one_pass(problem):
         losses, largest = losses_from_forward(problem)
         loss = (row_scale * losses).sum() if wants_gradient else None
         return loss, weighted_sum(valid, token_weight, losses), largest

@@ -71,7 +71,7 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
     if layout.splits_vocabulary:
         factor = row_factor(valid, token_weight, denominator, accumulate)
         problem = without_weightless(problem, token_weight, factor, num_classes)
-        if reduction != "none" and one_pass.applies(layout, problem.operands, num_classes):
+        if reduction != "none" and one_pass.applies(layout, problem, num_classes):
             local_loss, losses, largest = one_pass.loss(layout, problem, num_classes, factor)
         else:
             losses, largest = vocab_parallel_losses(layout, problem, num_classes)

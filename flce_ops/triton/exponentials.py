@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
+from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.epilogues import ExpSum, MaxSum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logit_codes import LogitCodes, coding
@@ -129,14 +130,14 @@ def launch_exponentials(
     input: Tensor,  # (n, D) of the kept tokens
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    class_weight: Tensor | None,  # (V,) float32, for the logit sum
     kept: Kept,
     *,
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     guard: Tensor,  # () int32, 0
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     codes: LogitCodes | None = None,  # out, where E itself is not asked for
-    logit_sum: bool,
+    logit_sum: bool = False,
+    class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     expected: bool = False,
     argmax: bool = False,
     logit_options: LogitOptions,
@@ -199,5 +200,6 @@ def launch_exponentials(
         # no column where the maximum is nan
         last = linear_weight.shape[0] - 1
         columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-    logit_sums, expectations = (None if part is None else part.sum(0) for part in (sums.logit_sum, sums.expected))
+    parts = (sums.logit_sum, sums.expected)
+    logit_sums, expectations = (None if part is None else weighted_column_sum(part, None) for part in parts)
     return RowSums(row_sum, reference_logit, logit_sums, expectations, max_logit, columns)

@@ -111,7 +111,6 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             rows,
             linear_weight,
             linear_bias,
-            class_weight,
             here,
             reference_logit=at_target.reference,
             guard=at_target.guard,
@@ -119,6 +118,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             expected=call.expected_logit,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
+            class_weight=class_weight,
             argmax=call.argmax,
         )
         finish_forward_kernel[(triton.cdiv(n, 64),)](

@@ -105,23 +105,28 @@ class OnePassStep:
     ) -> tuple[Tokens, FinishedRows]:
         """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
         kept, (weight, reduction, losses, argmax) = self.kept.of(chunk), self.per_token
-        at_target = launch_gather_tokens(kept, self.operands, self.logit_options, rows, vocab_start=self.vocab_start)
+        at_target = launch_gather_tokens(
+            kept,
+            self.operands,
+            self.logit_options,
+            rows,
+            vocab_start=self.vocab_start,
+            class_sum=None if self.smoothing is None else self.smoothing.class_sum,
+        )
         tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, reduction, losses)
         sums = launch_exponentials(
             rows,
             self.operands.linear_weight,
             self.operands.linear_bias,
-            None if self.smoothing is None else self.smoothing.class_weight,
             kept,
             reference_logit=at_target.reference,
             guard=at_target.guard,
             pieces=pieces,
-            logit_sum=self.smoothing is not None,
             argmax=argmax is not None,
             logit_options=self.logit_options,
             scratch=scratch,
         )
-        finished, columns = self.finish_rows(tokens, sums)
+        finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         if argmax is not None:
             store_by_token(argmax, columns, kept)
         for cols, piece in pieces:
@@ -143,8 +148,9 @@ class OnePassStep:
             self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last)
         if few:
             ((_, piece),) = pieces
-            outer = None if self.smoothing is None else self.smoothing.weight_terms()
-            launch_target_rows(self.weight_gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
+            gradient = self.weight_gradient
+            outer = gradient.class_factor, gradient.outer
+            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor

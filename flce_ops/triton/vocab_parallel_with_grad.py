@@ -1,7 +1,7 @@
 """CUDA kernel of linear_cross_entropy_vocab_parallel_with_grad: an exchange between the GEMMs of each chunk.
 
     E = exp(z - reference) of this rank's classes, row sums             Triton GEMM    triton/exponentials.py
-    two numbers a row, four with argmax                                 all_gather
+    two numbers a row, three with smoothing, two more with argmax       all_gather
     losses, row factors c, the target's entry of E                      one kernel     triton/finish_shard_rows.py
     grad_linear_weight += E.T @ (c input),  grad_input = c (E @ linear_weight)         as in triton/with_grad.py
 
@@ -25,6 +25,7 @@ from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.smoothing import SmoothingTerms
 from flce_ops.triton.sum_losses import launch_sum_losses
 from flce_ops.triton.tiles import WEIGHT_TILES
 from flce_ops.triton.weight_gradient import sum_bytes
@@ -36,7 +37,6 @@ from flce_ops.triton.weight_gradient import sum_bytes
 def launch_vocab_parallel_with_grad(
     call: VocabParallelWithGrad,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    assert not call.loss.label_smoothing, "its gradient is not of the form c E': the ATen kernel takes it"
     outputs = meta.vocab_parallel_with_grad_outputs(call)
     loss, losses, *grads, columns = outputs
     call.operands = operands = with_contiguous_vectors(call.operands)
@@ -50,24 +50,32 @@ def launch_vocab_parallel_with_grad(
         kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
         assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
         exchange = Exchange(target, weight, call.group, call.ranks, call.vocab_size, call.loss, torch.float32)
-        row_loss = RowLoss(None, call.vocab_size, call.loss)
+        class_weight = None if weight is None else weight.float()
+        row_loss = RowLoss(None if class_weight is None else class_weight.sum(), call.vocab_size, call.loss)
+        smoothing = None
+        if call.loss.label_smoothing:
+            here = slice(vocab_start, vocab_start + linear_weight.shape[0])
+            own_weight = None if class_weight is None else class_weight[here]
+            smoothing = SmoothingTerms(operands, own_weight, kept, reduction, row_loss, logit_options.logit_scale)
 
         def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
             numbers = launch_shard_numbers(tokens, sums)
             if argmax:
-                numbers[2], numbers[3] = sums.max_logit, sums.argmax + vocab_start
+                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + vocab_start
             gathered = exchange.gather(numbers)
             finished = launch_finish_shard_rows(
                 gathered, tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale
             )
-            return finished, argmax_of_shards(gathered[:, 2], gathered[:, 3]) if argmax else None
+            return finished, argmax_of_shards(gathered[:, -2], gathered[:, -1]) if argmax else None
 
         per_token = StepTokens(exchange.target_weight, reduction, losses, columns if argmax else None)
         gradients = wanted_gradients(grads, call.output_mask)
         step = OnePassStep(
-            operands, logit_options, kept, per_token, gradients, cut, finish_rows, vocab_start=vocab_start
+            operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing, vocab_start
         )
         step.run_chunks(cut.chunks)
+        if smoothing is not None and gradients.bias_sum is not None:
+            smoothing.add_to_bias(gradients.bias_sum)
         finish_gradients(grads, gradients, kept, place)
         launch_sum_losses(losses, reduction, kept.total, loss)
     return outputs

@@ -42,7 +42,7 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     with torch.cuda.device_of(input):
         class_weights = None
         if weight is not None:
-            class_weight = weight.float()
+            class_weight = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
             class_weights = ClassWeights(
                 class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
             )
@@ -76,13 +76,9 @@ def with_grad_step(
     gradients = wanted_gradients(grads, call.output_mask)
     target_weight, class_weight, class_weight_sum = class_weights or (None, None, None)
     smoothing = None
-    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-        d_sum = reduction.scale_of_tokens(target != call.ignore_index, torch.float32)
-        d_sum *= -loss_options.label_smoothing / num_classes
-        if logit_options.logit_scale is not None:
-            d_sum = d_sum * logit_options.logit_scale
-        smoothing = SmoothingTerms(input, linear_weight, class_weight, d_sum)
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
+    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
+        smoothing = SmoothingTerms(operands, class_weight, kept, reduction, row_loss, logit_options.logit_scale)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
         finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
