@@ -151,10 +151,14 @@ def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_wei
 def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{op}: expected {name} on {of}'s device {input.device}, got {tensor.device}")
+            raise ValueError(
+                f"{op}: expected {name} on the device of {of}, {input.device}, got {tensor.device}; pass "
+                f"{name}.to({of}.device), or {of}.to({name}.device)"
+            )
 
 
-def check_per_row(op: str, input: Tensor, **tensors: Tensor | None) -> None:
+def check_per_row(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
+    check_device(op, input, of, **tensors)

@@ -26,8 +26,7 @@ def check_operands(op: str, operands: Operands, options: Options) -> None:
             f"{op}: expected valid of shape ({input.shape[0]},) and dtype bool, got {tuple(operands.valid.shape)} in "
             f"{operands.valid.dtype}"
         )
-    devices = {name: tensor for name, tensor in operands._asdict().items() if name != "input"}
-    check_device(op, input, **devices)
+    check_device(op, **operands._asdict())
 
 
 def check_teacher(op: str, operands: Operands) -> None:
