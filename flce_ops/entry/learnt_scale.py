@@ -50,7 +50,7 @@ def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:
     if scale.is_complex():
         raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
     if scale.device.type != "cpu":
-        check_device(op, input, **{name: scale})
+        check_device(op, input, "input", **{name: scale})
 
 
 def refuse_tensors(op: str, **options: Number | Tensor | None) -> None:
