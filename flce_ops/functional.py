@@ -13,6 +13,7 @@ from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import kl_div, log_probs, logits_plain
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.entry.torch_options import check_torch_options
@@ -351,6 +352,7 @@ def linear_kl_div(
     temperature: float = 1.0,
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     r"""Distillation loss whose logits, student's and teacher's, are never held whole.
 
@@ -393,6 +395,11 @@ def linear_kl_div(
             keeps the gradient's size (Hinton et al.) is yours to multiply the loss with.
         teacher_logit_scale: the teacher's; logit_scale by default.
         teacher_softcap: the teacher's; none by default, also where the student has one.
+        vocab_size: how many classes there are, where the student's or the teacher's vocabulary is padded: those from
+            vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0 (what
+            teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
+            teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
+            its rows. Not with DTensors.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
@@ -429,6 +436,10 @@ def linear_kl_div(
         kl_div.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
+    if vocab_size is not None:
+        linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
+            kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
+        )
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(

@@ -1,4 +1,4 @@
-"""Tensors on two devices are refused by name, whichever of a call's tensors is the odd one; "meta" stands for another."""
+"""Tensors on two devices are refused by name, whichever of a call is the odd one; "meta" stands for another device."""
 
 # N tokens, D and E hidden sizes, V vocabulary, K positions of a K-dimensional loss
 

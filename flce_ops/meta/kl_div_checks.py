@@ -63,7 +63,7 @@ def check_teacher(op: str, operands: Operands) -> None:
     if teacher_weight.shape[0] != classes:
         raise ValueError(
             f"{op}: student and teacher must have one vocabulary, but linear_weight has {classes} rows and "
-            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass weight[:V] of the smaller V"
+            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass vocab_size, the classes of both"
         )
 
 
