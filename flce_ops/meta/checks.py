@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands
+from flce_ops.math.reduction import Reduction
 
 # N tokens, D hidden, V vocabulary
 
@@ -162,3 +163,12 @@ def check_per_row(op: str, input: Tensor, of: str = "input", **tensors: Tensor |
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
     check_device(op, input, of, **tensors)
+
+
+def check_denominator(op: str, reduction: Reduction) -> None:
+    row_scale, denominator = reduction
+    if denominator is not None and (row_scale is not None or denominator.dim() != 0):
+        raise ValueError(
+            f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
+            f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
+        )

@@ -7,6 +7,7 @@ from flce_ops.math.options import LogitOperands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
 from flce_ops.meta.checks import (
+    check_denominator,
     check_dense,
     check_device,
     check_per_class,
@@ -71,7 +72,8 @@ def with_grad_in_place_outputs(call: LogitsWithGradInPlace) -> tuple[Tensor, Ten
 def row_outputs(op: str, call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor]:
     check_operands(op, call.operands)
     logits = call.operands.logits
-    check_per_row(op, logits, "logits", row_scale=call.row_scale)
+    check_denominator(op, call.reduction)
+    check_per_row(op, logits, "logits", row_scale=call.reduction.row_scale)
     dtype, rows = accumulation_dtype(logits.dtype), logits.shape[0]
     return (
         logits.new_empty((), dtype=dtype),
