@@ -13,7 +13,9 @@ from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import kl_div, log_probs, logits_plain
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.math.scalars import normalizer_tensor
 from flce_ops.support.dtensor import any_dtensor
@@ -52,6 +54,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    shift: bool = False,
     return_metrics: bool = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
@@ -95,6 +98,11 @@ def linear_cross_entropy(
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
+        shift: target holds the labels of the same positions as input, (..., T): the token at position t is scored
+            against the label at t + 1, as causal language models are, and the last one of each sequence is ignored; its
+            loss is 0, its argmax -1. token_weight stays that of position t. Several sequences packed into one: label
+            the first token of each ``ignore_index``. Nothing is copied but the labels. Not for probabilities and
+            K-dimensional losses, nor for labels whose sequences are sharded.
         return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
             probabilities, nor is ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
@@ -125,6 +133,8 @@ def linear_cross_entropy(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
+    if shift:
+        target = shifted_target(linear.OP, shift, target, input, ignore_index)
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
     if return_metrics:
         entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
@@ -166,6 +176,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    shift: bool = False,
     inplace_backward: bool = False,
     return_metrics: bool = False,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
@@ -179,9 +190,9 @@ def cross_entropy(
 
     Args:
         logits: (..., V); float64, float32, bfloat16 or float16. What cannot be seen as (N, V), such as
-            ``logits[:, :-1]`` of several sequences, is copied: shift the targets instead.
+            ``logits[:, :-1]`` of several sequences, is copied: pass ``shift=True`` instead.
         target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
-        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer: as of
+        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as of
             ``linear_cross_entropy``.
         logit_scale, temperature: numbers; a learnt one is yours to multiply the logits with.
         inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
@@ -217,6 +228,8 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     normalizer = normalizer_tensor(normalizer, logits)
+    if shift:
+        target = shifted_target(logits_plain.OP, shift, target, logits, ignore_index)
     op, body = LOGITS_ENTRIES[return_metrics, inplace_backward]
     entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
     result = entry(
@@ -258,6 +271,7 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
+    shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
 ) -> LinearLogProbs:
@@ -279,6 +293,7 @@ def linear_log_probs(
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias.
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
+        shift: as of ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
 
@@ -298,6 +313,8 @@ def linear_log_probs(
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
+    if shift:
+        target = shifted_target(log_probs.OP, shift, target, input, ignore_index)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
     token_log_probs, lse, entropies, largest = entry(
         input,
@@ -335,6 +352,7 @@ def linear_kl_div(
     temperature: float = 1.0,
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     r"""Distillation loss whose logits, student's and teacher's, are never held whole.
 
@@ -377,6 +395,11 @@ def linear_kl_div(
             keeps the gradient's size (Hinton et al.) is yours to multiply the loss with.
         teacher_logit_scale: the teacher's; logit_scale by default.
         teacher_softcap: the teacher's; none by default, also where the student has one.
+        vocab_size: how many classes there are, where the student's or the teacher's vocabulary is padded: those from
+            vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0 (what
+            teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
+            teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
+            its rows. Not with DTensors.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
@@ -413,6 +436,10 @@ def linear_kl_div(
         kl_div.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
+    if vocab_size is not None:
+        linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
+            kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
+        )
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(

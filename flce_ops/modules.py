@@ -97,6 +97,7 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
+        shift: bool = False,
         return_metrics: bool = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
         linear_weight: Tensor = self.linear.weight
@@ -114,6 +115,7 @@ class LinearCrossEntropyLoss(nn.Module):
             **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
+            shift=shift,
             return_metrics=return_metrics,
             options=self.options,
         )
@@ -167,6 +169,7 @@ class LinearCrossEntropyHead(nn.Linear):
         reduction: str = "mean",
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
+        shift: bool = False,
         return_metrics: bool = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
         if target is None:
@@ -181,6 +184,7 @@ class LinearCrossEntropyHead(nn.Linear):
             **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
+            shift=shift,
             return_metrics=return_metrics,
         )
 

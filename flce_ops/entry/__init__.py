@@ -3,6 +3,8 @@
 schemas.py                      their arguments
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 torch_options.py                options of torch's function
+first_classes.py                the classes that vocabularies have but for their padding
+shifted_target.py               labels whose targets are the next ones
 cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py

@@ -5,14 +5,16 @@ loss_and_argmax -> mean_in_one_pass -> ..._with_grad                   a trainin
                 -> losses_from_forward -> ..._forward                  reduction="none"
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import Operands, TokenLosses
+from flce_ops.math.options import LogitOperands, Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, denominator_of_all, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options, scalar
@@ -34,7 +36,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     input = call.input.reshape(tokens, call.input.shape[-1])
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
     if token_factors_are_equal(call) and in_one_pass(problem):
-        loss, largest = mean_in_one_pass(call, problem)
+        loss, largest = mean_in_one_pass(call, problem, losses_with_grad)
         return loss, largest.reshape(shape) if argmax else None
     accumulate = accumulation_dtype(input.dtype)
     valid = problem.valid
@@ -53,7 +55,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
 
 
-def token_factors_are_equal(call: CrossEntropy) -> bool:
+def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy) -> bool:
     """All tokens that count have one factor, and nobody asks for its gradient."""
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
@@ -64,9 +66,11 @@ def in_one_pass(problem: TokenLosses) -> bool:
     return gradients_in_the_same_pass(input, linear_weight, linear_bias, **options)
 
 
-def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
+def mean_in_one_pass(
+    call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses, with_grad: Callable
+) -> tuple[Tensor, Tensor]:
     """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
-    input = call.input
+    input = problem.operands[0]
     if call.reduction == "mean" and call.normalizer is None and call.weight is None:
         denominator = None
     elif call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
@@ -74,17 +78,19 @@ def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, 
     else:
         denominator = denominator_of(call, problem)
         denominator = scalar(1.0, input) if denominator is None else denominator
-    loss, _, largest = losses_with_grad(problem, Reduction(None, denominator))
+    loss, _, largest = with_grad(problem, Reduction(None, denominator))
     return loss, largest
 
 
-def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
-    dtype, operands = accumulation_dtype(call.input.dtype), problem.operands
+def denominator_of(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
+    dtype, operands = accumulation_dtype(problem.operands[0].dtype), problem.operands
     return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
 
 
-def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:
-    input = operands.input
+def token_losses(
+    call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, argmax: bool
+) -> TokenLosses:
+    input = operands[0]
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
     return TokenLosses(operands, call.ignore_index, loss, logits, argmax)
 

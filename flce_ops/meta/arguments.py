@@ -255,7 +255,7 @@ class LogitsBackward(Arguments, keyword_from="ignore_index"):
 
 class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
     operands: LogitOperands
-    row_scale: Tensor  # (N,)
+    reduction: Reduction
     ignore_index: int = -100
     loss: LossOptions
     logits: LogitOptions
