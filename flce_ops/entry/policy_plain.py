@@ -36,7 +36,10 @@ def plain_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     check_arguments(call)
     shape, count = call.target.shape, call.target.numel()
     operands = Operands(
-        call.input.reshape(count, call.input.shape[-1]), call.linear_weight, call.target.reshape(count), call.linear_bias
+        call.input.reshape(count, call.input.shape[-1]),
+        call.linear_weight,
+        call.target.reshape(count),
+        call.linear_bias,
     )
     loss, log_probs = loss_and_log_probs(call, operands, tokens_of(call).map(lambda values: values.reshape(count)))
     return loss.reshape(shape) if call.reduction == "none" else loss, log_probs.reshape(shape)

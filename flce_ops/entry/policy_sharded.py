@@ -1,10 +1,11 @@
 """linear_policy_loss on DTensors: tokens sharded in one pass on each rank; a sharded vocabulary recomputes in backward.
 
-    vocabulary sharded    log-probabilities as linear_log_probs makes them, 2 numbers a token exchanged; the losses and
-                          their slopes on every rank
+vocabulary sharded    log-probabilities as linear_log_probs makes them, 2 numbers a token exchanged; the losses and
+                      their slopes on every rank
 """
 
 from torch import Tensor
+from torch.distributed.tensor import Partial
 
 from flce_ops.distributed.layout import check_plain_target, layout_of
 from flce_ops.distributed.local import localize, localize_head
@@ -28,7 +29,6 @@ from flce_ops.math.reduction import Reduction, mean_denominator, row_factor, wei
 from flce_ops.math.scalars import logit_options
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass
-from torch.distributed.tensor import Partial
 
 # N tokens of this rank, D hidden, V vocabulary
 

@@ -28,6 +28,9 @@ class PolicyTokens(NamedTuple):
     def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyTokens":
         return PolicyTokens(*(None if values is None else change(values) for values in self))
 
+    def of(self, rows: slice) -> "PolicyTokens":
+        return self.map(lambda values: values[rows])
+
 
 CONSTANTS = PolicyTokens._fields
 

@@ -47,6 +47,6 @@ def check_policy(op: str, options: PolicyOptions, ref_log_probs: Tensor | None) 
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"{op}: expected kl_estimator to be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
     if options.dual_clip is not None and objective != "ppo":
-        raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got it with {objective!r}; leave it out")
+        raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got {objective!r}; leave it out")
     if options.beta is not None and ref_log_probs is None:
         raise ValueError(f"{op}: beta weighs the KL term, which needs ref_log_probs, of target's shape; got None")

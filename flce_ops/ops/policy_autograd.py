@@ -1,6 +1,6 @@
 """What linear_policy_loss_with_grad saves and what comes back: as linear_cross_entropy_with_grad, autograd.py.
 
-    with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
+with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
 """
 
 import torch
@@ -54,9 +54,7 @@ class PolicyWithGradFormula(Formula):
         return PolicyWithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
 
 
-def differentiable_gradients(
-    call: PolicyWithGrad, grad_loss: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def differentiable_gradients(call: PolicyWithGrad, grad_loss: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The gradients, times grad_loss, and the losses of tokens, as functions of the operands (ops/autograd.py)."""
     input, linear_weight, target, linear_bias = call.operands
     operands = (input, linear_weight, target, linear_bias, None)
