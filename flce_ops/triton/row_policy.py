@@ -27,10 +27,10 @@ class Policy(NamedTuple):
 
 
 def policy_of(tokens: PolicyTokens, options: PolicyOptions) -> tuple[Policy, dict[str, str]]:
-    """And its names, constants of a kernel."""
+    """And its names, constants of a kernel. The tokens' numbers are contiguous and float32."""
     _, *numbers, estimator = options
     names = {"OBJECTIVE": options.objective, "ESTIMATOR": estimator}
-    return Policy(*tokens.map(lambda values: values.float().contiguous()), *numbers), names
+    return Policy(*tokens, *numbers), names
 
 
 @triton.jit
