@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .data import Problem
+from .policy import on_losses
 from .shapes import Shape
 
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # (input, linear_weight, target, reduction) -> loss
@@ -43,6 +44,7 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
+        Mode("policy", 3, "none", True, True),  # a policy's loss, of losses per token or in one call: policy.py
         Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
     )
 }
@@ -58,6 +60,8 @@ def prepare(problem: Problem, mode: Mode) -> None:
 
 def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
     """A training (or evaluation) step around a loss: gradients start as None, as after zero_grad()."""
+    if mode.name == "policy":
+        loss, mode = on_losses(loss, problem), mode._replace(reduction="mean")
     tensors = (problem.input, problem.linear_weight, problem.target, mode.reduction)
     cotangent = problem.cotangent if mode.reduction == "none" else None
 
