@@ -10,6 +10,7 @@ over the tokens:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .data import Problem
 from .modes import Mode
+from .policy import loss_of_log_probs
 
 
 class Reference(NamedTuple):
@@ -35,8 +37,22 @@ class Errors(NamedTuple):
         return all(error is None or error < float("inf") for error in self)  # nan < inf is False
 
 
+def make_policy_reference(problem: Problem, mode: Mode) -> Reference:
+    """The losses per token first, then the slopes of the formula by them as their cotangents."""
+    per_token = mode._replace(name="none")
+    losses, *_ = make_reference(problem, per_token._replace(input_grad=False, weight_grad=False))
+    losses.requires_grad_()
+    loss = loss_of_log_probs(-losses, problem)
+    (slopes,) = torch.autograd.grad(loss, losses)
+    _, *gradients = make_reference(replace(problem, cotangent=slopes), per_token)
+    return Reference(loss.detach(), *gradients)
+
+
 @torch.no_grad()
 def make_reference(problem: Problem, mode: Mode) -> Reference:
+    if mode.name == "policy":
+        with torch.enable_grad():
+            return make_policy_reference(problem, mode)
     # Data centre GPUs multiply float64 at the rate of float32 without TF32; others take a minute for a large shape.
     dtype = torch.float64
     weight = problem.linear_weight.to(dtype)

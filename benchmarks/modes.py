@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .data import Problem
+from .policy import on_losses
 from .shapes import Shape
 
 # (input, linear_weight, target, reduction) -> loss; for "log_probs" a pair: log-probabilities and entropies
@@ -48,6 +49,7 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
+        Mode("policy", 3, "none", True, True),  # a policy's loss, of losses per token or in one call: policy.py
         Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
         Mode("log_probs", 3, "log_probs", True, True),  # and entropies, both differentiated: what RL asks a head for
     )
@@ -64,6 +66,8 @@ def prepare(problem: Problem, mode: Mode) -> None:
 
 def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
     """A training (or evaluation) step around a loss: gradients start as None, as after zero_grad()."""
+    if mode.name == "policy":
+        loss, mode = on_losses(loss, problem), mode._replace(reduction="mean")
     tensors = (problem.input, problem.linear_weight, problem.target, mode.reduction)
 
     def forward() -> Tensor:

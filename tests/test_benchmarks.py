@@ -19,6 +19,7 @@ from benchmarks.memory import MIB, peak_bytes
 from benchmarks.modes import MODES, prepare, step_of
 from benchmarks.providers.torch_dense import dense_loss
 from benchmarks.shapes import GROUPS, Shape, parse_shapes
+from flce_ops import last_path
 
 CPU = torch.device("cpu")
 TOY = Shape(60, 33, 501)  # N tokens, D hidden, V vocabulary
@@ -190,6 +191,18 @@ def test_the_reference_agrees_with_dense_torch_in_float64():
             torch.testing.assert_close(reference.grad_input, problem.input.grad)
         if mode.weight_grad:
             torch.testing.assert_close(reference.grad_weight, problem.linear_weight.grad)
+
+
+def test_a_policys_loss_is_one_call_of_ours_and_a_formula_on_the_losses_of_others():
+    problem, mode = make_toy("policy"), MODES["policy"]
+    reference = make_reference(problem, mode)
+    one_call, per_token = "linear_policy_loss_with_grad", "linear_cross_entropy_backward"
+    operators = {"ours": one_call, "ours_recompute": per_token, "ours_64MiB": one_call, "torch_eager": one_call}
+    for name, operator in operators.items():
+        assert max(errors_of(providers.provide(name, problem, mode)(), problem, reference)) < 1e-5
+        assert last_path().op == operator  # the last of ours
+    with pytest.raises(providers.Unavailable):
+        providers.provide("ours_compacted", problem, mode)
 
 
 def test_targets_follow_the_model_so_that_the_loss_is_its_entropy():

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
-from ..modes import Loss, Mode, Step, step_of
+from ..modes import MODES, Loss, Mode, Step, step_of
+from ..policy import in_one_call
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
@@ -84,6 +85,11 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True)
             return found.log_probs, found.entropy
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
+
+    if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
+        if name == "ours_compacted":
+            raise Unavailable("one call for all tokens in this mode")
+        loss, mode = in_one_call(problem), MODES["fwd_bwd"]
 
     if name == "ours":
         return step_of(loss, problem, mode)

@@ -29,6 +29,7 @@ VECTORS = {  # (..., N)
     *("target", "row_scale", "lse", "lse_rest", "expected_logit"),
     *("grad", "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
     *("shift", "teacher_shift", "student_kl"),
+    *("advantages", "old_log_probs", "ref_log_probs"),
 }
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
 

@@ -9,12 +9,13 @@ cross_entropy.py                plain.py, sharded.py, class_probabilities.py, po
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py
 kl_div.py                       kl_div_plain.py, kl_div_sharded.py
+policy.py                       policy_plain.py, policy_sharded.py
 """
 
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, schemas
+from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, policy, schemas
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 
@@ -31,6 +32,7 @@ ENTRIES = {
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
+    "linear_policy_loss": (schemas.PolicyLoss, "(Tensor loss, Tensor log_probs)", policy.composite),
     "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", logits.composite),
     "cross_entropy_metrics": (
         schemas.LogitsCrossEntropy,
@@ -50,6 +52,7 @@ for _name, (_arguments, _results, _body) in ENTRIES.items():
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, _body, _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if _arguments in (schemas.CrossEntropy, schemas.LogProbs) else ():
+    _heads = (schemas.CrossEntropy, schemas.LogProbs, schemas.PolicyLoss)
+    for _device_type in ("cpu", "cuda") if _arguments in _heads else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")

@@ -5,7 +5,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss
 from flce_ops.math.options import RANGES
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
@@ -69,7 +69,7 @@ def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor, 
     check_normalizer(op, call.normalizer, call.reduction, input, of)
 
 
-def check_head(op: str, call: CrossEntropy | LogProbs) -> None:
+def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
     """The arguments that make logits, and the targets among them."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, TokenLosses
@@ -55,7 +55,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
 
 
-def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy) -> bool:
+def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss) -> bool:
     """All tokens that count have one factor, and nobody asks for its gradient."""
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
@@ -69,20 +69,25 @@ def in_one_pass(problem: TokenLosses) -> bool:
 def mean_in_one_pass(
     call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses, with_grad: Callable
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
-    input = problem.operands[0]
-    if call.reduction == "mean" and call.normalizer is None and call.weight is None:
-        denominator = None
-    elif call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
-        denominator = scalar(1.0, input) * call.normalizer
-    else:
-        denominator = denominator_of(call, problem)
-        denominator = scalar(1.0, input) if denominator is None else denominator
-    loss, _, largest = with_grad(problem, Reduction(None, denominator))
+    """The loss, and argmax: (N,) or (0,)."""
+    loss, _, largest = with_grad(problem, reduction_in_operator(call, problem))
     return loss, largest
 
 
-def denominator_of(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
+def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses) -> Reduction:
+    """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
+    input = problem.operands[0]
+    if call.reduction == "mean" and call.normalizer is None and problem.operands.weight is None:
+        return Reduction(None)
+    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
+        return Reduction(None, scalar(1.0, input) * call.normalizer)
+    denominator = denominator_of(call, problem)
+    return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
+
+
+def denominator_of(
+    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses
+) -> Tensor | None:  # ()
     dtype, operands = accumulation_dtype(problem.operands[0].dtype), problem.operands
     return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
 

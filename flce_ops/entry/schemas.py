@@ -51,6 +51,27 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     argmax: bool = False
 
 
+class PolicyLoss(Arguments, keyword_from="objective"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...)
+    advantages: Tensor  # (...)
+    old_log_probs: Tensor | None = None  # (...)
+    ref_log_probs: Tensor | None = None  # (...)
+    linear_bias: Tensor | None = None  # (V,)
+    objective: str = "ppo"
+    clip_low: Scalar = 0.2
+    clip_high: Scalar = 0.2
+    dual_clip: OptionalScalar = None
+    beta: Scalar = 0.0
+    kl_estimator: str = "k3"
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LogitNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+
+
 class KlDiv(Arguments, keyword_from="teacher_probs"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)

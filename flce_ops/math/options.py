@@ -104,7 +104,10 @@ class LossNumbers(NamedTuple):
 
 
 # Numbers among the options, which the inner operators take as 0-d tensors.
-NUMBERS = ("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap")
+NUMBERS = (
+    *("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap"),
+    *("clip_low", "clip_high", "dual_clip"),
+)
 
 # What a user's number must be: as the message says it, and whether it is.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -112,4 +115,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "softcap": ("expected softcap to be positive or None", lambda value: value > 0.0),
     "teacher_softcap": ("expected teacher_softcap to be positive or None", lambda value: value > 0.0),
     "temperature": ("expected temperature to be positive", lambda value: value > 0.0),
+    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
+    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
+    "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),
 }

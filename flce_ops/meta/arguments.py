@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands
+from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.support.path import Choice, NoChoice
 
@@ -289,4 +290,14 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
     operands: kl_div.Operands
     row_scale: Tensor  # (N,)
     options: kl_div.Options
+    output_mask: OutputMask
+
+
+class PolicyWithGrad(Arguments, keyword_from="ignore_index"):
+    operands: PolicyOperands
+    tokens: PolicyTokens
+    reduction: Reduction
+    ignore_index: int = -100
+    policy: PolicyOptions
+    logits: LogitOptions
     output_mask: OutputMask

@@ -53,6 +53,7 @@ FORMULAS: dict[str, Any] = {
     "linear_kl_div_forward": both_logits,
     "linear_kl_div_backward": with_gradients(both_logits, first=1),
     "linear_kl_div_with_grad": with_gradients(both_logits),
+    "linear_policy_loss_with_grad": with_gradients(logits),
 }
 for _name, _formula in FORMULAS.items():
     register_flop_formula(getattr(torch.ops.flce, _name))(_formula)

@@ -95,6 +95,7 @@ WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", 
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
+ALL_CLASSES = Condition("the whole vocabulary on each rank", lambda s: s.vocabulary_dimensions == 0)
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
@@ -131,6 +132,14 @@ LOSS = {
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+    ),
+    "a scalar loss of a policy": (
+        Path(
+            "one pass",
+            (ALL_CLASSES, *MADE_IN_FORWARD),
+            why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
+        ),
+        Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
     ),
     "a scalar loss of given logits": (
         Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
@@ -195,6 +204,10 @@ KERNELS = {
     "cross_entropy_with_grad_": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
         Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
+    ),
+    "linear_policy_loss_with_grad": (
+        Path("triton", (*TRITON, NOT_FLOAT16), "flce_ops.triton.policy_with_grad:launch_policy_with_grad"),
+        Path("aten", (), "flce_ops.aten.policy_with_grad:policy_with_grad"),
     ),
     "linear_kl_div_forward": (
         Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
@@ -324,10 +337,12 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
+def gradients_in_the_same_pass(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, loss: str = "a scalar loss", **known
+) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss"], situation).name == "one pass"
+    return choose(LOSS[loss], situation).name == "one pass"
 
 
 def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, of divergences
+    flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
     flce::cross_entropy_with_grad_               which writes the gradient over them
     flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: autograd.py
@@ -14,7 +15,7 @@ All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
-    Autograd                           formulas: autograd.py, kl_div_autograd.py, cross_entropy_autograd.py
+    Autograd                           formulas: autograd.py, kl_div_, policy_ and cross_entropy_autograd.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.meta import arguments, cross_entropy, kl_div
+from flce_ops.meta import arguments, cross_entropy, kl_div, policy
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths
+from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths, policy_autograd
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
@@ -92,6 +93,13 @@ OPERATORS = {
         f"Tensor loss, Tensor divergence, {GRADIENTS}",
         kl_div.with_grad_outputs,
         kl_div_autograd.WithGradFormula,
+        autocast=True,
+    ),
+    "linear_policy_loss_with_grad": Operator(
+        arguments.PolicyWithGrad,
+        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor log_probs",
+        policy.policy_with_grad_outputs,
+        policy_autograd.PolicyWithGradFormula,
         autocast=True,
     ),
     "cross_entropy_forward": Operator(

@@ -4,6 +4,10 @@ Four GEMM passes instead of three, but grad_linear_weight is summed over many ro
 H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 rows, 1.4 times by this path.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
 from flce_ops import meta
@@ -18,6 +22,10 @@ from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n of them here
 
+# Of target_logit, lse, logit_sum and lse_rest: what has the cotangents of LossTerms, the numbers that stand for the
+# losses, 0 where ignored, and which tokens are not.
+LossesOfRows = Callable[..., tuple[Any, torch.Tensor, torch.Tensor]]
+
 
 def recompute_step(
     call: WithGrad,  # of N tokens
@@ -26,6 +34,7 @@ def recompute_step(
     per_token: StepTokens,
     gradients: Gradients,  # input: (n, D), in the order of `kept`
     weight_gradient: WeightGradient | None,
+    losses_of: LossesOfRows | None = None,  # None for call.loss
 ) -> list[slice]:
     """The ranges of rows it took."""
     operands = call.operands
@@ -38,9 +47,9 @@ def recompute_step(
     target_logit, lse, logit_sum, _, _, columns, lse_rest, _ = outputs
     here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
-    terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
-    )
+    if losses_of is None:
+        losses_of = partial(losses_of_rows, operands, call.ignore_index, call.loss, operands.linear_weight.shape[0])
+    terms, losses, valid = losses_of(*rows)
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
     if per_token.argmax is not None:
