@@ -52,6 +52,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    main_grad: Tensor | None = None,  # (V, D)
     return_metrics: bool = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
@@ -95,6 +96,10 @@ def linear_cross_entropy(
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
+        main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype: backward adds
+            linear_weight's gradient to it, inside the GEMM and without rounding where it is float32, and autograd gets
+            none: ``linear_weight.grad`` stays as it is. Forward leaves it alone. Megatron's ``weight.main_grad``; see
+            docs/clients.md.
         return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
             probabilities, nor is ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
@@ -108,13 +113,14 @@ def linear_cross_entropy(
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
         NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
-            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors.
+            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors. main_grad under torch.func
+            or create_graph=True, beside DTensors, for probabilities or a K-dimensional loss.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
         checkpointing, CUDA graphs. Gradients of a scalar loss are made during forward, in the same pass over the
-        logits; in float16, under checkpointing, torch.func and reduction="none" backward makes them, from logits that
-        forward retained (``set_workspace``) or that it makes again.
+        logits; in float16, under checkpointing, torch.func, with main_grad and reduction="none" backward makes them,
+        from logits that forward retained (``set_workspace``) or that it makes again.
 
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
@@ -125,7 +131,7 @@ def linear_cross_entropy(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad)
     if return_metrics:
         entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
     else:
@@ -145,6 +151,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
+        main_grad=main_grad,
     )
     if not return_metrics:
         return result

@@ -2,6 +2,7 @@
 
 schemas.py                      their arguments
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
+main_grad.py                    refusals of a buffer that the gradient is added to
 torch_options.py                options of torch's function
 cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits

@@ -33,7 +33,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     target = call.target.reshape(tokens)
     input = call.input.reshape(tokens, call.input.shape[-1])
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
-    if token_factors_are_equal(call) and gradients_in_the_same_pass(input, call.linear_weight, call.linear_bias):
+    if token_factors_are_equal(call) and in_one_pass(problem):
         loss, largest = mean_in_one_pass(call, problem)
         return loss, largest.reshape(shape) if argmax else None
     accumulate = accumulation_dtype(input.dtype)
@@ -58,6 +58,11 @@ def token_factors_are_equal(call: CrossEntropy) -> bool:
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
 
+def in_one_pass(problem: TokenLosses) -> bool:
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, problem.main_grad)
+
+
 def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
     """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
     input = call.input
@@ -80,7 +85,7 @@ def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  
 def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:
     input = operands.input
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
-    return TokenLosses(operands, call.ignore_index, loss, logits, argmax)
+    return TokenLosses(operands, call.ignore_index, loss, logits, argmax, call.main_grad)
 
 
 def weighted_loss(
@@ -97,7 +102,7 @@ def weighted_loss(
         return None, losses.sum(), largest
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
     problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
-    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+    if not in_one_pass(problem):
         losses, largest = losses_from_forward(problem)
         loss = (row_scale * losses).sum() if wants_gradient else None
         return loss, weighted_sum(valid, token_weight, losses), largest
@@ -124,6 +129,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
         argmax=problem.argmax,
+        main_grad=problem.main_grad,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.linear_weight.shape[0], *rows)

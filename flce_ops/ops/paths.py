@@ -22,7 +22,7 @@ from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import LogitOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Backward, Forward
+from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     comes_from_outside_a_traced_graph,
@@ -47,6 +47,7 @@ class Situation(NamedTuple):
     label_smoothing: bool = False
     softcap: bool = False
     wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
@@ -90,6 +91,8 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
+# A forward without a backward must leave it alone, and the factor of what is added is known in backward.
+NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
@@ -117,7 +120,7 @@ MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
-        Path("one pass", MADE_IN_FORWARD, why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path("one pass", (*MADE_IN_FORWARD, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
         Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
     ),
     "a scalar loss over a sharded vocabulary": (
@@ -161,6 +164,10 @@ KERNELS = {
     "linear_cross_entropy_backward": (
         Path("triton", TRITON, "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
+    ),
+    "linear_cross_entropy_backward_": (
+        Path("triton", TRITON, "flce_ops.triton:launch_backward_in_place"),
+        Path("aten", (), "flce_ops.aten:backward_in_place"),
     ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
@@ -229,6 +236,8 @@ def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
     else:
         return ()
     note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
     expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
     return (f"{note} (expects {', '.join(expected)})" if expected else note,)
 
@@ -287,7 +296,7 @@ def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situ
     return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
 
 
-def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **sharding) -> Situation:
+def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **others) -> Situation:
     """Of a scalar loss, before its operator is known."""
     return Situation(
         device=input.device.type,
@@ -296,7 +305,7 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
         functorch=functorch_is_active(),
         saved_tensor_hooks=saved_tensor_hooks_are_active(),
         checkpoint=tracing_a_checkpointed_region(),
-        **sharding,
+        **others,
     )
 
 
@@ -326,9 +335,12 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+def gradients_in_the_same_pass(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, main_grad: Tensor | None = None
+) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    return choose(LOSS["a scalar loss"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
+    situation = loss_situation(input, linear_weight, linear_bias, main_grad=main_grad is not None)
+    return choose(LOSS["a scalar loss"], situation).name == "one pass"
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
