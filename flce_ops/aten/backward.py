@@ -34,7 +34,8 @@ def backward(call: Backward) -> Gradients:
 @takes(BackwardInPlace)
 def backward_in_place(call: BackwardInPlace) -> Gradients:
     grads = meta.backward_in_place_outputs(call)
-    on_kept_tokens(backward_of_rows, call, (grads[0], call.main_grad, grads[2]), (ZERO, None, None))
+    main_grad = call.main_grad.data  # autograd counts the versions of other memory only, as where Triton writes
+    on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), (ZERO, None, None))
     return grads
 
 

@@ -1,6 +1,5 @@
 """A buffer that the gradient of linear_weight is added to: what it must be for a GEMM to add to it."""
 
-import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands

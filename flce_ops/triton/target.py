@@ -34,6 +34,15 @@ def weight_tiles_for(grad_weight: Tensor) -> Tiles:
     return WEIGHT_TILES["hopper" if takes_tma(grad_weight) else "ampere"]
 
 
+def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
+    """Of the weight's gradient where it is added to a buffer: half operands of as many features decide."""
+    if interpreted(main_grad):
+        return WEIGHT_TILES["interpreter"]
+    if not on_tma_device(main_grad) or main_grad.shape[1] % 8:
+        return WEIGHT_TILES["ampere"]
+    return WEIGHT_TILES["hopper" if capability_of(main_grad.device) < 100 else "blackwell, main_grad"]
+
+
 def input_tiles_for(linear_weight: Tensor) -> Tiles:
     if interpreted(linear_weight):
         return INPUT_TILES["interpreter"]
