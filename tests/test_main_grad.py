@@ -40,8 +40,8 @@ def added(main_grad, inputs, function=flce_ops.linear_cross_entropy, cotangent=N
     return found | {"linear_weight": main_grad.double() - before.double()}
 
 
-# On top of autograd's own error, in units of each dtype's sums: twice what 8 seeds showed on the CPU.
-SLACK = {torch.float64: 8e-16, torch.float32: 1.3e-7, torch.bfloat16: 8e-4, torch.float16: 1e-8}
+# On top of autograd's own error: twice what 8 seeds showed on the CPU; of float16, where sums are in another order.
+SLACK = {torch.float64: 8e-16, torch.float32: 1.3e-7, torch.bfloat16: 8e-4, torch.float16: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", SLACK)

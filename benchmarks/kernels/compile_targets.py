@@ -142,20 +142,19 @@ WEIGHT_CHUNKS = {
 def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     first, last, marked = WEIGHT_CHUNKS[chunk]
     adds = chunk == "main_grad"
-    result = "fp32" if adds else "bf16"
     of_rows = [tiles.block_k, tiles.block_n]
     blocks = {
         "exponentials_ptr": ("bf16", [tiles.block_k, tiles.block_m]),
         "rows_ptr": ("bf16", of_rows),
-        "map_ptr": (result if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
+        "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
-    types |= {"sum_ptr": "*fp32" if adds else "*fp16", "result_ptr": f"*{result}"}
+    types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
     else:
         types["stored_ptr"] = "constexpr"
-    if marked or not tiles.tma:
+    if marked or adds or not tiles.tma:
         types["map_ptr"] = "constexpr"
         del blocks["map_ptr"]
     if first and last:
@@ -191,8 +190,7 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
     weight_tiles = WEIGHT_TILES["hopper" if tma else "ampere"]
     for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
         if (every or chunk in ("later", "main_grad")) and (tma or not marked):
-            of_buffer = capability >= 100 and tma and chunk == "main_grad"
-            yield weight_variant(WEIGHT_TILES["blackwell, main_grad"] if of_buffer else weight_tiles, chunk)
+            yield weight_variant(weight_tiles, chunk)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

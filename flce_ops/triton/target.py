@@ -35,12 +35,10 @@ def weight_tiles_for(grad_weight: Tensor) -> Tiles:
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
-    """Of the weight's gradient where it is added to a buffer: half operands of as many features decide."""
+    """Of the weight's gradient where it is added to a buffer: tensor maps bring the half operands alone."""
     if interpreted(main_grad):
         return WEIGHT_TILES["interpreter"]
-    if not on_tma_device(main_grad) or main_grad.shape[1] % 8:
-        return WEIGHT_TILES["ampere"]
-    return WEIGHT_TILES["hopper" if capability_of(main_grad.device) < 100 else "blackwell, main_grad"]
+    return WEIGHT_TILES["hopper" if on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0 else "ampere"]
 
 
 def input_tiles_for(linear_weight: Tensor) -> Tiles:

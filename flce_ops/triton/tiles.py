@@ -59,8 +59,6 @@ INPUT_TILES = {
 }
 WEIGHT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=3),
-    # a float32 tile in shared memory leaves room for no third stage
-    "blackwell, main_grad": Tiles(128, 256, 64, num_warps=8, num_stages=2),
     "ampere": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
     "interpreter": Tiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
 }

@@ -20,8 +20,8 @@ none is, makes its tile again, reads what stands there and chooses a new unit. W
 need no room. With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as
 large the others have 9 or 10.
 
-main_grad, a user's buffer, is added to and not written: in float32 by the memory, where tensor maps are, and without
-any rounding; in a half dtype what stands there is read and the sum rounded once a chunk.
+A user's buffer (main_grad) is added to, not written: a tile of it is read, and the sum stored in its dtype, once for
+each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
 """
 
 import torch
@@ -70,7 +70,7 @@ def power_of_two(exponent):
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
     rows_ptr,  # (n, D): likewise, c input
-    map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither leaves by one
+    map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
     stored_ptr,  # (V, D): for the last chunk the sum's
     sum_ptr,  # (V, D) float16, for float32 results float32
     result_ptr,  # (V, D) out, the same memory
@@ -101,7 +101,7 @@ def weight_gradient_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    MEMORY_ADDS: tl.constexpr = map_ptr is not None and (ADDS or not (FIRST or LAST or MARKED))
+    MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST or MARKED)
     HALF_N: tl.constexpr = BLOCK_N // 2
     UNIT_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
@@ -158,7 +158,7 @@ def weight_gradient_kernel(
                 acc += outer
         if not FIRST:
             exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
-        if MEMORY_ADDS and not ADDS:
+        if MEMORY_ADDS:
             acc *= power_of_two(254 - exponent)
             exceeds = (tl.max(tl.abs(acc), 1) > room)[:, None]
             tl.store(exponent_places[:, None], (exponent + 1).to(tl.uint8), mask=class_mask[:, None] & exceeds)
@@ -193,10 +193,9 @@ def weight_gradient_kernel(
         for half in tl.static_range(2):
             part = left if half == 0 else right
             mask = left_mask if half == 0 else right_mask
-            if ADDS and not MEMORY_ADDS:
-                held = tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0)
-                part = (part + held.to(tl.float32)).to(RESULT_TYPE)
-            elif LAST:
+            if ADDS:
+                part += tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0).to(tl.float32)
+            if LAST:
                 part = part.to(RESULT_TYPE)
             elif FIRST and RESULT_TYPE != SUM_TYPE:
                 result = part.to(RESULT_TYPE).to(tl.int16, bitcast=True)
@@ -269,7 +268,7 @@ class WeightGradient:
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
-            by_pointers = marked or self.adds and (out.itemsize < 4 or not fits_tma(out))
+            by_pointers = marked or self.adds
             matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
