@@ -89,7 +89,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
     retaining = op == "forward" and not divergence and situation.wants_gradient
     if retaining:
         tables |= RETAIN
-    ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
+    backward = "backward_" if situation.main_grad else "backward"
+    ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", backward]
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
     lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
     if retaining and not any_dtensor(call["input"], call["linear_weight"]):
@@ -148,6 +149,7 @@ def situation_of_call(call: dict) -> Situation:
         one_class=call["linear_weight"].shape[0] == 1,
         label_smoothing=bool(call.get("label_smoothing")),
         softcap=call["softcap"] is not None,
+        main_grad=call.get("main_grad") is not None,
         wants_gradient=situation.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
     )

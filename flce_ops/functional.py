@@ -55,6 +55,7 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
     shift: bool = False,
+    main_grad: Tensor | None = None,  # (V, D)
     return_metrics: bool = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
@@ -103,6 +104,10 @@ def linear_cross_entropy(
             loss is 0, its argmax -1. token_weight stays that of position t. Several sequences packed into one: label
             the first token of each ``ignore_index``. Nothing is copied but the labels. Not for probabilities and
             K-dimensional losses, nor for labels whose sequences are sharded.
+        main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype: backward adds
+            linear_weight's gradient to it, inside the GEMM and without rounding where it is float32, and autograd gets
+            none: ``linear_weight.grad`` stays as it is. Forward leaves it alone. Megatron's ``weight.main_grad``; see
+            docs/clients.md.
         return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
             probabilities, nor is ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
@@ -116,13 +121,14 @@ def linear_cross_entropy(
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
         NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
-            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors.
+            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors. main_grad under torch.func
+            or create_graph=True, beside DTensors, for probabilities or a K-dimensional loss.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
         checkpointing, CUDA graphs. Gradients of a scalar loss are made during forward, in the same pass over the
-        logits; in float16, under checkpointing, torch.func and reduction="none" backward makes them, from logits that
-        forward retained (``set_workspace``) or that it makes again.
+        logits; in float16, under checkpointing, torch.func, with main_grad and reduction="none" backward makes them,
+        from logits that forward retained (``set_workspace``) or that it makes again.
 
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
@@ -135,7 +141,7 @@ def linear_cross_entropy(
     normalizer = normalizer_tensor(normalizer, input)
     if shift:
         target = shifted_target(linear.OP, shift, target, input, ignore_index)
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad)
     if return_metrics:
         entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
     else:
@@ -155,6 +161,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
+        main_grad=main_grad,
     )
     if not return_metrics:
         return result

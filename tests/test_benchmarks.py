@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cross_entropy, host_step, kl_div, overhead, plot, providers, run, trained
+from benchmarks import cross_entropy, host_step, kl_div, main_grad, overhead, plot, providers, run, trained
 from benchmarks.__main__ import main
 from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
 from benchmarks.errors import errors_of, make_reference
@@ -488,3 +488,14 @@ def test_steps_of_given_logits_and_of_divergences_are_rows_with_their_errors(tmp
     assert [row["kind"] for row in rows if row["provider"] == "ours"] == ["forward", "reverse", "jsd"]
     assert all(float(row["err_dw"]) < 1e-5 and float(row["x_floor"]) > 1 for row in rows if row["provider"] == "ours")
     assert all(row["reason"] for row in rows if row["provider"] == "liger")
+
+
+def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    main_grad.main(["--shapes", "8x8x101", *quick])
+    (path,) = tmp_path.rglob("main_grad.csv")
+    with path.open(newline="") as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert list(rows) == list(main_grad.PROVIDERS)
+    assert all(float(row["err_dw"]) < 0.02 and float(row["peak_MiB"]) > 0 for row in rows.values())
+    assert float(rows["main_grad"]["err_dw"]) < float(rows["autograd"]["err_dw"])

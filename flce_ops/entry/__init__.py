@@ -2,6 +2,7 @@
 
 schemas.py                      their arguments
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
+main_grad.py                    refusals of a buffer that the gradient is added to
 torch_options.py                options of torch's function
 first_classes.py                the classes that vocabularies have but for their padding
 shifted_target.py               labels whose targets are the next ones

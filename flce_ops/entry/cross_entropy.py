@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flce_ops.entry import plain
 from flce_ops.entry.class_probabilities import loss_of_probabilities
+from flce_ops.entry.main_grad import check_main_grad
 from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.reduction import accuracy_of, right_and_valid
@@ -20,12 +21,14 @@ OP = "linear_cross_entropy"
 @takes(CrossEntropy)
 def composite(call: CrossEntropy) -> Tensor:
     """Body of torch.ops.flce.linear_cross_entropy."""
+    check_main_grad(OP, call)
     return loss_and_argmax(call, argmax=False)[0]
 
 
 @takes(CrossEntropy)
 def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
+    check_main_grad(OP, call)
     indices_of_matrix = call.linear_weight.dim() <= 2 and not call.target.is_floating_point()
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):
         from flce_ops.entry.sharded import dtensor_composite_metrics

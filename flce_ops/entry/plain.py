@@ -35,6 +35,7 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     target = call.target.reshape(tokens)
     input = call.input.reshape(tokens, call.input.shape[-1])
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
+    problem = problem._replace(main_grad=call.main_grad)
     if token_factors_are_equal(call) and in_one_pass(problem):
         loss, largest = mean_in_one_pass(call, problem, losses_with_grad)
         return loss, largest.reshape(shape) if argmax else None
@@ -63,7 +64,9 @@ def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss
 def in_one_pass(problem: TokenLosses) -> bool:
     input, linear_weight, _, linear_bias, _ = problem.operands
     options = options_in_situation(problem.loss, problem.logits)
-    return gradients_in_the_same_pass(input, linear_weight, linear_bias, **options)
+    return gradients_in_the_same_pass(
+        input, linear_weight, linear_bias, main_grad=problem.main_grad is not None, **options
+    )
 
 
 def mean_in_one_pass(
@@ -141,6 +144,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
         argmax=problem.argmax,
+        main_grad=problem.main_grad,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.linear_weight.shape[0], *rows)

@@ -19,6 +19,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    main_grad: Tensor | None = None  # (V, D)
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):

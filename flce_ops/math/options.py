@@ -73,6 +73,7 @@ class TokenLosses(NamedTuple):
     loss: LossOptions
     logits: LogitOptions
     argmax: bool = False
+    main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
 
     @property
     def valid(self) -> Tensor:  # (N,)

@@ -176,6 +176,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     expected_logit: bool = False
     argmax: bool = False
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
+    main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -190,6 +191,16 @@ class Backward(Arguments, keyword_from="ignore_index"):
     expected_logit: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), what forward retained of these operands
+
+
+class BackwardInPlace(Backward, keyword_from="ignore_index"):
+    """grad_linear_weight is added to main_grad."""
+
+    main_grad: Tensor  # (V, D)
+
+    @classmethod
+    def schema(cls) -> str:
+        return super().schema().replace("Tensor main_grad", "Tensor(a!) main_grad", 1)
 
 
 class WithGrad(Arguments, keyword_from="ignore_index"):

@@ -6,8 +6,17 @@ from torch import Tensor
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import Backward, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad, takes
+from flce_ops.meta.arguments import (
+    Backward,
+    BackwardInPlace,
+    DoubleBackward,
+    Forward,
+    VocabParallelWithGrad,
+    WithGrad,
+    takes,
+)
 from flce_ops.meta.checks import check_denominator, check_operands, check_per_row
+from flce_ops.meta.main_grad import check_main_grad
 
 # N tokens, D hidden, V vocabulary
 
@@ -36,6 +45,7 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
     And retained logits, (R, columns) int16.
     """
     check_operands("linear_cross_entropy_forward", call.operands)
+    check_main_grad("linear_cross_entropy_forward", call.operands, call.main_grad)
     input = call.operands.input
     dtype = accumulation_dtype(input.dtype)
     rows = input.shape[0]
@@ -55,7 +65,23 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
 
 @takes(Backward)
 def backward_outputs(call: Backward) -> Gradients:
-    op = "linear_cross_entropy_backward"
+    check_backward("linear_cross_entropy_backward", call)
+    return gradient_outputs(call.operands, call.output_mask)
+
+
+@takes(BackwardInPlace)
+def backward_in_place_outputs(call: BackwardInPlace) -> Gradients:
+    """grad_linear_weight is (0,)."""
+    op = "linear_cross_entropy_backward_"
+    check_backward(op, call)
+    check_main_grad(op, call.operands, call.main_grad)
+    want_input, want_weight, want_bias = call.output_mask
+    if not want_weight:
+        raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
+    return gradient_outputs(call.operands, [want_input, False, want_bias])
+
+
+def check_backward(op: str, call: Backward) -> None:
     check_operands(op, call.operands)
     if (call.grad_expected_logit is None) != (call.expected_logit is None):
         raise ValueError(f"{op}: expected grad_expected_logit and expected_logit together, got one of them")
@@ -69,7 +95,6 @@ def backward_outputs(call: Backward) -> Gradients:
         lse_rest=call.lse_rest,
     )
     check_retained(op, call.operands, call.retained)
-    return gradient_outputs(call.operands, call.output_mask)
 
 
 def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None:

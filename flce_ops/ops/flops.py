@@ -47,6 +47,7 @@ def double_backward(grad_grad_input, grad_grad_linear_weight, *shapes, **options
 FORMULAS: dict[str, Any] = {
     "linear_cross_entropy_forward": logits,
     "linear_cross_entropy_backward": with_gradients(logits, first=3),
+    "linear_cross_entropy_backward_": with_gradients(logits, first=3),
     "linear_cross_entropy_with_grad": with_gradients(logits),
     "linear_cross_entropy_vocab_parallel_with_grad": with_gradients(logits),
     "linear_cross_entropy_double_backward": double_backward,

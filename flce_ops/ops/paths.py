@@ -22,7 +22,7 @@ from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Backward, Forward
+from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     comes_from_outside_a_traced_graph,
@@ -47,6 +47,7 @@ class Situation(NamedTuple):
     label_smoothing: bool = False
     softcap: bool = False
     wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
@@ -92,6 +93,8 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
+# A forward without a backward must leave it alone, and the factor of what is added is known in backward.
+NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
@@ -118,11 +121,12 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 # softcap goes into the epilogue that makes G, not into one that makes exponentials: 4 passes in Triton take 0.43 of the
 # time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
-OF_OPERANDS = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:], RANK_ONE_IN_TRITON)
+MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
+OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
-        Path("one pass", OF_OPERANDS, why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
         Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
     ),
     "a scalar loss over a sharded vocabulary": (
@@ -174,6 +178,10 @@ KERNELS = {
     "linear_cross_entropy_backward": (
         Path("triton", TRITON, "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
+    ),
+    "linear_cross_entropy_backward_": (
+        Path("triton", TRITON, "flce_ops.triton:launch_backward_in_place"),
+        Path("aten", (), "flce_ops.aten:backward_in_place"),
     ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
@@ -246,6 +254,8 @@ def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
     else:
         return ()
     note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
     expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
     return (f"{note} (expects {', '.join(expected)})" if expected else note,)
 

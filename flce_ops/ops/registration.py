@@ -2,6 +2,7 @@
 
     flce::linear_cross_entropy_forward           (target_logit, lse, ...) per token
     flce::linear_cross_entropy_backward          gradients from the cotangents of those
+    flce::linear_cross_entropy_backward_         which adds that of linear_weight to a buffer
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
@@ -59,6 +60,9 @@ OPERATORS = {
     ),
     "linear_cross_entropy_backward": Operator(
         arguments.Backward, GRADIENTS, meta.backward_outputs, autograd.BackwardFormula
+    ),
+    "linear_cross_entropy_backward_": Operator(
+        arguments.BackwardInPlace, GRADIENTS, meta.backward_in_place_outputs, autograd.BackwardInPlaceFormula
     ),
     "linear_cross_entropy_with_grad": Operator(
         arguments.WithGrad,
