@@ -3,14 +3,14 @@
 linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_ops/entry/
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry import cross_entropy as linear
-from flce_ops.entry import kl_div, log_probs, logits_plain
+from flce_ops.entry import kl_div, log_probs, logits_plain, metrics
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
@@ -52,9 +52,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
-    return_metrics: bool = False,
+    return_metrics: bool | Sequence[str] = False,
     options: object = None,
-) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
+) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics | dict[str, Tensor]"]:
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::
@@ -91,18 +91,31 @@ def linear_cross_entropy(
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Tokens of weight 0 are left
-            out like ignored ones, unless token_weight gets a gradient or the metrics their argmax.
+            out like ignored ones, unless token_weight gets a gradient or metrics are returned.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
-        return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
-            probabilities, nor is ``z_loss``.
+        return_metrics: also return by-products of the same pass, without a host sync: True for the accuracy and the
+            argmax, or names. Of target's shape and, with ``p = softmax(z)``, in nats::
+
+                "lse"               logsumexp_j z_j
+                "entropy"           -sum_j p_j log p_j
+                "log_sum_sq_probs"  log sum_j p_j ** 2
+                "mean_logit"        mean_j z_j
+                "z_loss"            z_loss * lse ** 2, before token_weight
+                "argmax"            class of the largest logit, the first of equals; -1 at ignored tokens
+                "is_top1"           whether target is the argmax, bool
+                "token_accuracy"    (), float32: share of the tokens not ignored whose target is
+
+            Constants, 0 at ignored tokens; docs/log_probs.md says what each costs. Not for probabilities, nor is
+            ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
             memory as ``set_workspace`` does here, and have no effect; what would change the sums is refused.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
-        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
+        With ``return_metrics=True`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``; with
+        names a pair of the loss and a dict of what they name.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
@@ -126,10 +139,13 @@ def linear_cross_entropy(
     )
     normalizer = normalizer_tensor(normalizer, input)
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    if return_metrics:
-        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
-    else:
+    names = metrics.metric_names(linear.OP, return_metrics)
+    asked: dict[str, bool] = {}
+    if return_metrics is False:
         entry = entry_of(torch.ops.flce.linear_cross_entropy, linear.composite, *tensors)
+    else:
+        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
+        asked = metrics.statistics_for(names)._asdict()
     result = entry(
         input,
         linear_weight,
@@ -145,11 +161,15 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
+        **asked,
     )
-    if not return_metrics:
+    if return_metrics is False:
         return result
-    loss, token_accuracy, argmax = result
-    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
+    loss, *found = result
+    by_name = metrics.by_name(names, found, z_loss)
+    if return_metrics is True:
+        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
+    return loss, by_name
 
 
 def cross_entropy(
@@ -216,6 +236,11 @@ def cross_entropy(
         z_loss=z_loss,
         label_smoothing=label_smoothing,
     )
+    if not isinstance(return_metrics, bool):
+        raise NotImplementedError(
+            f"{logits_plain.OP}: expected return_metrics to be True or False, got {return_metrics!r}; metrics by "
+            "name are linear_cross_entropy's"
+        )
     normalizer = normalizer_tensor(normalizer, logits)
     op, body = LOGITS_ENTRIES[return_metrics, inplace_backward]
     entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
@@ -246,6 +271,8 @@ class LinearLogProbs(NamedTuple):
     lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
     entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
+    log_sum_sq_probs: Tensor | None = None  # log sum_j p_j^2; 0 at ignored tokens
+    mean_logit: Tensor | None = None  # mean of the logits; 0 at ignored tokens
 
 
 def linear_log_probs(
@@ -260,6 +287,8 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     argmax: bool = False,
+    log_sum_sq_probs: bool = False,
+    mean_logit: bool = False,
 ) -> LinearLogProbs:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
 
@@ -268,6 +297,8 @@ def linear_log_probs(
         lse      = logsumexp_j z_j
         log_prob = z_target - lse
         entropy  = lse - sum_j softmax(z)_j z_j
+        log_sum_sq_probs = log sum_j softmax(z)_j ** 2
+        mean_logit       = mean_j z_j
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
@@ -281,10 +312,13 @@ def linear_log_probs(
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
+        log_sum_sq_probs: also return the log of the sum of squared probabilities (minus the Renyi entropy of order 2).
+        mean_logit: also return the mean of the logits over the classes.
 
     Returns:
-        ``LinearLogProbs(log_probs, lse, entropy, argmax)``, each of target's shape, None where not asked for.
-        log_probs, lse and entropy are differentiable, float32 (float64 for float64 input).
+        ``LinearLogProbs(log_probs, lse, entropy, argmax, log_sum_sq_probs, mean_logit)``, each of target's shape, None
+        where not asked for. log_probs, lse and entropy are differentiable, the others constants; float32 (float64 for
+        float64 input).
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
@@ -292,14 +326,14 @@ def linear_log_probs(
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are
         retained (``set_workspace``), 4 for others. A vocabulary
-        sharded over ranks exchanges 2 to 5 numbers per token. entropy and argmax cost nothing when not asked for.
+        sharded over ranks exchanges 2 to 7 numbers per token. What is not asked for costs nothing.
     """
     refuse_tensors(log_probs.OP, softcap=softcap)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, entropies, largest = entry(
+    token_log_probs, lse, *found = entry(
         input,
         linear_weight,
         target,
@@ -310,8 +344,13 @@ def linear_log_probs(
         temperature=temperature,
         entropy=entropy,
         argmax=argmax,
+        log_sum_sq_probs=log_sum_sq_probs,
+        mean_logit=mean_logit,
     )
-    return LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    asked = (entropy, argmax, log_sum_sq_probs, mean_logit)
+    return LinearLogProbs(
+        token_log_probs, lse, *(of_tokens if wanted else None for of_tokens, wanted in zip(found, asked))
+    )
 
 
 def linear_kl_div(

@@ -108,7 +108,7 @@ def test_rows_far_above_their_reference_are_rescued_in_every_slice():
 def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more):
     size, rows = 2, min(tokens, hidden + more)
     with flce_ops.workspace(workspace):
-        found = lead_chunk(rows, tokens, hidden, vocab, size, sum_bytes=0, argmax=False, want_input=True)
+        found = lead_chunk(rows, tokens, hidden, vocab, size, sum_bytes=0, sum_pairs=0, want_input=True)
     if found is None:
         # the tokens themselves take 128 MiB at 8192 x 8192
         assert workspace < 128 * MiB or tokens < 2 * rows or more * 2 * vocab > workspace / 4

@@ -11,7 +11,7 @@ from flce_ops.entry.arguments import check_logits
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOperands, TokenLosses
+from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import denominator_of_all, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options
@@ -51,7 +51,7 @@ def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:
 def token_losses(call: LogitsCrossEntropy, operands: LogitOperands, argmax: bool) -> TokenLosses:
     logits = operands.logits
     loss, options = loss_options(call.numbers, logits), logit_options(call.numbers, logits)
-    return TokenLosses(operands, call.ignore_index, loss, options, argmax)
+    return TokenLosses(operands, call.ignore_index, loss, options, Statistics(argmax=argmax))
 
 
 def weighted_losses(problem: TokenLosses, valid: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,9 @@ def weighted_loss(
         return loss, weighted_sum(valid, token_weight, losses), largest
     ops = torch.ops.flce
     with_grad = ops.cross_entropy_with_grad_ if path == "in place" else ops.cross_entropy_with_grad
-    loss, losses, *_, largest = with_grad(*problem.operands, row_scale, **problem.options, argmax=problem.argmax)
+    loss, losses, *_, largest = with_grad(
+        *problem.operands, row_scale, **problem.options, argmax=problem.statistics.argmax
+    )
     return loss, weighted_sum(valid, token_weight, losses), largest
 
 
@@ -98,7 +100,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         ignore_index=problem.ignore_index,
         logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
-        argmax=problem.argmax,
+        argmax=problem.statistics.argmax,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.logits.shape[1], *rows)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar
+from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.meta.arguments import Arguments
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -19,6 +19,10 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+
+
+class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
+    statistics: Statistics
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):
@@ -49,6 +53,8 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     numbers: LogitNumbers
     entropy: bool = False
     argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
 
 
 class KlDiv(Arguments, keyword_from="teacher_probs"):

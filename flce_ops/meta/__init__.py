@@ -7,6 +7,7 @@ shapes, dtypes and refusals cannot drift apart between eager, compiled and meta 
 from flce_ops.meta.outputs import (
     ForwardOutputs,
     Gradients,
+    OnePassOutputs,
     backward_outputs,
     double_backward_outputs,
     forward_outputs,
@@ -18,6 +19,7 @@ from flce_ops.meta.outputs import (
 __all__ = [
     "ForwardOutputs",
     "Gradients",
+    "OnePassOutputs",
     "backward_outputs",
     "double_backward_outputs",
     "forward_outputs",
