@@ -4,7 +4,7 @@ linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_op
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -271,8 +271,39 @@ class LinearLogProbs(NamedTuple):
     lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
     entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
-    log_sum_sq_probs: Tensor | None = None  # log sum_j p_j^2; 0 at ignored tokens
-    mean_logit: Tensor | None = None  # mean of the logits; 0 at ignored tokens
+
+
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    argmax: bool = False,
+) -> LinearLogProbs: ...
+
+
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    argmax: bool = False,
+    return_metrics: Sequence[str],
+) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
 
 def linear_log_probs(
@@ -287,9 +318,8 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     argmax: bool = False,
-    log_sum_sq_probs: bool = False,
-    mean_logit: bool = False,
-) -> LinearLogProbs:
+    return_metrics: Sequence[str] | None = None,
+) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
 
     With ``z`` the logits, scaled, capped and divided by the temperature as in ``linear_cross_entropy``, per token::
@@ -297,8 +327,6 @@ def linear_log_probs(
         lse      = logsumexp_j z_j
         log_prob = z_target - lse
         entropy  = lse - sum_j softmax(z)_j z_j
-        log_sum_sq_probs = log sum_j softmax(z)_j ** 2
-        mean_logit       = mean_j z_j
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
@@ -312,13 +340,13 @@ def linear_log_probs(
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
-        log_sum_sq_probs: also return the log of the sum of squared probabilities (minus the Renyi entropy of order 2).
-        mean_logit: also return the mean of the logits over the classes.
+        return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
+            and ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
     Returns:
-        ``LinearLogProbs(log_probs, lse, entropy, argmax, log_sum_sq_probs, mean_logit)``, each of target's shape, None
-        where not asked for. log_probs, lse and entropy are differentiable, the others constants; float32 (float64 for
-        float64 input).
+        ``LinearLogProbs(log_probs, lse, entropy, argmax)``, each of target's shape, None where not asked for.
+        log_probs, lse and entropy are differentiable, float32 (float64 for float64 input).
+        With ``return_metrics`` a pair: that, and a dict of what it names, of target's shape, 0 at ignored tokens.
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
@@ -332,8 +360,9 @@ def linear_log_probs(
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
+    names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, *found = entry(
+    token_log_probs, lse, entropies, largest, *others = entry(
         input,
         linear_weight,
         target,
@@ -344,13 +373,13 @@ def linear_log_probs(
         temperature=temperature,
         entropy=entropy,
         argmax=argmax,
-        log_sum_sq_probs=log_sum_sq_probs,
-        mean_logit=mean_logit,
+        **{name: name in names for name in metrics.OF_LOG_PROBS},
     )
-    asked = (entropy, argmax, log_sum_sq_probs, mean_logit)
-    return LinearLogProbs(
-        token_log_probs, lse, *(of_tokens if wanted else None for of_tokens, wanted in zip(found, asked))
-    )
+    found = LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    if return_metrics is None:
+        return found
+    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
+    return found, {name: by_name[name] for name in names}
 
 
 def linear_kl_div(

@@ -12,17 +12,22 @@ RESULTS = ("token_accuracy", "is_top1", *Statistics._fields)
 OF_ARGMAX = ("token_accuracy", "is_top1", "argmax")
 OF_LSE = ("lse", "z_loss")
 NAMES = (*RESULTS, "z_loss")
+OF_LOG_PROBS = ("log_sum_sq_probs", "mean_logit")
 
 
 def metric_names(op: str, return_metrics: bool | Sequence[str]) -> tuple[str, ...]:
     if isinstance(return_metrics, bool):
         return OF_ARGMAX if return_metrics else ()
-    if isinstance(return_metrics, str) or not isinstance(return_metrics, Sequence):
-        raise TypeError(f"{op}: expected return_metrics to be a bool or a sequence of names, got {return_metrics!r}")
-    unknown = [name for name in return_metrics if name not in NAMES]
-    if unknown:
-        raise ValueError(f"{op}: expected return_metrics to name some of {', '.join(NAMES)}; got {unknown[0]!r}")
-    return tuple(return_metrics)
+    return checked_names(op, return_metrics, NAMES)
+
+
+def checked_names(op: str, names: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(names, (str, bool)) or not isinstance(names, Sequence):
+        raise TypeError(f"{op}: expected return_metrics to be a sequence of names, got {names!r}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{op}: expected return_metrics to name some of {', '.join(known)}; got {name!r}")
+    return tuple(names)
 
 
 def statistics_for(names: Sequence[str]) -> Statistics:
