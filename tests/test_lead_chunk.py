@@ -72,11 +72,12 @@ def test_gradients_agree_with_float64(shape, count, why, options, poisoned_memor
 
 
 @pytest.mark.usefixtures("quarter")
-@pytest.mark.parametrize("wanted", [False, True], ids=["dW only", "argmax too"])
+@pytest.mark.parametrize("wanted", [False, True], ids=["dW only", "statistics too"])
 def test_outputs_asked_for(wanted, poisoned_memory):
     args = operands((75, 64, 275), torch.float32, {})
     row_scale = torch.rand(75)
-    options = {"output_mask": [wanted, True, False], "argmax": wanted}
+    statistics = dict.fromkeys(("argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit"), wanted)
+    options = {"output_mask": [wanted, True, False], **statistics}
     with flce_ops.workspace(WORKSPACE):
         found = flce_ops.triton.launch_with_grad(*args, row_scale, **options)
         assert WAITS in flce_ops.last_path().reason
