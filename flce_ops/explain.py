@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.logits_plain import rows_of
+from flce_ops.entry.metrics import metric_names, statistics_for
 from flce_ops.functional import (
     cross_entropy,
     linear_cross_entropy,
@@ -172,6 +173,7 @@ def learnt(call: dict) -> bool:
 def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
     """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
     from flce_ops.triton.cut import CUTS, problem_of
+    from flce_ops.triton.row_statistics import sum_pairs
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
@@ -184,7 +186,7 @@ def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
         linear_weight,
         wanted,
         smoothed=situation.label_smoothing,
-        argmax=bool(call.get("return_metrics")),
+        sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"])), softcap=situation.softcap),
     )
     return [line for title, paths in CUTS.items() for line in verdicts(title, paths, problem)]
 

@@ -3,14 +3,14 @@
 linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_ops/entry/
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry import cross_entropy as linear
-from flce_ops.entry import kl_div, log_probs, logits_plain, policy, policy_plain
+from flce_ops.entry import kl_div, log_probs, logits_plain, metrics, policy, policy_plain
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.first_classes import first_classes
@@ -56,9 +56,9 @@ def linear_cross_entropy(
     normalizer: Tensor | float | None = None,  # ()
     shift: bool = False,
     main_grad: Tensor | None = None,  # (V, D)
-    return_metrics: bool = False,
+    return_metrics: bool | Sequence[str] = False,
     options: object = None,
-) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
+) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics | dict[str, Tensor]"]:
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::
@@ -95,7 +95,7 @@ def linear_cross_entropy(
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Tokens of weight 0 are left
-            out like ignored ones, unless token_weight gets a gradient or the metrics their argmax.
+            out like ignored ones, unless token_weight gets a gradient or metrics are returned.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
@@ -108,14 +108,27 @@ def linear_cross_entropy(
             linear_weight's gradient to it, inside the GEMM and without rounding where it is float32, and autograd gets
             none: ``linear_weight.grad`` stays as it is. Forward leaves it alone. Megatron's ``weight.main_grad``; see
             docs/clients.md.
-        return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
-            probabilities, nor is ``z_loss``.
+        return_metrics: also return by-products of the same pass, without a host sync: True for the accuracy and the
+            argmax, or names. Of target's shape and, with ``p = softmax(z)``, in nats::
+
+                "lse"               logsumexp_j z_j
+                "entropy"           -sum_j p_j log p_j
+                "log_sum_sq_probs"  log sum_j p_j ** 2
+                "mean_logit"        mean_j z_j
+                "z_loss"            z_loss * lse ** 2, before token_weight
+                "argmax"            class of the largest logit, the first of equals; -1 at ignored tokens
+                "is_top1"           whether target is the argmax, bool
+                "token_accuracy"    (), float32: share of the tokens not ignored whose target is
+
+            Constants, 0 at ignored tokens; docs/log_probs.md says what each costs. Not for probabilities, nor is
+            ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
             memory as ``set_workspace`` does here, and have no effect; what would change the sums is refused.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
-        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
+        With ``return_metrics=True`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``; with
+        names a pair of the loss and a dict of what they name.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
@@ -142,10 +155,13 @@ def linear_cross_entropy(
     if shift:
         target = shifted_target(linear.OP, shift, target, input, ignore_index)
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad)
-    if return_metrics:
-        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
-    else:
+    names = metrics.metric_names(linear.OP, return_metrics)
+    asked: dict[str, bool] = {}
+    if return_metrics is False:
         entry = entry_of(torch.ops.flce.linear_cross_entropy, linear.composite, *tensors)
+    else:
+        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
+        asked = metrics.statistics_for(names)._asdict()
     result = entry(
         input,
         linear_weight,
@@ -162,11 +178,15 @@ def linear_cross_entropy(
         token_weight=token_weight,
         normalizer=normalizer,
         main_grad=main_grad,
+        **asked,
     )
-    if not return_metrics:
+    if return_metrics is False:
         return result
-    loss, token_accuracy, argmax = result
-    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
+    loss, *found = result
+    by_name = metrics.by_name(names, found, z_loss)
+    if return_metrics is True:
+        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
+    return loss, by_name
 
 
 def cross_entropy(
@@ -234,6 +254,11 @@ def cross_entropy(
         z_loss=z_loss,
         label_smoothing=label_smoothing,
     )
+    if not isinstance(return_metrics, bool):
+        raise NotImplementedError(
+            f"{logits_plain.OP}: expected return_metrics to be True or False, got {return_metrics!r}; metrics by "
+            "name are linear_cross_entropy's"
+        )
     normalizer = normalizer_tensor(normalizer, logits)
     if shift:
         target = shifted_target(logits_plain.OP, shift, target, logits, ignore_index)
@@ -268,6 +293,39 @@ class LinearLogProbs(NamedTuple):
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
 
 
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    argmax: bool = False,
+) -> LinearLogProbs: ...
+
+
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    argmax: bool = False,
+    return_metrics: Sequence[str],
+) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
+
+
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -281,7 +339,8 @@ def linear_log_probs(
     shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
-) -> LinearLogProbs:
+    return_metrics: Sequence[str] | None = None,
+) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
 
     With ``z`` the logits, scaled, capped and divided by the temperature as in ``linear_cross_entropy``, per token::
@@ -303,10 +362,13 @@ def linear_log_probs(
         shift: as of ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
+        return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
+            and ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
     Returns:
         ``LinearLogProbs(log_probs, lse, entropy, argmax)``, each of target's shape, None where not asked for.
         log_probs, lse and entropy are differentiable, float32 (float64 for float64 input).
+        With ``return_metrics`` a pair: that, and a dict of what it names, of target's shape, 0 at ignored tokens.
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
@@ -314,7 +376,7 @@ def linear_log_probs(
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are
         retained (``set_workspace``), 4 for others. A vocabulary
-        sharded over ranks exchanges 2 to 5 numbers per token. entropy and argmax cost nothing when not asked for.
+        sharded over ranks exchanges 2 to 7 numbers per token. What is not asked for costs nothing.
     """
     refuse_tensors(log_probs.OP, softcap=softcap)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
@@ -322,8 +384,9 @@ def linear_log_probs(
     )
     if shift:
         target = shifted_target(log_probs.OP, shift, target, input, ignore_index)
+    names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, entropies, largest = entry(
+    token_log_probs, lse, entropies, largest, *others = entry(
         input,
         linear_weight,
         target,
@@ -334,8 +397,13 @@ def linear_log_probs(
         temperature=temperature,
         entropy=entropy,
         argmax=argmax,
+        **{name: name in names for name in metrics.OF_LOG_PROBS},
     )
-    return LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    found = LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    if return_metrics is None:
+        return found
+    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
+    return found, {name: by_name[name] for name in names}
 
 
 class LinearPolicyResult(NamedTuple):

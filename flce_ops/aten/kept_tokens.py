@@ -42,6 +42,7 @@ class AtIgnored(NamedTuple):
 
 
 ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
+ONE_PASS_FILLS = (None, ZERO, ZERO, None, None, NO_CLASS, ZERO, ZERO, ZERO, ZERO)  # of meta.OnePassOutputs
 
 
 class RowsByChunk:

@@ -23,13 +23,14 @@ from flce_ops.ops.library import library
 ENTRIES = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
     "linear_cross_entropy_metrics": (
-        schemas.CrossEntropy,
-        "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
+        schemas.CrossEntropyMetrics,
+        "(Tensor loss, Tensor token_accuracy, Tensor is_top1, Tensor argmax, Tensor lse, Tensor entropy, "
+        "Tensor log_sum_sq_probs, Tensor mean_logit)",
         cross_entropy.composite_metrics,
     ),
     "linear_log_probs": (
         schemas.LogProbs,
-        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax)",
+        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit)",
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
@@ -47,13 +48,13 @@ ENTRIES = {
         logits.composite_metrics_in_place,
     ),
 }
+OF_OPERANDS = ("linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs", "linear_policy_loss")
 for _name, (_arguments, _results, _body) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
     # On torch.func's key too: the bodies must run before any transform has been peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, _body, _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    _heads = (schemas.CrossEntropy, schemas.LogProbs, schemas.PolicyLoss)
-    for _device_type in ("cpu", "cuda") if _arguments in _heads else ():
+    for _device_type in ("cpu", "cuda") if _name in OF_OPERANDS else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")

@@ -15,7 +15,7 @@ from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOperands, TokenLosses
+from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, quotient, row_factor, weighted_sum
 from flce_ops.ops.paths import path_of_given_logits
@@ -30,7 +30,9 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
     check_logits(OP, call)
     shape, tokens = call.target.shape, call.target.numel()
     logits, copied = rows_of(call.logits, tokens)
-    problem = token_losses(call, LogitOperands(logits, call.target.reshape(tokens), call.weight), argmax)
+    problem = token_losses(
+        call, LogitOperands(logits, call.target.reshape(tokens), call.weight), Statistics(argmax=argmax)
+    )
     token_weight = call.token_weight
     if token_weight is not None:
         token_weight = token_weight.reshape(tokens).to(accumulation_dtype(logits.dtype))
@@ -99,7 +101,7 @@ def losses_with_grad(
     op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, Tensor]:
     """() with its gradient, the losses of tokens (N,), and argmax: (N,) or (0,)."""
-    loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=problem.argmax)
+    loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=problem.statistics.argmax)
     return loss, losses, largest
 
 
@@ -111,7 +113,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         ignore_index=problem.ignore_index,
         logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
-        argmax=problem.argmax,
+        argmax=problem.statistics.argmax,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.logits.shape[1], *rows)

@@ -15,7 +15,7 @@ from flce_ops.entry.logits_plain import OP, operator_with_grad, weighted_loss, w
 from flce_ops.entry.plain import token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
-from flce_ops.math.options import LogitOperands
+from flce_ops.math.options import LogitOperands, Statistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, nan_for_nothing
 
@@ -37,7 +37,7 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
     normalizer = localize(layout, call.normalizer, layout.replicated, gradient=layout.placements(tokens=Partial()))
     accumulate = accumulation_dtype(logits.dtype)
     rows = logits.reshape(tokens_shape.numel(), logits.shape[-1])
-    problem = token_losses(call, LogitOperands(rows, target, weight), argmax)
+    problem = token_losses(call, LogitOperands(rows, target, weight), Statistics(argmax=argmax))
     valid = problem.valid
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
     if reduction == "none":

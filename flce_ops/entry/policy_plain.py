@@ -11,7 +11,7 @@ from flce_ops.entry.arguments import check_head, check_normalizer, check_ranges,
 from flce_ops.entry.plain import denominator_of, reduction_in_operator, token_factors_are_equal
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.weightless import without_weightless
-from flce_ops.math.log_probs import log_probs_of_rows
+from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import LossOptions, Operands, TokenLosses
 from flce_ops.math.policy import policy_losses
 from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
@@ -107,7 +107,7 @@ def losses_of_rows(
     options: PolicyOptions,
 ) -> tuple[Tensor, Tensor]:
     """(N,) each, 0 where ignored; the second a constant."""
-    log_probs = log_probs_of_rows(valid, target_logit, lse, None, None, lse_rest)[0]
+    log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
     return torch.where(valid, policy_losses(log_probs, tokens, options), 0.0), log_probs.detach()
 

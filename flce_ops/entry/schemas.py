@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar
+from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.meta.arguments import Arguments
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -20,6 +20,10 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
     main_grad: Tensor | None = None  # (V, D)
+
+
+class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
+    statistics: Statistics
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):
@@ -50,6 +54,8 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     numbers: LogitNumbers
     entropy: bool = False
     argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
 
 
 class PolicyLoss(Arguments, keyword_from="objective"):

@@ -8,7 +8,7 @@
 Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -65,6 +65,34 @@ class Cotangents(NamedTuple):
         return Cotangents(*(torch.zeros_like(like) if grad is None else grad for grad in self))
 
 
+class Statistics(NamedTuple):
+    """Which by-products of a row of logits are asked for, with p = softmax(z)."""
+
+    argmax: bool = False
+    lse: bool = False
+    entropy: bool = False  # -sum_j p_j log p_j
+    log_sum_sq_probs: bool = False  # log sum_j p_j^2
+    mean_logit: bool = False  # sum_j z_j / V
+
+
+class TokenStatistics(NamedTuple):
+    """The same of every token, (N,) each, 0 where ignored, argmax -1 there; None where not asked for."""
+
+    argmax: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
+        return TokenStatistics(*(None if of_rows is None else change(of_rows) for of_rows in self))
+
+    @classmethod
+    def found(cls, asked: Statistics, results: Sequence[Tensor]) -> "TokenStatistics":
+        """Of an operator's results, which are (0,) where not asked for."""
+        return cls(*(result if wanted else None for result, wanted in zip(results, asked, strict=True)))
+
+
 class TokenLosses(NamedTuple):
     """What the losses of tokens are a function of, one row a token."""
 
@@ -72,7 +100,7 @@ class TokenLosses(NamedTuple):
     ignore_index: int
     loss: LossOptions
     logits: LogitOptions
-    argmax: bool = False
+    statistics: Statistics = Statistics()
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
 
     @property

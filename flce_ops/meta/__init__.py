@@ -7,6 +7,7 @@ shapes, dtypes and refusals cannot drift apart between eager, compiled and meta 
 from flce_ops.meta.outputs import (
     ForwardOutputs,
     Gradients,
+    OnePassOutputs,
     backward_in_place_outputs,
     backward_outputs,
     double_backward_outputs,
@@ -20,6 +21,7 @@ __all__ = [
     "ForwardOutputs",
     "Gradients",
     "backward_in_place_outputs",
+    "OnePassOutputs",
     "backward_outputs",
     "double_backward_outputs",
     "forward_outputs",

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands
+from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands, Statistics
 from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.support.path import Choice, NoChoice
@@ -175,6 +175,8 @@ class Forward(Arguments, keyword_from="ignore_index"):
     vocab_size: OptionalSymInt = None
     expected_logit: bool = False
     argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False  # of a shard: its logits' part of the mean over the classes of all shards
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
 
@@ -210,7 +212,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     loss: LossOptions
     logits: LogitOptions
     output_mask: OutputMask
-    argmax: bool = False
+    statistics: Statistics
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):
@@ -226,7 +228,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     loss: LossOptions
     logits: LogitOptions
     output_mask: OutputMask
-    argmax: bool = False
+    statistics: Statistics
 
 
 class GradGrads(NamedTuple):

@@ -23,7 +23,9 @@ from flce_ops.meta.main_grad import check_main_grad
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 
 
-ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# loss (), losses (N,), the three gradients, and the fields of Statistics, (N,) each or (0,)
+OnePassOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
 
@@ -40,9 +42,8 @@ def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
 
 @takes(Forward)
 def forward_outputs(call: Forward) -> ForwardOutputs:
-    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest: (N,), or (0,) if not asked for.
-
-    And retained logits, (R, columns) int16.
+    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, log_sum_sq_probs, mean_logit, lse_rest: (N,), or
+    (0,) if not asked for. And retained logits, (R, columns) int16.
     """
     check_operands("linear_cross_entropy_forward", call.operands)
     check_main_grad("linear_cross_entropy_forward", call.operands, call.main_grad)
@@ -56,6 +57,8 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
         input.new_empty(rows if call.expected_logit else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
+        input.new_empty(rows if call.log_sum_sq_probs else 0, dtype=dtype),
+        input.new_empty(rows if call.mean_logit else 0, dtype=dtype),
         input.new_empty(rows, dtype=dtype),
         input.new_empty(
             call.retain, retained_columns(call.operands.linear_weight.shape[0], input.dtype), dtype=torch.int16
@@ -109,17 +112,14 @@ def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None
 
 
 @takes(WithGrad)
-def with_grad_outputs(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss (), losses (N,), the three gradients, argmax (N,) or (0,)."""
+def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
     op = "linear_cross_entropy_with_grad"
     check_denominator(op, call.reduction)
     return one_pass_outputs(op, call, call.operands, call.reduction.row_scale)
 
 
 @takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad_outputs(
-    call: VocabParallelWithGrad,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def vocab_parallel_with_grad_outputs(call: VocabParallelWithGrad) -> OnePassOutputs:
     # the class weights are those of all ranks
     op = "linear_cross_entropy_vocab_parallel_with_grad"
     return one_pass_outputs(op, call, call.operands._replace(weight=None), call.row_scale)
@@ -127,16 +127,20 @@ def vocab_parallel_with_grad_outputs(
 
 def one_pass_outputs(
     op: str, call: WithGrad | VocabParallelWithGrad, operands: Operands, row_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> OnePassOutputs:
     check_operands(op, operands)
-    input = operands.input
+    input, asked = operands.input, call.statistics
     check_per_row(op, input, row_scale=row_scale)
     dtype = accumulation_dtype(input.dtype)
     return (
         input.new_empty((), dtype=dtype),
         input.new_empty(input.shape[0], dtype=dtype),
         *gradient_outputs(operands, call.output_mask),
-        input.new_empty(input.shape[0] if call.argmax else 0, dtype=torch.int64),
+        input.new_empty(input.shape[0] if asked.argmax else 0, dtype=torch.int64),
+        input.new_empty(input.shape[0] if asked.lse else 0, dtype=dtype),
+        input.new_empty(input.shape[0] if asked.entropy else 0, dtype=dtype),
+        input.new_empty(input.shape[0] if asked.log_sum_sq_probs else 0, dtype=dtype),
+        input.new_empty(input.shape[0] if asked.mean_logit else 0, dtype=dtype),
     )
 
 

@@ -21,7 +21,8 @@ from torch.autograd import Function
 
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import NUMBERS, Cotangents
+from flce_ops.math.options import NUMBERS, Cotangents, Statistics, TokenStatistics
+from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads, WithGrad
 from flce_ops.ops.paths import choice_of, retained_rows
 from flce_ops.support.differentiated import differentiated, has_tangent
@@ -114,7 +115,7 @@ def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str,
 
 
 class ForwardFormula(Formula):
-    """target_logit, lse, logit_sum and expected_logit have a gradient; the others have none."""
+    """target_logit, lse, logit_sum and expected_logit have a gradient; the others are constants."""
 
     arguments = Forward
     op = "linear_cross_entropy_forward"
@@ -127,9 +128,10 @@ class ForwardFormula(Formula):
     @staticmethod
     def setup_context(ctx, inputs, output):
         call = Forward.of(inputs)
-        _, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest, retained = output
+        _, lse, logit_sum, expected_logit, *others = output
         ctx.set_materialize_grads(False)
-        constants = [max_logit, argmax, lse_rest, retained]
+        *constants, lse_rest, retained = others
+        constants += [lse_rest, retained]
         constants += [] if call.logit_sum else [logit_sum]
         constants += [] if call.expected_logit else [expected_logit]
         ctx.mark_non_differentiable(*constants)
@@ -276,20 +278,21 @@ def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[T
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
-    call.argmax = False  # it is known
+    call.statistics = Statistics()  # they are known
     forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
     return recomputed_step(call, forward, backward, grad_loss)[:2]
 
 
 def recomputed_step(
     call: WithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """The gradients, times grad_loss, the losses and the argmax of `call`, from the forward and backward operators."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, TokenStatistics]:
+    """The gradients, times grad_loss, losses and statistics of `call`, from the forward and backward operators."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, _, _, argmax, lse_rest, retained = forward(
-        *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
+    found = forward(
+        *operands, logit_sum=call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics), **logits
     )
+    target_logit, lse, logit_sum, *_, lse_rest, retained = found
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(
         operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
@@ -305,7 +308,7 @@ def recomputed_step(
         lse_rest=lse_rest,
         retained=retained if retained.shape[0] else None,
     )
-    return gradients, losses, argmax
+    return gradients, losses, statistics_of_forward(call.statistics, found)
 
 
 class DoubleBackwardFormula(Formula):

@@ -6,7 +6,7 @@ with_grad    saves its arguments, the gradients made in the same pass    <- time
 import torch
 from torch import Tensor
 
-from flce_ops.math.log_probs import log_probs_of_rows
+from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.meta.arguments import PolicyWithGrad
@@ -61,7 +61,7 @@ def differentiable_gradients(call: PolicyWithGrad, grad_loss: Tensor) -> tuple[t
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
     target_logit, lse, *_, lse_rest, retained = torch.ops.flce.linear_cross_entropy_forward(*operands, **logits)
     valid = target != call.ignore_index
-    log_probs = log_probs_of_rows(valid, target_logit, lse, None, None, lse_rest)[0]
+    log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0))
     slopes = policy_slopes(log_probs, tokens, call.policy)
     cotangent = slopes * (call.reduction.scale_of_tokens(valid, lse.dtype) * grad_loss)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.math.options import Statistics
 from flce_ops.meta import arguments, cross_entropy, kl_div, policy
 from flce_ops.meta.arguments import Arguments
 from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths, policy_autograd
@@ -38,6 +39,7 @@ from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
 
 GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
+STATISTICS = ", ".join(f"Tensor {name}" for name in Statistics._fields)
 
 
 class Operator(NamedTuple):
@@ -53,7 +55,7 @@ OPERATORS = {
     "linear_cross_entropy_forward": Operator(
         arguments.Forward,
         "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_logit, Tensor max_logit, Tensor argmax, "
-        "Tensor lse_rest, Tensor retained",
+        "Tensor log_sum_sq_probs, Tensor mean_logit, Tensor lse_rest, Tensor retained",
         meta.forward_outputs,
         autograd.ForwardFormula,
         autocast=True,
@@ -66,14 +68,14 @@ OPERATORS = {
     ),
     "linear_cross_entropy_with_grad": Operator(
         arguments.WithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor argmax",
+        f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.with_grad_outputs,
         autograd.WithGradFormula,
         autocast=True,
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": Operator(
         arguments.VocabParallelWithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor argmax",
+        f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.vocab_parallel_with_grad_outputs,  # its formula knows the mesh: flce_ops/distributed/one_pass.py
     ),
     "linear_cross_entropy_double_backward": Operator(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.log_probs import log_probs_of_rows
-from flce_ops.math.options import Cotangents, Operands
+from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.math.options import Cotangents, Operands, TokenStatistics
 from flce_ops.math.policy import policy_slopes
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import PolicyWithGrad, WithGrad, takes
@@ -70,11 +70,11 @@ def policy_step(
 
     def log_probs_of(target_logit: Tensor, lse: Tensor, _: Tensor, lse_rest: Tensor) -> tuple[Any, Tensor, Tensor]:
         valid = place >= 0
-        found = log_probs_of_rows(valid, target_logit, lse, None, None, lse_rest)[0]
+        found = log_probs_of_targets(valid, target_logit, lse, lse_rest)
         slopes = policy_slopes(found, call.tokens, call.policy)
         return PolicyTerms(torch.where(valid, slopes, 0.0)), found, valid
 
-    per_token = StepTokens(None, reduction, log_probs, None)
+    per_token = StepTokens(None, reduction, log_probs, TokenStatistics())
     chunks, weight_gradient = cut.chunks, None
     if cut.lead is not None or not cut.recompute:
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows)

@@ -12,6 +12,7 @@ import torch
 
 from flce_ops import meta
 from flce_ops.math.loss import losses_of_rows
+from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Backward, Forward, WithGrad
 from flce_ops.triton.backward import run_backward
 from flce_ops.triton.forward import run_forward
@@ -39,12 +40,13 @@ def recompute_step(
     """The ranges of rows it took."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    forward = Forward.bind(
-        *operands, logit_sum=bool(call.loss.label_smoothing), argmax=per_token.argmax is not None, **logits
-    )
+    asked = call.statistics
+    if call.logits.softcap is None:
+        asked = asked._replace(mean_logit=False)  # it is known
+    forward = Forward.bind(*operands, logit_sum=bool(call.loss.label_smoothing), **asked_of_forward(asked), **logits)
     outputs = meta.forward_outputs(*forward.values())
     run_forward(forward, kept, outputs)
-    target_logit, lse, logit_sum, _, _, columns, lse_rest, _ = outputs
+    target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
     if losses_of is None:
@@ -52,8 +54,9 @@ def recompute_step(
     terms, losses, valid = losses_of(*rows)
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
-    if per_token.argmax is not None:
-        per_token.argmax.copy_(torch.where(mine, torch.where(valid, columns, -1), per_token.argmax))
+    for out, found in zip(per_token.statistics, statistics_of_forward(asked, outputs)):
+        if found is not None:
+            out.copy_(torch.where(mine, found, out))
     scale = torch.where(here, call.reduction.scale_of_tokens(valid, torch.float32), 0.0)
     cotangents = terms.cotangents(target_logit, lse, scale)
     backward = Backward.bind(

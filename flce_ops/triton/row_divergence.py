@@ -22,6 +22,7 @@ from flce_ops.triton.logits_gemm import LN2
 # n rows of a chunk, v columns of a tile
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
 LARGE = tl.constexpr(64.0)  # e^a against 1, in base 2: what it is beside no longer counts
 
 
@@ -34,8 +35,7 @@ def log2_within_2_22(x):
     if INTERPRETED:
         return tl.log2(x)
     else:
-        asm: tl.constexpr = "lg2.approx.f32 $0, $1;"
-        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(LOG2, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
