@@ -65,7 +65,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
     Returns:
         {operator: function} for the entries and for the operators that inference and training programs hold. Not in it:
-        second derivatives, ``linear_kl_div``, and a vocabulary sharded over several devices.
+        second derivatives, ``linear_policy_loss``, ``linear_kl_div``, and a vocabulary sharded over several devices.
 
     Memory and time:
         N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
