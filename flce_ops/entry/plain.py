@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.schemas import CrossEntropy, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Operands, TokenLosses
@@ -53,29 +53,26 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
     return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
 
 
-def token_factors_are_equal(call: CrossEntropy | PolicyLoss) -> bool:
+def token_factors_are_equal(call: CrossEntropy) -> bool:
     """All tokens that count have one factor, and nobody asks for its gradient."""
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
 
 def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
-    """The loss, and argmax: (N,) or (0,)."""
-    loss, _, largest = losses_with_grad(problem, reduction_in_operator(call, problem))
+    """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
+    input = call.input
+    if call.reduction == "mean" and call.normalizer is None and call.weight is None:
+        denominator = None
+    elif call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
+        denominator = scalar(1.0, input) * call.normalizer
+    else:
+        denominator = denominator_of(call, problem)
+        denominator = scalar(1.0, input) if denominator is None else denominator
+    loss, _, largest = losses_with_grad(problem, Reduction(None, denominator))
     return loss, largest
 
 
-def reduction_in_operator(call: CrossEntropy | PolicyLoss, problem: TokenLosses) -> Reduction:
-    """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
-    input = call.input
-    if call.reduction == "mean" and call.normalizer is None and problem.operands.weight is None:
-        return Reduction(None)
-    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
-        return Reduction(None, scalar(1.0, input) * call.normalizer)
-    denominator = denominator_of(call, problem)
-    return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
-
-
-def denominator_of(call: CrossEntropy | PolicyLoss, problem: TokenLosses) -> Tensor | None:  # ()
+def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
     dtype, operands = accumulation_dtype(call.input.dtype), problem.operands
     return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
 

@@ -158,9 +158,3 @@ def check_per_row(op: str, input: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
-
-
-def check_constants(op: str, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"{op}: {name} is a constant and gets no gradient; pass {name}.detach()")

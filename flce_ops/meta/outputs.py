@@ -6,7 +6,6 @@ from torch import Tensor
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import Backward, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad, takes
 from flce_ops.meta.checks import check_operands, check_per_row
 
@@ -87,18 +86,13 @@ def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None
 @takes(WithGrad)
 def with_grad_outputs(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss (), losses (N,), the three gradients, argmax (N,) or (0,)."""
-    op = "linear_cross_entropy_with_grad"
-    check_reduction(op, call.reduction)
-    return one_pass_outputs(op, call, call.operands, call.reduction.row_scale)
-
-
-def check_reduction(op: str, reduction: Reduction) -> None:
-    row_scale, denominator = reduction
+    op, (row_scale, denominator) = "linear_cross_entropy_with_grad", call.reduction
     if denominator is not None and (row_scale is not None or denominator.dim() != 0):
         raise ValueError(
             f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
             f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
         )
+    return one_pass_outputs(op, call, call.operands, row_scale)
 
 
 @takes(VocabParallelWithGrad)

@@ -1,5 +1,6 @@
 """Checks and uninitialised results of linear_policy_loss_with_grad: its fake kernel, called before any work."""
 
+import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands
@@ -7,7 +8,7 @@ from flce_ops.math.policy_arguments import KL_ESTIMATORS, OBJECTIVES, PolicyOpti
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import PolicyWithGrad, takes
 from flce_ops.meta.checks import check_operands, check_per_row
-from flce_ops.meta.outputs import check_reduction, gradient_outputs
+from flce_ops.meta.outputs import gradient_outputs
 
 # N tokens, D hidden, V vocabulary
 
@@ -23,10 +24,11 @@ def policy_with_grad_outputs(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tens
     """loss (), losses (N,), the three gradients, log_probs (N,)."""
     operands = Operands(*call.operands)
     check_operands(OP, operands)
-    check_reduction(OP, call.reduction)
     check_policy(OP, call.policy, call.tokens.ref_log_probs)
-    input = operands.input
-    check_per_row(OP, input, row_scale=call.reduction.row_scale, **call.tokens._asdict())
+    input, (row_scale, denominator) = operands.input, call.reduction
+    check_per_row(OP, input, row_scale=row_scale, **call.tokens._asdict())
+    if denominator is not None and (row_scale is not None or denominator.dim() != 0):
+        raise ValueError(f"{OP}: expected row_scale, or a 0-d denominator, got shape {tuple(denominator.shape)}")
     dtype = accumulation_dtype(input.dtype)
     return (
         input.new_empty((), dtype=dtype),
@@ -50,3 +52,9 @@ def check_policy(op: str, options: PolicyOptions, ref_log_probs: Tensor | None) 
         raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got {objective!r}; leave it out")
     if options.beta is not None and ref_log_probs is None:
         raise ValueError(f"{op}: beta weighs the KL term, which needs ref_log_probs, of target's shape; got None")
+
+
+def check_constants(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{op}: {name} is a constant and gets no gradient; pass {name}.detach()")

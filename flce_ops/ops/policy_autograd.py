@@ -10,7 +10,7 @@ from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.meta.arguments import PolicyWithGrad
-from flce_ops.meta.checks import check_constants
+from flce_ops.meta.policy import check_constants
 from flce_ops.ops.autograd import OPERANDS, Formula, multiply_by_upstream, save, saved, wanted, where_wanted
 
 # N tokens, D hidden, V vocabulary
