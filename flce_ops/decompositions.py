@@ -35,13 +35,14 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs
+from flce_ops.entry import cross_entropy, log_probs, policy
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
+from flce_ops.ops.policy_autograd import recomputed_policy_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 
@@ -65,7 +66,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
     Returns:
         {operator: function} for the entries and for the operators that inference and training programs hold. Not in it:
-        second derivatives, ``linear_policy_loss``, ``linear_kl_div``, and a vocabulary sharded over several devices.
+        second derivatives, ``linear_kl_div``, and a vocabulary sharded over several devices.
 
     Memory and time:
         N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
@@ -82,6 +83,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
+        torch.ops.flce.linear_policy_loss.default: policy.composite,
+        torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
     }
 
 
@@ -209,6 +212,13 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     gradients, losses, argmax = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, argmax
+
+
+@takes(PolicyWithGrad)
+def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradients, losses, log_probs = recomputed_policy_step(call, forward, backward)
+    valid = call.operands.target != call.ignore_index
+    return call.reduction.loss(losses, valid), losses, *gradients, log_probs
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:
