@@ -36,14 +36,15 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs
+from flce_ops.entry import cross_entropy, log_probs, policy
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
+from flce_ops.ops.policy_autograd import recomputed_policy_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 
@@ -84,6 +85,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
+        torch.ops.flce.linear_policy_loss.default: policy.composite,
+        torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
     }
 
 
@@ -222,6 +225,13 @@ def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
     absent = TokenStatistics(losses.new_zeros(0, dtype=torch.int64), *[losses.new_zeros(0)] * 4)
     found = (absent[k] if of_rows is None else of_rows for k, of_rows in enumerate(statistics))
     return call.reduction.loss(losses, valid), losses, *gradients, *found
+
+
+@takes(PolicyWithGrad)
+def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradients, losses, log_probs = recomputed_policy_step(call, forward, backward)
+    valid = call.operands.target != call.ignore_index
+    return call.reduction.loss(losses, valid), losses, *gradients, log_probs
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

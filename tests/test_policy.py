@@ -16,8 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
 from flce_ops import explain
+from flce_ops.aten.kept_tokens import with_zeroed_rows
+from flce_ops.aten.policy_with_grad import FILLS, policy_with_grad, policy_with_grad_of_rows
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import KL_ESTIMATORS, PolicyOptions, PolicyTokens
+from flce_ops.meta.arguments import PolicyWithGrad
+from flce_ops.meta.policy import policy_with_grad_outputs
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -184,6 +188,23 @@ def test_clipped_tokens_have_gradient_0_and_ignored_ones_may_hold_anything(devic
     assert not found["log_probs"][ignored].any()
     found = run_policy(flce_ops.linear_policy_loss, call, beta=0.1, kl_estimator="k2", reduction=reduction)
     assert all(result.isfinite().all() for result in found.values())
+
+
+def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
+    """As on a GPU in ATen. Their stand-in, class 0, may have log-probability -inf."""
+    call = make_policy(RAGGED, dtype=torch.float64, bias=True)
+    call["linear_bias"][0] = -math.inf
+    call["target"][call["target"] == 0] = 1
+    ignored = call["target"] == -100
+    for name in ("input", "advantages", "old_log_probs", "ref_log_probs"):
+        call[name][ignored] = math.nan
+    names = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
+    options = inner_options(beta=0.1)._asdict() | {"output_mask": [True, True, True]}
+    inner = PolicyWithGrad.bind(*(call[name] for name in names), None, **options)
+    outputs = policy_with_grad_outputs(inner)
+    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, FILLS, ignored)
+    for found, expected in zip(outputs, policy_with_grad(inner), strict=True):
+        assert error(found, expected) < 1e-12
 
 
 def test_tokens_of_weight_0_are_left_out(device):
@@ -357,6 +378,17 @@ def test_opcheck(device, options):
     row_scale = torch.rand(12) if options else None
     args = [*args[:3], None, *args[3:6], row_scale]
     opcheck(torch.ops.flce.linear_policy_loss_with_grad.default, args, inner)
+
+
+@pytest.mark.parametrize("name", ["dual clip", "cispo"])
+def test_an_exported_programs_decomposition_gives_the_operators_results(name):
+    call = make_policy((12, 11, 31), dtype=torch.float64, bias=True)
+    operands = [call[n] for n in ("input", "linear_weight", "target", "linear_bias")]
+    args = [*operands, *(call[n] for n in ("advantages", "old_log_probs", "ref_log_probs"))]
+    options = inner_options(**OBJECTIVES[name], beta=0.1)._asdict() | {"output_mask": [True, True, True]}
+    found = flce_ops.decompositions.policy_with_grad(*args, None, **options)
+    for ours, truth in zip(found, torch.ops.flce.linear_policy_loss_with_grad(*args, None, **options), strict=True):
+        assert error(ours, truth) < 1e-13
 
 
 # ---------------------------------------------------------------- refusals

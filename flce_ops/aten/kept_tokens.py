@@ -26,10 +26,10 @@ from flce_ops.meta.arguments import Arguments
 # What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
 MATRICES = {"input": 0.0, "logits": 0.0, "grad_grad_input": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
 VECTORS = {  # (..., N)
+    *("advantages", "old_log_probs", "ref_log_probs"),
     *("target", "row_scale", "lse", "lse_rest", "expected_logit"),
     *("grad", "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
     *("shift", "teacher_shift", "student_kl"),
-    *("advantages", "old_log_probs", "ref_log_probs"),
 }
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
 

@@ -6,6 +6,7 @@ are functions of the log-probabilities and come last, over N numbers.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
@@ -22,12 +23,14 @@ from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
+FILLS = (None, ZERO, ZERO, None, None, ZERO)  # of its results, where ignored
+
 
 @takes(PolicyWithGrad)
 def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = policy_with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(policy_with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, ZERO))
+    on_kept_tokens(policy_with_grad_of_rows, call, outputs, FILLS)
     return outputs
 
 
@@ -47,13 +50,14 @@ def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) ->
     )
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     for chunk, product in chunk_products(call, input, linear_weight, step):
-        blocks = row_blocks(input, chunk, product, column, scale, log_probs)
-        for rows, block, own_column, own_scale, own_log_probs in blocks:
+        blocks = row_blocks(input, chunk, product, column, valid, scale, log_probs)
+        for rows, block, own_column, own_valid, own_scale, own_log_probs in blocks:
             logits, dz_du = activate_with_slope(block, linear_bias, call.logits)
             target_logit = logits.gather(1, own_column).squeeze(1)
             row_max, row_sum = exponentiate_rows(logits)
             own_log_probs.copy_(-surprisal(target_logit, *two_sum(row_max, row_sum.log())))
-            cotangent = own_scale * policy_slopes(own_log_probs, tokens.of(rows), call.policy)
+            slopes = policy_slopes(own_log_probs, tokens.of(rows), call.policy)
+            cotangent = torch.where(own_valid, own_scale * slopes, 0.0)  # of -inf, an ignored token's, a slope is nan
             grad_logits = logits.mul_((-cotangent / row_sum)[:, None])
             grad_logits.scatter_add_(1, own_column, cotangent[:, None])
             gradients.add_block(block, apply_slope(grad_logits, dz_du))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
@@ -58,7 +58,7 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
     return quotient(loss, total, denominator), statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
 
 
-def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss) -> bool:
+def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy) -> bool:
     """All tokens that count have one factor, and nobody asks for its gradient."""
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
@@ -79,7 +79,7 @@ def mean_in_one_pass(
     return loss, besides
 
 
-def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses) -> Reduction:
+def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Reduction:
     """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
     input = problem.operands[0]
     if call.reduction == "mean" and call.normalizer is None and problem.operands.weight is None:
@@ -90,7 +90,7 @@ def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, 
     return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
 
 
-def denominator_of(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses) -> Tensor | None:  # ()
+def denominator_of(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
     dtype, operands = accumulation_dtype(problem.operands[0].dtype), problem.operands
     return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_head, check_normalizer, check_ranges, check_reduction
-from flce_ops.entry.plain import denominator_of, reduction_in_operator, token_factors_are_equal
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.log_probs import log_probs_of_targets
@@ -16,12 +15,13 @@ from flce_ops.math.options import LossOptions, Operands, TokenLosses
 from flce_ops.math.policy import policy_losses
 from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import Reduction, mean_denominator, quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
-from flce_ops.meta.checks import check_constants, check_dense, check_device, check_real
-from flce_ops.meta.policy import check_policy
+from flce_ops.meta.checks import check_dense, check_device, check_real
+from flce_ops.meta.policy import check_constants, check_policy
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
+from flce_ops.ops.paths import needs_gradient, policy_in_one_pass
+from flce_ops.support.differentiated import differentiated
 
 # N tokens, D hidden, V vocabulary
 
@@ -50,13 +50,15 @@ def loss_and_log_probs(call: PolicyLoss, operands: Operands, tokens: PolicyToken
     options = policy_options(call)
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, call.input))
     input, linear_weight, _, linear_bias, _ = operands
-    one_pass = gradients_in_the_same_pass(input, linear_weight, linear_bias, "a scalar loss of a policy")
-    if token_factors_are_equal(call) and one_pass:
-        loss, _, log_probs = losses_with_grad(problem, tokens, options, reduction_in_operator(call, problem))
+    one_pass = call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias)
+    if one_pass and call.token_weight is None and not differentiated(call.normalizer):
+        loss, _, log_probs = losses_with_grad(problem, tokens, options, reduction_in_operator(call))
         return loss, log_probs
     accumulate, valid = accumulation_dtype(input.dtype), problem.valid
     token_weight = None if call.token_weight is None else call.token_weight.reshape(valid.shape[0]).to(accumulate)
-    denominator = None if call.reduction == "none" else denominator_of(call, problem)
+    denominator = None
+    if call.reduction != "none":
+        denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate)
     factor = row_factor(valid, token_weight, denominator, accumulate)
     problem = without_weightless(problem, token_weight, factor, linear_weight.shape[0])
     if call.reduction == "none":
@@ -68,6 +70,14 @@ def loss_and_log_probs(call: PolicyLoss, operands: Operands, tokens: PolicyToken
         losses, log_probs = losses_from_forward(problem, tokens, options)
         loss = (factor * losses).sum()
     return quotient(loss, weighted_sum(valid, token_weight, losses), denominator), log_probs
+
+
+def reduction_in_operator(call: PolicyLoss) -> Reduction:
+    """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
+    if call.reduction == "mean" and call.normalizer is None:
+        return Reduction(None)
+    one = scalar(1.0, call.input)
+    return Reduction(None, one if call.normalizer is None else one * call.normalizer)
 
 
 def losses_with_grad(

@@ -28,7 +28,7 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, mean_denominator, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.paths import policy_in_one_pass
 
 # N tokens of this rank, D hidden, V vocabulary
 
@@ -71,9 +71,7 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
             logits=problem.logits,
         )
         losses, log_probs = losses_of_rows(problem.valid, rows.target_logit, rows.lse, None, tokens, options)
-    elif call.reduction != "none" and gradients_in_the_same_pass(
-        input, linear_weight, linear_bias, "a scalar loss of a policy"
-    ):
+    elif call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias):
         local_loss, losses, log_probs = losses_with_grad(problem, tokens, options, Reduction(factor))
     else:
         losses, log_probs = losses_from_forward(problem, tokens, options)

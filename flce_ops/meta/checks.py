@@ -172,9 +172,3 @@ def check_denominator(op: str, reduction: Reduction) -> None:
             f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
             f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
         )
-
-
-def check_constants(op: str, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"{op}: {name} is a constant and gets no gradient; pass {name}.detach()")

@@ -1,5 +1,6 @@
 """Checks and uninitialised results of linear_policy_loss_with_grad: its fake kernel, called before any work."""
 
+import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands
@@ -50,3 +51,9 @@ def check_policy(op: str, options: PolicyOptions, ref_log_probs: Tensor | None) 
         raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got {objective!r}; leave it out")
     if options.beta is not None and ref_log_probs is None:
         raise ValueError(f"{op}: beta weighs the KL term, which needs ref_log_probs, of target's shape; got None")
+
+
+def check_constants(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{op}: {name} is a constant and gets no gradient; pass {name}.detach()")

@@ -140,7 +140,7 @@ LOSS = {
     "a scalar loss of a policy": (
         Path(
             "one pass",
-            (ALL_CLASSES, *MADE_IN_FORWARD),
+            (ALL_CLASSES, WANTS_GRADIENT, *IN_FORWARD),
             why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
         ),
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
@@ -347,16 +347,21 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def gradients_in_the_same_pass(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, loss: str = "a scalar loss", **known
-) -> bool:
+def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS[loss], situation).name == "one pass"
+    return choose(LOSS["a scalar loss"], situation).name == "one pass"
 
 
 def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+    """The same of a policy's, of plain tensors or of tokens that ranks share."""
+    return (
+        choose(LOSS["a scalar loss of a policy"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
+    )
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:

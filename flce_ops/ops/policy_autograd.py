@@ -3,6 +3,8 @@
 with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.meta.arguments import PolicyWithGrad
-from flce_ops.meta.checks import check_constants
+from flce_ops.meta.policy import check_constants
 from flce_ops.ops.autograd import OPERANDS, Formula, multiply_by_upstream, save, saved, wanted, where_wanted
 
 # N tokens, D hidden, V vocabulary
@@ -46,7 +48,9 @@ class PolicyWithGradFormula(Formula):
         call, (losses, *made) = saved(ctx, PolicyWithGrad)
         *needs, needs_row_scale = wanted(ctx, PolicyWithGrad, *OPERANDS, "row_scale")
         if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
-            gradients, losses = differentiable_gradients(call, grad_loss)
+            flce = torch.ops.flce
+            forward, backward = flce.linear_cross_entropy_forward, flce.linear_cross_entropy_backward
+            gradients, losses, _ = recomputed_policy_step(call, forward, backward, grad_loss)
         else:
             leaf = getattr(call.operands, OPERANDS[needs.index(True)]) if any(needs) else call.operands.input
             gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
@@ -54,18 +58,20 @@ class PolicyWithGradFormula(Formula):
         return PolicyWithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
 
 
-def differentiable_gradients(call: PolicyWithGrad, grad_loss: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The gradients, times grad_loss, and the losses of tokens, as functions of the operands (ops/autograd.py)."""
+def recomputed_policy_step(
+    call: PolicyWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """The gradients, times grad_loss, the losses and the log-probabilities, from the forward and backward operators."""
     input, linear_weight, target, linear_bias = call.operands
     operands = (input, linear_weight, target, linear_bias, None)
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, *_, lse_rest, retained = torch.ops.flce.linear_cross_entropy_forward(*operands, **logits)
+    target_logit, lse, *_, lse_rest, retained = forward(*operands, **logits)
     valid = target != call.ignore_index
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
-    tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0))
-    slopes = policy_slopes(log_probs, tokens, call.policy)
-    cotangent = slopes * (call.reduction.scale_of_tokens(valid, lse.dtype) * grad_loss)
-    gradients = torch.ops.flce.linear_cross_entropy_backward(
+    tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
+    scale = call.reduction.scale_of_tokens(valid, lse.dtype)
+    cotangent = policy_slopes(log_probs, tokens, call.policy) * (scale if grad_loss is None else scale * grad_loss)
+    gradients = backward(
         cotangent,
         -cotangent,
         None,
@@ -76,4 +82,4 @@ def differentiable_gradients(call: PolicyWithGrad, grad_loss: Tensor) -> tuple[t
         lse_rest=lse_rest,
         retained=retained if retained.shape[0] else None,
     )
-    return gradients, torch.where(valid, policy_losses(log_probs, tokens, call.policy), 0.0)
+    return gradients, torch.where(valid, policy_losses(log_probs, tokens, call.policy), 0.0), log_probs

@@ -36,6 +36,9 @@
     cross_entropy.py                          of given logits: one program a row
         cross_entropy_kernels.py
         logit_rows.py                         a row in groups of 16 bytes
+    policy_with_grad.py                       linear_policy_loss_with_grad, of one_pass_step.py's chunks
+        finish_policy_rows.py                 per row, and the losses of tokens
+            row_policy.py                     the loss of a token and its slope
     sum_losses.py, upstream.py                the scalar loss; the scalar that arrives in backward
     replay.py, driver_launch.py               a step's launches, repeated
 

@@ -5,7 +5,6 @@ H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 row
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +48,12 @@ def recompute_step(
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
-    if losses_of is None:
-        losses_of = partial(losses_of_rows, operands, call.ignore_index, call.loss, operands.linear_weight.shape[0])
-    terms, losses, valid = losses_of(*rows)
+    if losses_of is not None:
+        terms, losses, valid = losses_of(*rows)
+    else:
+        terms, losses, valid = losses_of_rows(
+            operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+        )
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
     for out, found in zip(per_token.statistics, statistics_of_forward(asked, outputs)):
