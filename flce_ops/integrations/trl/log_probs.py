@@ -11,7 +11,6 @@ With z the logits, scaled, capped and divided by the temperature, p = softmax(z)
 All come from one pass.
 """
 
-
 import torch
 from torch import Tensor
 
