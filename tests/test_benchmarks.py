@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cross_entropy, host_step, kl_div, overhead, plot, providers, run, trained
+from benchmarks import cross_entropy, host_step, kl_div, metrics, overhead, plot, providers, run, trained
 from benchmarks.__main__ import main
 from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
 from benchmarks.errors import errors_of, make_reference
@@ -434,3 +434,13 @@ def test_steps_of_given_logits_and_of_divergences_are_rows_with_their_errors(tmp
     assert [row["kind"] for row in rows if row["provider"] == "ours"] == ["forward", "reverse", "jsd"]
     assert all(float(row["err_dw"]) < 1e-5 and float(row["x_floor"]) > 1 for row in rows if row["provider"] == "ours")
     assert all(row["reason"] for row in rows if row["provider"] == "liger")
+
+
+def test_a_step_with_each_metric_is_a_row_beside_the_step_without(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    metrics.main(["--shapes", "16x8x501", "--dtype", "float32", "--reductions", "none", *quick])
+    (path,) = tmp_path.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        rows = {row["metric"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["without", *metrics.NAMES, "all"]
+    assert float(rows["without"]["x_without"]) == 1.0 and all(float(row["x_without"]) > 0 for row in rows.values())
