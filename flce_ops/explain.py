@@ -186,7 +186,7 @@ def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
         linear_weight,
         wanted,
         smoothed=situation.label_smoothing,
-        sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"])), softcap=situation.softcap),
+        sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
     )
     return [line for title, paths in CUTS.items() for line in verdicts(title, paths, problem)]
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cross_entropy, host_step, kl_div, main_grad, overhead, plot, providers, run, trained
+from benchmarks import cross_entropy, host_step, kl_div, main_grad, metrics, overhead, plot, providers, run, trained
 from benchmarks.__main__ import main
 from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
 from benchmarks.errors import errors_of, make_reference
@@ -499,3 +499,13 @@ def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
     assert list(rows) == list(main_grad.PROVIDERS)
     assert all(float(row["err_dw"]) < 0.02 and float(row["peak_MiB"]) > 0 for row in rows.values())
     assert float(rows["main_grad"]["err_dw"]) < float(rows["autograd"]["err_dw"])
+
+
+def test_a_step_with_each_metric_is_a_row_beside_the_step_without(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    metrics.main(["--shapes", "16x8x501", "--dtype", "float32", "--reductions", "none", *quick])
+    (path,) = tmp_path.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        rows = {row["metric"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["without", *metrics.NAMES, "all"]
+    assert float(rows["without"]["x_without"]) == 1.0 and all(float(row["x_without"]) > 0 for row in rows.values())

@@ -21,12 +21,14 @@ def metric_names(op: str, return_metrics: bool | Sequence[str]) -> tuple[str, ..
     return checked_names(op, return_metrics, NAMES)
 
 
-def checked_names(op: str, names: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:
+def checked_names(
+    op: str, names: Sequence[str], known: tuple[str, ...], argument: str = "return_metrics"
+) -> tuple[str, ...]:
     if isinstance(names, (str, bool)) or not isinstance(names, Sequence):
-        raise TypeError(f"{op}: expected return_metrics to be a sequence of names, got {names!r}")
+        raise TypeError(f"{op}: expected {argument} to be a sequence of names, got {names!r}")
     for name in names:
         if name not in known:
-            raise ValueError(f"{op}: expected return_metrics to name some of {', '.join(known)}; got {name!r}")
+            raise ValueError(f"{op}: expected {argument} to name some of {', '.join(known)}; got {name!r}")
     return tuple(names)
 
 

@@ -17,7 +17,6 @@ from flce_ops.triton.gather_tokens import launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logit_codes import clear_unused, codes_of
 from flce_ops.triton.logits_gemm import LN2
-from flce_ops.triton.mean_logits import launch_mean_logits
 from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.target import tiles_for
@@ -98,8 +97,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
     operands = call.operands
     input, linear_weight, _, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
-    total = call.mean_logit and call.logits.softcap is not None
-    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax + call.log_sum_sq_probs + total
+    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax + call.log_sum_sq_probs + call.mean_logit
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
     statistics = TokenStatistics(
@@ -112,8 +110,6 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
     num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
-    if call.mean_logit and not total:
-        launch_mean_logits(operands, call.logits, kept, num_classes, mean_logit)
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = memory[:n]
@@ -132,7 +128,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             class_weight=class_weight,
             argmax=call.argmax,
             squares=call.log_sum_sq_probs,
-            total=total,
+            total=call.mean_logit,
         )
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2

@@ -128,7 +128,7 @@ class OnePassStep:
             expected=statistics.entropy is not None,
             argmax=statistics.argmax is not None,
             squares=statistics.log_sum_sq_probs is not None,
-            total=statistics.mean_logit is not None and self.logit_options.softcap is not None,
+            total=statistics.mean_logit is not None,
             logit_options=self.logit_options,
             scratch=scratch,
         )

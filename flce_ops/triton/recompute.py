@@ -39,10 +39,8 @@ def recompute_step(
     """The ranges of rows it took."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    asked = call.statistics
-    if call.logits.softcap is None:
-        asked = asked._replace(mean_logit=False)  # it is known
-    forward = Forward.bind(*operands, logit_sum=bool(call.loss.label_smoothing), **asked_of_forward(asked), **logits)
+    asked = asked_of_forward(call.statistics)
+    forward = Forward.bind(*operands, logit_sum=bool(call.loss.label_smoothing), **asked, **logits)
     outputs = meta.forward_outputs(*forward.values())
     run_forward(forward, kept, outputs)
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
@@ -56,7 +54,7 @@ def recompute_step(
         )
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
-    for out, found in zip(per_token.statistics, statistics_of_forward(asked, outputs)):
+    for out, found in zip(per_token.statistics, statistics_of_forward(call.statistics, outputs)):
         if found is not None:
             out.copy_(torch.where(mine, found, out))
     scale = torch.where(here, call.reduction.scale_of_tokens(valid, torch.float32), 0.0)

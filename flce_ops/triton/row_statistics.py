@@ -5,7 +5,7 @@ With r the reference, E = 2^(z - r) and everything in base 2:
     lse               r + log Z                       Z  = sum_j E_j
     entropy           log Z - S / Z                   S  = sum_j E_j (z_j - r)
     log_sum_sq_probs  log Q - 2 log Z                 Q  = sum_j E_j^2
-    mean_logit        sum_j z_j / V                   with a softcap; without one mean_logits.py
+    mean_logit        T / V                           T  = sum_j z_j
 
 so a large r costs the middle two no digits. Z^2 bounds Q: where it is below what calls for a rescue, 2^60, Q is below
 2^120; and as r is the logit of one of the classes, or lse after a rescue, Q is at least 1, or 1 / V.
@@ -25,10 +25,9 @@ from flce_ops.triton.replay import Kernel
 BLOCK_N = 64
 
 
-def sum_pairs(asked: Statistics, *, softcap: bool) -> int:
+def sum_pairs(asked: Statistics) -> int:
     """Numbers a row and tile that the epilogue sums for them, by twos."""
-    numbers = 2 * asked.argmax + asked.entropy + asked.log_sum_sq_probs + (asked.mean_logit and softcap)
-    return triton.cdiv(numbers, 2)
+    return triton.cdiv(2 * asked.argmax + asked.entropy + asked.log_sum_sq_probs + asked.mean_logit, 2)
 
 
 @Kernel
@@ -57,15 +56,14 @@ def row_statistics_kernel(
     if statistics.log_sum_sq_probs is not None:
         log2_squares = tl.log2(tl.load(sums.squares + i, mask=mask, other=1.0)) - 2.0 * log2_sum
         tl.store(statistics.log_sum_sq_probs + token, tl.where(mask, log2_squares * LN2, 0.0), mask=inside)
-    if sums.total is not None:
+    if statistics.mean_logit is not None:
         mean2 = tl.load(sums.total + i, mask=mask, other=0.0) / V
         tl.store(statistics.mean_logit + token, tl.where(mask, mean2 * LN2, 0.0), mask=inside)
 
 
 def launch_row_statistics(sums: RowSums, statistics: TokenStatistics, kept: Kept, num_classes: int) -> None:
     """`statistics` of all tokens, `sums` of those of `kept`. The argmax is the caller's."""
-    *per_token, mean_logit = statistics[1:]
-    if any(out is not None for out in per_token) or sums.total is not None:
+    if any(out is not None for out in statistics[1:]):
         n = kept.order.shape[0]
         row_statistics_kernel[(triton.cdiv(n, BLOCK_N),)](
             sums, statistics._replace(argmax=None), kept, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2

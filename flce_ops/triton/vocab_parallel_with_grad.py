@@ -23,7 +23,6 @@ from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.mean_logits import launch_mean_logits
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.row_statistics import sum_pairs
@@ -43,8 +42,8 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePass
     input, linear_weight, target, _, weight = operands
     reduction = Reduction(call.row_scale.contiguous())
     asked, logit_options, vocab_start = call.statistics, call.logits, call.vocab_start
-    pairs = sum_pairs(asked, softcap=logit_options.softcap is not None)
-    cut = cut_shard(input, shard_rows(call.vocab_size, call.ranks), call.output_mask, sum_pairs=pairs)
+    shard = shard_rows(call.vocab_size, call.ranks)
+    cut = cut_shard(input, shard, call.output_mask, sum_pairs=sum_pairs(asked))
     record_chunks(call, linear_weight, cut.chunks)
     with torch.cuda.device_of(input):
         in_range = target.new_empty((), dtype=torch.bool)
@@ -70,8 +69,6 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePass
             return finished, argmax_of_shards(gathered[:, -2], gathered[:, -1]) if asked.argmax else None
 
         own = statistics_of_shard(asked, losses)
-        if own.mean_logit is not None and logit_options.softcap is None:
-            launch_mean_logits(operands, logit_options, kept, call.vocab_size, own.mean_logit)
         statistics = own._replace(argmax=columns if asked.argmax else None)
         per_token = StepTokens(exchange.target_weight, reduction, losses, statistics)
         gradients = wanted_gradients(grads, call.output_mask)

@@ -22,7 +22,6 @@ from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.mean_logits import launch_mean_logits
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
@@ -78,7 +77,7 @@ def with_grad_step(
         linear_weight,
         call.output_mask,
         smoothed=bool(loss_options.label_smoothing),
-        sum_pairs=sum_pairs(call.statistics, softcap=logit_options.softcap is not None),
+        sum_pairs=sum_pairs(call.statistics),
     )
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
     gradients = wanted_gradients(grads, call.output_mask)
@@ -93,8 +92,6 @@ def with_grad_step(
         return finished, sums.argmax
 
     per_token = StepTokens(target_weight, reduction, losses, statistics)
-    if statistics.mean_logit is not None and logit_options.softcap is None:
-        launch_mean_logits(operands, logit_options, kept, num_classes, statistics.mean_logit)
     chunks, weight_gradient = cut.chunks, None
     if cut.lead is not None or not cut.recompute:
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
