@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
-from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients, sums_by_itself
+from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.logits import (
     activate_with_slope,
@@ -34,7 +34,7 @@ def backward(call: Backward) -> Gradients:
 @takes(BackwardInPlace)
 def backward_in_place(call: BackwardInPlace) -> Gradients:
     grads = meta.backward_in_place_outputs(call)
-    main_grad = call.main_grad.data  # autograd counts the versions of other memory only, as where Triton writes
+    main_grad = call.main_grad.data  # its version is counted in ops/autograd.py: where Triton writes, too
     on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), (ZERO, None, None))
     return grads
 
@@ -48,13 +48,14 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     linear_bias, weight = upcast(linear_bias, call.lse.dtype), upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
-    adds = isinstance(call, BackwardInPlace)
-    sums = output_mask[1] and not (adds and sums_by_itself(call.main_grad))
+    # the user's sum; a half one, too, is added to in float32 over several chunks
+    main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
+    sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
     step = rows_beside_gradients(
         input, num_classes, sums, matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
     retained = None if call.retained is None else call.retained.view(input.dtype)
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=adds)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
     for chunk, product in chunk_products(call, input, linear_weight, step, retained):
         for rows, block in row_blocks(input, chunk, product):
             logits, slope = activate_with_slope(block, linear_bias, call.logits)

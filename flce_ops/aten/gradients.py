@@ -26,11 +26,6 @@ def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
     return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
 
 
-def sums_by_itself(main_grad: Tensor) -> bool:
-    """Whether products can be added to it without a sum beside it that is rounded less often."""
-    return main_grad.dtype.itemsize >= 4
-
-
 def rows_beside_gradients(
     input: Tensor, num_classes: int, want_weight: bool, *, reserved: int = 0, **matrices: int
 ) -> int:

@@ -56,7 +56,8 @@ def linear_cross_entropy(
     Raises:
         AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model.
     """
+    parameter: Any = linear_weight
     if torch.is_grad_enabled() and linear_weight.requires_grad:
-        options["main_grad"] = linear_weight.main_grad
+        options["main_grad"] = parameter.main_grad
         linear_weight = AddedToMainGrad.apply(linear_weight)
     return functional.linear_cross_entropy(input, linear_weight, target, linear_bias, **options)

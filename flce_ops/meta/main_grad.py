@@ -1,6 +1,6 @@
 """A buffer that the gradient of linear_weight is added to: what it must be for a GEMM to add to it."""
 
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
@@ -41,7 +41,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return first < other_stop and other_first < stop
 
 
-def extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
     """First byte in its storage, and one past the last."""
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize

@@ -175,7 +175,8 @@ class ForwardFormula(Formula):
         )
         if into:
             mask[1] = False
-            if type(ctx.main_grad) is Tensor:  # no tracer's: a compiled graph saves it for each micro-batch's backward
+            # Not a tracer's: a compiled graph saves the buffer, and has to find its version of forward in backward.
+            if type(ctx.main_grad) is Tensor:
                 torch.autograd.graph.increment_version(ctx.main_grad)
         return Forward.gradients(**where_wanted(gradients, mask))
 
