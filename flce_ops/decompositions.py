@@ -35,13 +35,14 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs
+from flce_ops.entry import cross_entropy, log_probs, low_rank
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
+from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 
@@ -81,6 +82,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_forward.default: forward,
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
+        torch.ops.flce.linear_cross_entropy_low_rank.default: low_rank.composite,
+        torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
     }
 
@@ -209,6 +212,12 @@ def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     gradients, losses, argmax = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, argmax
+
+
+@takes(LowRankWithGrad)
+def low_rank_with_grad(call: LowRankWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, *gradients, _ = with_grad(concatenated(call))
+    return loss, losses, *(gradient.contiguous() for gradient in of_pair(call, gradients))
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

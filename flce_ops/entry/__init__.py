@@ -4,6 +4,7 @@ schemas.py                      their arguments
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 torch_options.py                options of torch's function
 cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
+low_rank.py                     of a head with a low-rank pair (LoRA)
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py
 kl_div.py                       kl_div_plain.py, kl_div_sharded.py
@@ -12,7 +13,7 @@ kl_div.py                       kl_div_plain.py, kl_div_sharded.py
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, schemas
+from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, schemas
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 
@@ -23,6 +24,7 @@ ENTRIES = {
         "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
         cross_entropy.composite_metrics,
     ),
+    "linear_cross_entropy_low_rank": (schemas.LowRankCrossEntropy, "Tensor", low_rank.composite),
     "linear_log_probs": (
         schemas.LogProbs,
         "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax)",
@@ -42,12 +44,13 @@ ENTRIES = {
         logits.composite_metrics_in_place,
     ),
 }
+CAST = (schemas.CrossEntropy, schemas.LowRankCrossEntropy, schemas.LogProbs)
 for _name, (_arguments, _results, _body) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
     # On torch.func's key too: the bodies must run before any transform has been peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, _body, _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if _arguments in (schemas.CrossEntropy, schemas.LogProbs) else ():
+    for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")

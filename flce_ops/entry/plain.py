@@ -66,16 +66,19 @@ def in_one_pass(problem: TokenLosses) -> bool:
 
 def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
     """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
+    loss, _, largest = losses_with_grad(problem, mean_of(call, problem))
+    return loss, largest
+
+
+def mean_of(call: CrossEntropy, problem: TokenLosses) -> Reduction:
+    """Of losses whose tokens have one factor, for an operator that divides."""
     input = call.input
     if call.reduction == "mean" and call.normalizer is None and call.weight is None:
-        denominator = None
-    elif call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
-        denominator = scalar(1.0, input) * call.normalizer
-    else:
-        denominator = denominator_of(call, problem)
-        denominator = scalar(1.0, input) if denominator is None else denominator
-    loss, _, largest = losses_with_grad(problem, Reduction(None, denominator))
-    return loss, largest
+        return Reduction(None)
+    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
+        return Reduction(None, scalar(1.0, input) * call.normalizer)
+    denominator = denominator_of(call, problem)
+    return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
 
 
 def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
+from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
 from flce_ops.meta.arguments import Arguments, Backward, Forward
@@ -55,6 +55,7 @@ class Situation(NamedTuple):
     part: bool = False  # logits that share memory with more than themselves
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
+    trains_weight: bool = False  # of a head with a low-rank pair
     teacher: torch.dtype | None = None  # of a teacher's hidden states
 
 
@@ -101,6 +102,8 @@ EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_cla
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
 
+FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
+
 WANTS_LOGITS = Condition("a gradient of logits", lambda s: s.wants_gradient)
 HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
 NOT_LEAF = Condition(
@@ -131,6 +134,10 @@ LOSS = {
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+    ),
+    "a scalar loss of a head with a low-rank pair": (
+        Path("one pass", (FROZEN, *OF_OPERANDS), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
     ),
     "a scalar loss of given logits": (
         Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
@@ -179,6 +186,7 @@ KERNELS = {
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
+    "linear_cross_entropy_low_rank_with_grad": (Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
     "cross_entropy_forward": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
@@ -332,6 +340,16 @@ def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias
 
 def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
+    """Whether a scalar loss of a head with a low-rank pair has an operator of its own."""
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
+    situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
+        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias))),
+        trains_weight=needs_gradient(linear_weight),
+    )
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name == "one pass"
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:

@@ -4,6 +4,7 @@
     flce::linear_cross_entropy_backward          gradients from the cotangents of those
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
+    flce::linear_cross_entropy_low_rank_with_grad         likewise, of a frozen head with a low-rank pair beside it
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, of divergences
     flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.meta import arguments, cross_entropy, kl_div
+from flce_ops.meta import arguments, cross_entropy, kl_div, low_rank
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths
+from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, low_rank_autograd, paths
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
@@ -70,6 +71,14 @@ OPERATORS = {
         arguments.VocabParallelWithGrad,
         f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor argmax",
         meta.vocab_parallel_with_grad_outputs,  # its formula knows the mesh: flce_ops/distributed/one_pass.py
+    ),
+    "linear_cross_entropy_low_rank_with_grad": Operator(
+        arguments.LowRankWithGrad,
+        "Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_low_rank_input, Tensor grad_low_rank_weight, "
+        "Tensor grad_linear_bias",
+        low_rank.with_grad_outputs,
+        low_rank_autograd.LowRankWithGradFormula,
+        autocast=True,
     ),
     "linear_cross_entropy_double_backward": Operator(
         arguments.DoubleBackward,

@@ -5,6 +5,7 @@ The loss runs inside the forward of the module that owns the weight, so that who
 module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import cast
@@ -19,6 +20,7 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
+from flce_ops.integrations.transformers.lora_head import is_lora, lora_or_loss, loss_of_pair, why_not_a_pair
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
@@ -36,6 +38,7 @@ def linear_or_loss(
     reduction: str = "mean",
     normalizer: Tensor | int | None = None,
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
+    pair: tuple[Tensor, Tensor] | None = None,  # (B, T, r), (V, r), an adapter's (lora_head.py)
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)
@@ -48,7 +51,8 @@ def linear_or_loss(
     if logits_bias is not None:
         logits_bias = logits_bias.flatten().to(input.dtype)
         bias = logits_bias if bias is None else bias + logits_bias
-    loss = linear_cross_entropy(
+    of_head = linear_cross_entropy if pair is None else functools.partial(loss_of_pair, pair)
+    loss = of_head(
         input,
         self.weight,
         target,
@@ -69,6 +73,8 @@ def forward_of_head(module: nn.Module) -> BoundForward:
     """Of an empty one too, while pickle reads it."""
     if is_linear(module):
         return BoundForward(linear_or_loss, module, forward_of_head)
+    if is_lora(module):
+        return BoundForward(lora_or_loss, module, forward_of_head)
     inner_of(module)  # reads the source now: torch.compile cannot
     return BoundForward(transform_then_loss, module, forward_of_head)
 
@@ -95,6 +101,8 @@ def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
         return
     if is_wrapper_of_peft(head):
         inner = [cast(nn.Module, head.original_module), *cast(nn.ModuleDict, head.modules_to_save).values()]
+    elif is_lora(head) and why_not_a_pair(head) is None:
+        inner = [cast(nn.Module, head.base_layer), *cast(nn.ModuleDict, head.lora_B).values()]
     else:
         inner = [inner_linear_of(head, model_name)]
     yield head
@@ -122,7 +130,7 @@ def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
             why = f" ({error})"
     advice = "leave the model unpatched"
     if hasattr(head, "base_layer"):
-        why = ""
+        why = f" ({why_not_a_pair(head)})" if is_lora(head) else ""
         advice = "leave the head out of the adapter's target_modules, or train it whole through modules_to_save"
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise NotImplementedError(
