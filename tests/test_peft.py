@@ -9,6 +9,7 @@ pytest.importorskip("peft")
 
 import peft
 import torch
+from reference_loss import error
 from tiny_models import TOKENS, VOCAB, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -142,6 +143,19 @@ def test_lora_on_the_head(name, patch_first):
     check_same(result, loss_and_gradients(theirs, **batch))
     trained = [name for name, gradient in result[1].items() if gradient is not None and "lm_head" in name]
     assert [name.split(".")[-3] for name in trained] == ["lora_A", "lora_B"]
+
+
+def test_float32_adapters_on_a_bfloat16_head():
+    """As PEFT makes them. The product of both is rounded where it would round it."""
+    model = make_model("Llama").bfloat16()
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **ON_THE_HEAD))
+    exact, ours, batch = copy.deepcopy(theirs).double(), patch(copy.deepcopy(theirs)), make_batch()
+    truth, found, plain = (loss_and_gradients(model, **batch) for model in (exact, ours, theirs))
+    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    for name, gradient in found[1].items():
+        if gradient is not None:
+            assert gradient.dtype == plain[1][name].dtype == torch.float32
+            assert error(gradient, truth[1][name]) <= 1.3 * error(plain[1][name], truth[1][name]), name
 
 
 def test_lora_on_the_head_of_a_masked_model():
