@@ -36,14 +36,15 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs, policy
+from flce_ops.entry import cross_entropy, log_probs, low_rank, policy
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, PolicyWithGrad, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
+from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.ops.policy_autograd import recomputed_policy_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
@@ -84,6 +85,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_forward.default: forward,
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
+        torch.ops.flce.linear_cross_entropy_low_rank.default: low_rank.composite,
+        torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
         torch.ops.flce.linear_policy_loss.default: policy.composite,
         torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
@@ -232,6 +235,13 @@ def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tens
     gradients, losses, log_probs = recomputed_policy_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, log_probs
+
+
+@takes(LowRankWithGrad)
+def low_rank_with_grad(call: LowRankWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, *results = with_grad(concatenated(call))
+    gradients = results[:3]
+    return loss, losses, *(gradient.contiguous() for gradient in of_pair(call, gradients))
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

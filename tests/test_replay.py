@@ -430,7 +430,7 @@ def test_repeated_steps_give_the_bits_of_a_step_as_it_is_written(options, shape,
     for of_call, should in zip(found, expected):
         for one, other in zip(of_call, should):
             assert torch.equal(one, other) or torch.equal(one.isnan(), other.isnan())
-    if options in ("plain", "z_loss, token_weight", "smoothing", "none") and workspace == 512 << 20:
+    if options != "bias, softcap" and workspace == 512 << 20:
         assert any(isinstance(known, replay.Replay) for known in replay._known.values())
 
 

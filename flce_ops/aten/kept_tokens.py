@@ -24,7 +24,10 @@ from flce_ops.meta.arguments import Arguments
 # N tokens, n of them that are not ignored, D hidden, V vocabulary
 
 # What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
-MATRICES = {"input": 0.0, "logits": 0.0, "grad_grad_input": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
+MATRICES = {  # (N, ...)
+    **{"input": 0.0, "low_rank_input": 0.0, "logits": 0.0, "grad_grad_input": 0.0},
+    **{"teacher_input": 0.0, "teacher_probs": 1.0},
+}
 VECTORS = {  # (..., N)
     *("advantages", "old_log_probs", "ref_log_probs"),
     *("target", "row_scale", "lse", "lse_rest", "expected_logit"),

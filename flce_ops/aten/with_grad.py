@@ -1,6 +1,7 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,9 +18,9 @@ from flce_ops.aten.logits import (
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
 from flce_ops.math.loss import terms_of_tokens
-from flce_ops.math.options import TokenStatistics
+from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import WithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 
@@ -37,20 +38,56 @@ def with_grad(call: WithGrad) -> meta.OnePassOutputs:
 def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
-    input, linear_weight, target, linear_bias, weight = call.operands
-    num_classes, output_mask = linear_weight.shape[0], call.output_mask
+    input, linear_weight = call.operands[:2]
+    beside = extra_matrices(call.statistics)
+    step = rows_of_chunk(
+        call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight), matrices_beside=beside
+    )
+    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    products = chunk_products(call, input, linear_weight, step)
+    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics))
+
+
+def rows_of_chunk(
+    call: WithGrad | LowRankWithGrad,
+    operands: Operands,
+    want_weight: bool,
+    *,
+    reserved: int,
+    matrices_beside: int = 0,
+) -> int:
+    in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
+    classes = operands.linear_weight.shape[0]
+    return rows_beside_gradients(operands.input, classes, want_weight, matrices_in_block=in_block, reserved=reserved)
+
+
+class Gradients(Protocol):
+    """Where the G of chunks goes: a GradientAccumulator, or several."""
+
+    def add_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def loss_and_gradients(
+    call: WithGrad | LowRankWithGrad,
+    operands: Operands,
+    products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their products (n, V), which become G
+    gradients: Gradients,
+    losses: Tensor,  # (N,) out
+    statistics: TokenStatistics,  # (N,) each, out
+) -> Tensor:  # ()
+    input, linear_weight, target, linear_bias, weight = operands
+    num_classes = linear_weight.shape[0]
     column = zero_where_ignored(input, target).long().unsqueeze(1)
     accumulate = losses.dtype
     valid = target != call.ignore_index
     scale = call.reduction.scale_of_tokens(valid, accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
     loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
-    in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    step = rows_beside_gradients(
-        input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
-    )
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
-    for chunk, product in chunk_products(call, input, linear_weight, step):
+    for chunk, product in products:
         blocks = row_blocks(input, chunk, product, column, scale, losses)
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
@@ -67,4 +104,4 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    loss.copy_(call.reduction.loss(zero_where_ignored(input, losses), valid))
+    return call.reduction.loss(zero_where_ignored(input, losses), valid)

@@ -25,6 +25,30 @@ class Operands(NamedTuple):
     weight: Tensor | None = None  # (V,), class weights
 
 
+class LowRankOperands(NamedTuple):
+    """Of logits  input @ linear_weight.T + low_rank_input @ low_rank_weight.T  (+ linear_bias)."""
+
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    low_rank_input: Tensor  # (N, r)
+    low_rank_weight: Tensor  # (V, r)
+    target: Tensor  # (N,)
+    linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,), class weights
+
+    @property
+    def head(self) -> Operands:
+        """Without the pair."""
+        return Operands(self.input, self.linear_weight, self.target, self.linear_bias, self.weight)
+
+    @property
+    def concatenated(self) -> Operands:
+        """The same logits by one product, at the price of a copy of linear_weight."""
+        input = torch.cat([self.input, self.low_rank_input], 1)
+        linear_weight = torch.cat([self.linear_weight, self.low_rank_weight], 1)
+        return Operands(input, linear_weight, self.target, self.linear_bias, self.weight)
+
+
 class LogitOperands(NamedTuple):
     """Of a loss of logits that are given."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
+from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
 from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
@@ -56,6 +56,7 @@ class Situation(NamedTuple):
     part: bool = False  # logits that share memory with more than themselves
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
+    trains_weight: bool = False  # of a head with a low-rank pair
     teacher: torch.dtype | None = None  # of a teacher's hidden states
 
 
@@ -105,6 +106,8 @@ EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_cla
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
 
+FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
+
 WANTS_LOGITS = Condition("a gradient of logits", lambda s: s.wants_gradient)
 HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
 NOT_LEAF = Condition(
@@ -144,6 +147,10 @@ LOSS = {
             why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
         ),
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
+    ),
+    "a scalar loss of a head with a low-rank pair": (
+        Path("one pass", (FROZEN, *OF_OPERANDS), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
     ),
     "a scalar loss of given logits": (
         Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
@@ -196,6 +203,7 @@ KERNELS = {
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
+    "linear_cross_entropy_low_rank_with_grad": (Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
     "cross_entropy_forward": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
@@ -362,6 +370,16 @@ def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor
     return (
         choose(LOSS["a scalar loss of a policy"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
     )
+
+
+def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
+    """Whether a scalar loss of a head with a low-rank pair has an operator of its own."""
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
+    situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
+        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias))),
+        trains_weight=needs_gradient(linear_weight),
+    )
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name == "one pass"
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
