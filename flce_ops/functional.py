@@ -216,8 +216,8 @@ def cross_entropy(
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, CUDA graphs, DTensor
-        with the tokens sharded. The logits are not kept for backward. In float16, under checkpointing, torch.func and
-        for reduction="none" they are, and backward reads them again.
+        with tokens or classes sharded. The logits are not kept for backward. In float16, under checkpointing,
+        torch.func, with sharded classes and for reduction="none" they are, and backward reads them again.
     """
     refuse_tensors(
         logits_plain.OP,
