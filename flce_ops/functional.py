@@ -353,6 +353,7 @@ def linear_kl_div(
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
 ) -> Tensor:
     r"""Distillation loss whose logits, student's and teacher's, are never held whole.
 
@@ -400,6 +401,8 @@ def linear_kl_div(
             teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
             teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
             its rows. Not with DTensors.
+        shift: as of ``linear_cross_entropy``: position t is left out where label t + 1 is ``ignore_index``, and so is
+            the last one of each sequence.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
@@ -440,6 +443,8 @@ def linear_kl_div(
         linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
             kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
         )
+    if shift:
+        target = shifted_target(kl_div.OP, shift, target, input, ignore_index)
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(
