@@ -243,8 +243,8 @@ def cross_entropy(
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, CUDA graphs, DTensor
-        with the tokens sharded. The logits are not kept for backward. In float16, under checkpointing, torch.func and
-        for reduction="none" they are, and backward reads them again.
+        with tokens or classes sharded. The logits are not kept for backward. In float16, under checkpointing,
+        torch.func, with sharded classes and for reduction="none" they are, and backward reads them again.
     """
     refuse_tensors(
         logits_plain.OP,
@@ -549,6 +549,7 @@ def linear_kl_div(
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
 ) -> Tensor:
     r"""Distillation loss whose logits, student's and teacher's, are never held whole.
 
@@ -596,6 +597,8 @@ def linear_kl_div(
             teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
             teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
             its rows. Not with DTensors.
+        shift: as of ``linear_cross_entropy``: position t is left out where label t + 1 is ``ignore_index``, and so is
+            the last one of each sequence.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
@@ -636,6 +639,8 @@ def linear_kl_div(
         linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
             kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
         )
+    if shift:
+        target = shifted_target(kl_div.OP, shift, target, input, ignore_index)
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(
