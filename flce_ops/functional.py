@@ -39,7 +39,7 @@ class LinearCrossEntropyMetrics(NamedTuple):
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)
-    target: Tensor,  # (...), or (..., V) of probabilities
+    target: Tensor,  # (...), (..., K) with target_weight, or (..., V) of probabilities
     linear_bias: Tensor | None = None,  # (V,)
     *,
     weight: Tensor | None = None,  # (V,)
@@ -51,6 +51,7 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
+    target_weight: Tensor | None = None,  # (..., K)
     normalizer: Tensor | float | None = None,  # ()
     return_metrics: bool = False,
     options: object = None,
@@ -125,7 +126,7 @@ def linear_cross_entropy(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, target_weight)
     if return_metrics:
         entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
     else:
@@ -145,6 +146,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
+        target_weight=target_weight,
     )
     if not return_metrics:
         return result
@@ -240,18 +242,19 @@ def cross_entropy(
 
 
 class LinearLogProbs(NamedTuple):
-    """Each of target's shape; float32 (float64 for float64 input), argmax int64."""
+    """One number a token, (...); float32 (float64 for float64 input), argmax int64."""
 
-    log_probs: Tensor  # log p(target), nats; 0 at ignored tokens
+    log_probs: Tensor  # of target's shape, log p(target), nats; 0 where it is ignore_index
     lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
     entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
+    tail_log_prob: Tensor | None = None  # log of the probability of all classes that target does not name, nats
 
 
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (...)
+    target: Tensor,  # (...) or (..., K)
     linear_bias: Tensor | None = None,  # (V,)
     *,
     ignore_index: int | None = -100,
@@ -260,6 +263,7 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     argmax: bool = False,
+    tail: bool = False,
 ) -> LinearLogProbs:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
 
@@ -299,7 +303,7 @@ def linear_log_probs(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, entropies, largest = entry(
+    token_log_probs, lse, entropies, largest, of_tail = entry(
         input,
         linear_weight,
         target,
@@ -310,8 +314,15 @@ def linear_log_probs(
         temperature=temperature,
         entropy=entropy,
         argmax=argmax,
+        tail=tail,
     )
-    return LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    return LinearLogProbs(
+        token_log_probs,
+        lse,
+        entropies if entropy else None,
+        largest if argmax else None,
+        of_tail if tail else None,
+    )
 
 
 def linear_kl_div(

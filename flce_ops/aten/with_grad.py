@@ -12,11 +12,13 @@ from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
+    at_columns,
     exponentiate_rows,
     upcast,
     weighted_logits,
 )
-from flce_ops.math.loss import terms_of_tokens
+from flce_ops.math.loss import terms_of_tokens, weight_of_slots
+from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -37,12 +39,16 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, argmax = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
-    column = zero_where_ignored(input, target).long().unsqueeze(1)
-    accumulate = losses.dtype
-    valid = target != call.ignore_index
+    accumulate, slot_weight = losses.dtype, None
+    if call.target_weight is None:
+        valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
+    else:
+        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+        slot_weight = weight_of_slots(target, call.target_weight, call.ignore_index, accumulate)
     scale = call.reduction.scale_of_tokens(valid, accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
-    loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
+    of_targets = column.squeeze(1) if slot_weight is None else column
+    loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     in_block = product_is_rounded(input) + (call.logits.softcap is not None)
     step = rows_beside_gradients(
         input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
@@ -53,7 +59,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
-            target_logit = logits.gather(1, own_column).squeeze(1)
+            target_logit = at_columns(logits, own_column, target)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
             if call.argmax:
                 argmax[rows] = logits.argmax(1)

@@ -30,6 +30,7 @@ def applies(layout: Layout, operands: Operands, num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
     sharding = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
     situation = loss_situation(operands.input, operands.linear_weight, operands.linear_bias, **sharding)
+    situation = situation._replace(slots=operands.target.dim() == 2)
     return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
 
 

@@ -25,7 +25,7 @@ ENTRIES = {
     ),
     "linear_log_probs": (
         schemas.LogProbs,
-        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax)",
+        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor tail_log_prob)",
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),

@@ -26,6 +26,11 @@ def composite(call: CrossEntropy) -> Tensor:
 @takes(CrossEntropy)
 def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics: (loss, token_accuracy, argmax)."""
+    if call.target_weight is not None:
+        raise NotImplementedError(
+            f"{OP}: return_metrics is not implemented beside target_weight, whose target names several classes; "
+            "linear_log_probs(..., argmax=True) finds the largest logit"
+        )
     indices_of_matrix = call.linear_weight.dim() <= 2 and not call.target.is_floating_point()
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):
         from flce_ops.entry.sharded import dtensor_composite_metrics

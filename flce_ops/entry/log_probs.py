@@ -3,7 +3,11 @@
 torch.ops.flce.linear_log_probs -> composite -> linear_cross_entropy_forward -> ATen over N numbers
 
 log_prob_i = z_iy - lse_i      entropy_i = lse_i - sum_j p_ij z_ij      argmax_i = argmax_j z_ij
+
+With K slots a token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log(1 - sum_k e^log_prob_ik).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -16,13 +20,13 @@ from flce_ops.meta.arguments import takes
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.support.dtensor import any_dtensor
 
-# N tokens, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary
 
 OP = "linear_log_probs"
 
 
 @takes(LogProbs)
-def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
     if any_dtensor(call.input, call.linear_weight, call.target, call.linear_bias):
         from flce_ops.entry.log_probs_sharded import dtensor_log_probs  # torch.distributed.tensor: only for its users
@@ -33,11 +37,12 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         input.device.type, input, linear_weight, linear_bias
     )
     check_head(OP, call)
-    target, shape = call.target.reshape(call.target.numel()), call.target.shape
+    shape = call.input.shape[:-1]
+    tokens, slots = math.prod(shape), call.target.shape[len(shape) :]
     target_logit, lse, _, expected, _, argmax, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
-        call.input.reshape(target.numel(), input.shape[-1]),
+        call.input.reshape(tokens, input.shape[-1]),
         call.linear_weight,
-        target,
+        call.target.reshape(tokens, *slots),
         call.linear_bias,
         None,
         ignore_index=call.ignore_index,
@@ -45,6 +50,7 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         expected_logit=call.entropy,
         argmax=call.argmax,
     )
-    valid = (target != call.ignore_index).reshape(shape)
-    rows = (target_logit, lse, expected if call.entropy else None, argmax if call.argmax else None, lse_rest)
-    return log_probs_of_rows(valid, *(None if row is None else row.reshape(shape) for row in rows))
+    rows = (lse, expected if call.entropy else None, argmax if call.argmax else None, lse_rest)
+    rows = (None if row is None else row.reshape(shape) for row in rows)
+    target_logit = target_logit.reshape(call.target.shape)
+    return log_probs_of_rows(call.target, call.ignore_index, target_logit, *rows, tail=call.tail)

@@ -17,7 +17,7 @@ from flce_ops.ops.autocast import autocast_operands
 # N tokens of this rank, D hidden, V vocabulary
 
 
-def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Body of torch.ops.flce.linear_log_probs when an argument is a DTensor, or a plain target beside some."""
     op = "linear_log_probs"
     layout = layout_of(call.input, call.linear_weight, op, target=call.target, linear_bias=call.linear_bias)
@@ -26,7 +26,7 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_head(op, call)
-    num_classes, target_shape = call.linear_weight.shape[0], call.target.shape
+    num_classes, shape, target_shape = call.linear_weight.shape[0], call.input.shape[:-1], call.target.shape
     tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
         layout, call.input, call.linear_weight, call.target, call.linear_bias
     )
@@ -40,14 +40,16 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             expected_logit=call.entropy,
             argmax=call.argmax,
         )
-        valid = target != call.ignore_index
-        results = log_probs_of_rows(valid, rows.target_logit, rows.lse, rows.expected_logit, rows.argmax)
+        numbers = (rows.target_logit, rows.lse, rows.expected_logit, rows.argmax)
+        results = log_probs_of_rows(target, call.ignore_index, *numbers, tail=call.tail)
     else:
         call.input, call.linear_weight, call.target, call.linear_bias = input, linear_weight, target, linear_bias
         results = LogProbs.run(torch.ops.flce.linear_log_probs, call.values())
-    asked_for = (True, True, call.entropy, call.argmax)
-    log_probs, lse, entropy, argmax = (
-        per_token(layout, result.reshape(tokens_shape), target_shape) if asked else result
-        for result, asked in zip(results, asked_for)
+    log_probs, *others = results
+    log_probs = per_token(layout, log_probs.reshape(*tokens_shape, *target_shape[len(shape) :]), target_shape)
+    asked_for = (True, call.entropy, call.argmax, call.tail)
+    lse, entropy, argmax, tail = (
+        per_token(layout, result.reshape(tokens_shape), shape) if asked else result
+        for result, asked in zip(others, asked_for)
     )
-    return log_probs, lse, entropy, argmax
+    return log_probs, lse, entropy, argmax, tail

@@ -5,6 +5,8 @@ loss_and_argmax -> mean_in_one_pass -> ..._with_grad                   a trainin
                 -> losses_from_forward -> ..._forward                  reduction="none"
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,18 +22,18 @@ from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
 from flce_ops.support.differentiated import differentiated
 
-# N tokens, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary
 
 
 def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
-    shape = call.target.shape
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
-    tokens = call.target.numel()  # -1 has no answer in a vmap over nothing
-    target = call.target.reshape(tokens)
-    input = call.input.reshape(tokens, call.input.shape[-1])
+    *shape, hidden = call.input.shape
+    tokens = math.prod(shape)  # -1 has no answer in a vmap over nothing
+    target = call.target.reshape(tokens, *call.target.shape[len(shape) :])
+    input = call.input.reshape(tokens, hidden)
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
     if token_factors_are_equal(call) and gradients_in_the_same_pass(input, call.linear_weight, call.linear_bias):
         loss, largest = mean_in_one_pass(call, problem)
@@ -61,7 +63,7 @@ def token_factors_are_equal(call: CrossEntropy) -> bool:
 def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, Tensor]:
     """The loss, and argmax: (N,) or (0,). The operator counts the tokens: in ATen that is seven launches."""
     input = call.input
-    if call.reduction == "mean" and call.normalizer is None and call.weight is None:
+    if call.reduction == "mean" and call.normalizer is None and denominator_weight(call) is None:
         denominator = None
     elif call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
         denominator = scalar(1.0, input) * call.normalizer
@@ -74,13 +76,20 @@ def mean_in_one_pass(call: CrossEntropy, problem: TokenLosses) -> tuple[Tensor, 
 
 def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
     dtype, operands = accumulation_dtype(call.input.dtype), problem.operands
-    return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
+    weight = denominator_weight(call)
+    return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, weight)
+
+
+def denominator_weight(call: CrossEntropy) -> Tensor | None:  # (V,)
+    """Class weights divide the mean over one class a token; soft targets divide by tokens, as torch's do."""
+    return call.weight if call.target_weight is None else None
 
 
 def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:
     input = operands.input
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
-    return TokenLosses(operands, call.ignore_index, loss, logits, argmax)
+    target_weight = None if call.target_weight is None else call.target_weight.reshape(operands.target.shape)
+    return TokenLosses(operands, call.ignore_index, loss, logits, argmax, target_weight)
 
 
 def weighted_loss(
@@ -110,7 +119,12 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
     input, linear_weight, _, linear_bias, _ = problem.operands
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
     loss, losses, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
-        *problem.operands, *reduction, **problem.options, output_mask=mask, argmax=problem.argmax
+        *problem.operands,
+        *reduction,
+        **problem.options,
+        output_mask=mask,
+        argmax=problem.argmax,
+        target_weight=problem.target_weight,
     )
     return loss, losses, largest
 
@@ -126,5 +140,8 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         argmax=problem.argmax,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
-    _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.linear_weight.shape[0], *rows)
+    num_classes = operands.linear_weight.shape[0]
+    _, losses, _ = losses_of_rows(
+        operands, problem.ignore_index, problem.loss, num_classes, *rows, problem.target_weight
+    )
     return losses, largest

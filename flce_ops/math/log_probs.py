@@ -1,24 +1,55 @@
 """Log-probabilities and entropy from the numbers of a row of logits."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from flce_ops.math.loss import surprisal
+from flce_ops.math.slots import repeats
+
+# K slots of a target (..., K)
 
 
 def log_probs_of_rows(
-    valid: Tensor,  # (...)
-    target_logit: Tensor,  # (...), as the others
-    lse: Tensor,
+    target: Tensor,  # (...) or (..., K)
+    ignore_index: int,
+    target_logit: Tensor,  # as target
+    lse: Tensor,  # (...), as the others
     expected_logit: Tensor | None,
     argmax: Tensor | None,
     lse_rest: Tensor | None = None,  # what the rounding of lse took from it
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log_probs, lse, entropy and argmax from the row statistics; (0,) for those that are not there."""
-    entropy = lse.new_zeros(0) if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0)
+    *,
+    tail: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log_probs, lse, entropy, argmax and the tail's log p from the row statistics; (0,) for those not there."""
+    counts = target != ignore_index
+    of_one_class = target.dim() == lse.dim()
+    valid = counts if of_one_class else counts.any(-1)
+    nothing = lse.new_zeros(0)
+    log_probs = torch.where(counts, -surprisal(target_logit, lse, lse_rest), 0.0)
     return (
-        torch.where(valid, -surprisal(target_logit, lse, lse_rest), 0.0),
+        log_probs,
         torch.where(valid, lse, 0.0),
-        entropy,
-        lse.new_zeros(0, dtype=torch.int64) if argmax is None else argmax,
+        nothing if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0),
+        nothing.to(torch.int64) if argmax is None else argmax,
+        tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in (log_probs, target, counts)))
+        if tail
+        else nothing,
     )
+
+
+def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor:  # (..., K) each -> (...)
+    """log(1 - sum_k p_k) over the classes that a token's slots name, each once; 0 where they name none.
+
+    With s the log of that sum, log(1 - e^s) is log1p(-e^s) where the tail is the larger part and log(-expm1(s)) where
+    it is the smaller. Below eps of the dtype the tail is a rounding of the others: its log ends there, with gradient 0.
+    """
+    named = counts & ~repeats(target)
+    total = torch.where(named, log_probs, -torch.inf).logsumexp(-1)
+    total = torch.where(counts.any(-1), total.clamp(max=-torch.finfo(total.dtype).eps), -torch.inf)
+    small = total < -math.log(2.0)
+    # both branches have finite derivatives where the other one is taken
+    of_small = torch.log1p(-torch.where(small, total, -1.0).exp())
+    of_large = torch.log(-torch.expm1(torch.where(small, -1.0, total)))
+    return torch.where(small, of_small, of_large)

@@ -199,6 +199,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     output_mask: OutputMask
     argmax: bool = False
+    target_weight: Tensor | None = None  # (N, K), with a target (N, K)
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):

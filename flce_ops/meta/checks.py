@@ -15,15 +15,17 @@ DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual ones, without asking fur
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_operands(op: str, operands: Operands) -> None:
+def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
+    """With `slots`, target may be (N, K)."""
     check_dense(op, **operands._asdict())
     input, linear_weight, target, linear_bias, weight = operands
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear(op, input, linear_weight, linear_bias)
-    if target.dim() != 1 or target.shape[0] != input.shape[0]:
+    if target.dim() not in ((1, 2) if slots else (1,)) or target.shape[0] != input.shape[0]:
+        or_slots = f", or of K slots ({input.shape[0]}, K)" if slots else ""
         raise ValueError(
-            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
+            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input{or_slots}, "
             f"got {tuple(target.shape)}"
         )
     check_target_dtype(op, target)
@@ -158,3 +160,11 @@ def check_per_row(op: str, input: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
+
+
+def check_per_slot(op: str, target: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != target.shape:
+            raise ValueError(
+                f"{op}: expected {name} of target's shape {tuple(target.shape)}, got {tuple(tensor.shape)}"
+            )

@@ -55,6 +55,7 @@ class Situation(NamedTuple):
     part: bool = False  # logits that share memory with more than themselves
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
+    slots: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # of a teacher's hidden states
 
 
@@ -96,6 +97,7 @@ NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
+ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.slots)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
 
@@ -123,7 +125,7 @@ LOSS = {
     "a scalar loss over a sharded vocabulary": (
         Path(
             "one pass",
-            (ONE_DIMENSION, EVERY_RANK, *MADE_IN_FORWARD),
+            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *MADE_IN_FORWARD),
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
@@ -155,16 +157,16 @@ RETAIN = {
 }
 KERNELS = {
     "linear_cross_entropy_forward": (
-        Path("triton", TRITON, "flce_ops.triton:launch_forward"),
+        Path("triton", (*TRITON, ONE_CLASS_A_TOKEN), "flce_ops.triton:launch_forward"),
         Path("aten", (), "flce_ops.aten:forward"),
     ),
     "linear_cross_entropy_backward": (
-        Path("triton", TRITON, "flce_ops.triton:launch_backward"),
+        Path("triton", (*TRITON, ONE_CLASS_A_TOKEN), "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
     ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
-        Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
+        Path("triton", (*TRITON, ONE_CLASS_A_TOKEN, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
         Path("aten", (), "flce_ops.aten:with_grad"),
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": (
@@ -215,7 +217,9 @@ def retained_rows(call: Forward) -> int:
     """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
     input, linear_weight, _, linear_bias, _ = call.operands
     situation = loss_situation(input, linear_weight, linear_bias)._replace(
-        one_class=linear_weight.shape[0] == 1, softcap=call.logits.softcap is not None
+        one_class=linear_weight.shape[0] == 1,
+        softcap=call.logits.softcap is not None,
+        slots=call.operands.target.dim() == 2,
     )
     return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
 
@@ -271,6 +275,7 @@ def situation_of(call: Any) -> Situation:
         num_classes == 1,
         loss is not None and loss.label_smoothing != 0.0,
         logits is not None and logits.softcap is not None,
+        slots=operands.target.dim() == 2,
     )
 
 
