@@ -157,16 +157,16 @@ RETAIN = {
 }
 KERNELS = {
     "linear_cross_entropy_forward": (
-        Path("triton", (*TRITON, ONE_CLASS_A_TOKEN), "flce_ops.triton:launch_forward"),
+        Path("triton", TRITON, "flce_ops.triton:launch_forward"),
         Path("aten", (), "flce_ops.aten:forward"),
     ),
     "linear_cross_entropy_backward": (
-        Path("triton", (*TRITON, ONE_CLASS_A_TOKEN), "flce_ops.triton:launch_backward"),
+        Path("triton", TRITON, "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
     ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
-        Path("triton", (*TRITON, ONE_CLASS_A_TOKEN, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
+        Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
         Path("aten", (), "flce_ops.aten:with_grad"),
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": (

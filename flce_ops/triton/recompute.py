@@ -39,7 +39,7 @@ def recompute_step(
     here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows, call.target_weight
     )
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
