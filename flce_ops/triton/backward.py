@@ -1,6 +1,6 @@
 """CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
 
-    for each range of rows:            the kept tokens of the range                       gather_tokens.py, gather_slots.py
+    for each range of rows:            the kept tokens of the range                               gather_slots.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
                                            or, where forward retained logits,             retained_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py

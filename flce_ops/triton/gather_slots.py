@@ -100,11 +100,10 @@ def launch_gather_targets(
 ) -> AtTarget:
     """As launch_gather_tokens; of a target (N, K) the logits, slopes and columns are (n, K)."""
     target, linear_weight = operands.target, operands.linear_weight
+    gathered = launch_gather_tokens(kept, operands, logit_options, rows, vocab_start=vocab_start)
     if target.dim() == 1:
-        return launch_gather_tokens(kept, operands, logit_options, rows, vocab_start=vocab_start)
-    *_, reference, guard = launch_gather_tokens(
-        kept, operands._replace(target=None), logit_options, rows, vocab_start=0
-    )
+        return gathered
+    *_, reference, guard = gathered
     (n, hidden), slots = rows.shape, target.shape[1]
     logit = reference.new_empty(n, slots)
     dz_du = None if logit_options.softcap is None else torch.empty_like(logit)

@@ -43,7 +43,7 @@ def gather_tokens_kernel(
     input_ptr,  # (N, D)
     weight_ptr,  # (V, D)
     bias_ptr,  # (V,)
-    target_ptr,  # (N,); None for column 0
+    target_ptr,  # (N,); None for column 0 (of several classes a token, gather_slots.py)
     rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
     logit_ptr,  # (n,) out, base 2
     reference_ptr,  # (n,) out, the same: a rescue overwrites it
@@ -118,7 +118,7 @@ def launch_gather_tokens(
         input,
         linear_weight,
         linear_bias,
-        target,
+        target if target.dim() == 1 else None,
         rows,
         logit,
         reference,
