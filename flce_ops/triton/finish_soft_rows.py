@@ -21,7 +21,7 @@ from flce_ops.triton.kept_tokens import kept_rows
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss, row_loss
-from flce_ops.triton.slots import BLOCK_S, larger_entry, sum_of_equals
+from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 
 # N tokens, n rows of a chunk, K slots
 
@@ -109,6 +109,6 @@ def launch_finish_soft_rows(
         entry=tokens.losses.new_empty(n, slots, dtype=dtype), column=tokens.column.new_empty(n)
     )
     finish_soft_rows_kernel[(n,)](
-        tokens, sums, finished, n, loss, logit_scale, SLOTS=slots, BLOCK_S=BLOCK_S, num_warps=2
+        tokens, sums, finished, n, loss, logit_scale, SLOTS=slots, BLOCK_S=slots_at_a_time(slots), num_warps=2
     )
     return finished

@@ -18,7 +18,7 @@ from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logit_codes import clear_unused, codes_of
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
-from flce_ops.triton.slots import BLOCK_S
+from flce_ops.triton.slots import slots_at_a_time
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
@@ -99,9 +99,8 @@ def store_slot_logits_kernel(
 def launch_store_slot_logits(at_target: AtTarget, out: Tensor, kept: Kept) -> Tensor:  # (n,)
     n, slots = at_target.column.shape
     largest = at_target.logit.new_empty(n)
-    store_slot_logits_kernel[(n,)](
-        at_target.logit, at_target.column, largest, out, kept, n, SLOTS=slots, BLOCK_S=BLOCK_S, num_warps=1
-    )
+    blocks = {"SLOTS": slots, "BLOCK_S": slots_at_a_time(slots), "num_warps": 1}
+    store_slot_logits_kernel[(n,)](at_target.logit, at_target.column, largest, out, kept, n, **blocks)
     return largest
 
 

@@ -15,7 +15,7 @@ from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.slots import BLOCK_S, larger_entry, sum_of_equals
+from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 
 # N tokens, n rows of a chunk, K slots, V vocabulary
 
@@ -100,7 +100,7 @@ def launch_slot_entries(
         n,
         HALF=dtype,
         SLOTS=slots,
-        BLOCK_S=BLOCK_S,
+        BLOCK_S=slots_at_a_time(slots),
         num_warps=2,
     )
     return entry, residual, largest

@@ -1,7 +1,8 @@
 """What the kernels of K classes a token share: the weights of equal classes, and the slot of the largest entry.
 
-A row's slots are taken BLOCK_S at a time. Equal classes of a token name one entry of its row, so each of them makes the
-whole of it, in the order of the slots, and all write the same number: no atomics, the same bits in every run.
+A row's slots are taken some at a time (slots_at_a_time). Equal classes of a token name one entry of its row, so each of
+them makes the whole of it, in the order of the slots, and all write the same number: no atomics, the same bits in every
+run.
 """
 
 import triton
@@ -9,7 +10,10 @@ import triton.language as tl
 
 # K slots of a row
 
-BLOCK_S = 64  # 64 x 64 comparisons a row at K = 64
+
+def slots_at_a_time(slots: int) -> int:
+    """Each is compared with as many at a time: 64 x 64 comparisons of K = 64."""
+    return min(64, triton.next_power_of_2(slots))
 
 
 @triton.jit
