@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,13 @@ IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
 
 
+class SoftTargets(NamedTuple):
+    """(N, K) each: what the mode "soft64" has in place of the target."""
+
+    classes: Tensor  # int64
+    weight: Tensor  # float32
+
+
 @dataclass
 class Problem:
     shape: Shape
@@ -41,6 +49,7 @@ class Problem:
     target: Tensor  # (N,) int64, IGNORE_INDEX where ignored
     cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
     seed: int
+    soft: SoftTargets | None = None  # drawn where they are asked for: soft.py
 
     def clear_gradients(self) -> None:
         self.input.grad = None

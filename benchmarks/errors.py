@@ -4,6 +4,8 @@ N tokens, D hidden, V vocabulary. The reference takes the same rounded inputs an
 over the tokens:
 
     z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
+
+With K classes a token, of weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k q_k onehot_k).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from .data import Problem
 from .modes import Mode
+from .soft import targets_of
 
 
 class Reference(NamedTuple):
@@ -46,14 +49,18 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
 
     for rows in problem.row_chunks():
         x = problem.input[rows].to(dtype)
-        target = problem.target[rows].clamp(min=0)[:, None]
+        target = problem.target[rows][:, None]
+        q = torch.ones_like(target, dtype=dtype)
+        if mode.name == "soft64":
+            target, q = (of_all[rows] for of_all in targets_of(problem))
+        target, q = target.clamp(min=0), q.to(dtype)
         z = x @ weight.T
         lse = z.logsumexp(-1, keepdim=True)
-        losses[rows] = torch.where(kept[rows], (lse - z.gather(1, target))[:, 0], 0)
+        losses[rows] = torch.where(kept[rows], (q * (lse - z.gather(1, target))).sum(1), 0)
         if not mode.backward:
             continue
-        grad_z = z.sub_(lse).exp_()
-        grad_z.scatter_add_(1, target, torch.full_like(lse, -1))
+        grad_z = z.sub_(lse).exp_().mul_(q.sum(1, keepdim=True))
+        grad_z.scatter_add_(1, target, -q)
         grad_z.mul_(torch.where(kept[rows], scale[rows], 0)[:, None])
         if grad_input is not None:
             torch.mm(grad_z, weight, out=grad_input[rows])

@@ -43,6 +43,7 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
+        Mode("soft64", 3, "mean", True, True),  # 64 classes a token: soft.py
         Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
     )
 }

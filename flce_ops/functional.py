@@ -67,6 +67,12 @@ def linear_cross_entropy(
                                 + label_smoothing / V * sum_j weight_j * (lse - z_j)
                                 + z_loss * lse ** 2 ]
 
+    With several classes y_k a token and their weights q as target and target_weight (soft targets)::
+
+        loss = token_weight * [ (1 - label_smoothing) * sum_k q_k * weight_yk * (lse - z_yk)
+                                + label_smoothing / V * sum_j weight_j * (lse - z_j)
+                                + z_loss * lse ** 2 ]
+
     With class probabilities q as target::
 
         loss = token_weight * sum_j weight_j * [(1 - label_smoothing) * q_j + label_smoothing / V] * (lse - z_j)
@@ -76,13 +82,14 @@ def linear_cross_entropy(
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast). For a
             K-dimensional loss (V, d_1, ..., d_K, D), a head for each position, which run one after the other;
             target, loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias (V, d_1, ..., d_K).
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. Or class probabilities, (..., V) or
-            (..., V, d_1, ..., d_K), of any floating dtype, not negative (that gives nan); they need not add up to 1,
-            and are constants.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. With ``target_weight`` (..., K): K
+            classes a token, of which those that are ``ignore_index`` count for nothing; a token without another is
+            ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype, not negative
+            (that gives nan); they need not add up to 1, and are constants.
         linear_bias: (V,), in input's dtype.
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
-            ignored, or by the sum of their class weights. "sum".
+            ignored, or, of one class a token, by the sum of their class weights. "sum".
         ignore_index: target value that contributes neither loss nor gradient, whatever input holds there. None is -100,
             as torch's.
         label_smoothing: in [0, 1].
@@ -93,23 +100,28 @@ def linear_cross_entropy(
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Tokens of weight 0 are left
             out like ignored ones, unless token_weight gets a gradient or the metrics their argmax.
+        target_weight: q, one for each class of target, (..., K), any floating dtype, not negative (that gives nan).
+            They need not add up to 1 (a teacher's top K), equal classes of a token add up, 0 is fine, and what stands
+            beside ``ignore_index`` is not read. Constants. A hard target beside soft ones is one more slot:
+            ``torch.cat([target.unsqueeze(-1), classes], -1)`` with its weight beside theirs.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
         return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
-            probabilities, nor is ``z_loss``.
+            probabilities, nor is ``z_loss``; not with ``target_weight``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
             memory as ``set_workspace`` does here, and have no effect; what would change the sums is refused.
 
     Returns:
-        float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
+        float32 (float64 for float64 input): shape () or, for "none", that of the tokens. In nats per token.
         With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
-        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
-            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors.
+        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``, ``target_weight`` or
+            probabilities, and second derivatives of the latter's loss; probabilities or a K-dimensional loss beside
+            DTensors; target_weight with a K-dimensional loss or metrics.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
@@ -272,23 +284,29 @@ def linear_log_probs(
         lse      = logsumexp_j z_j
         log_prob = z_target - lse
         entropy  = lse - sum_j softmax(z)_j z_j
+        tail_log_prob = log(1 - sum_k softmax(z)_k), k over the distinct classes that target names for the token
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``.
+        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
         linear_bias: (V,), in input's dtype.
-        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100.
+        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Of K classes
+            such a slot has log-probability 0, and a token of such slots alone is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias.
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
+        tail: also return the log-probability of all other classes together, of those that target does not name. Where
+            that is below the dtype's eps (log: -15.9 in float32), a rounding of the others, it stays there, and has no
+            gradient.
 
     Returns:
-        ``LinearLogProbs(log_probs, lse, entropy, argmax)``, each of target's shape, None where not asked for.
-        log_probs, lse and entropy are differentiable, float32 (float64 for float64 input).
+        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``, log_probs of target's shape, the others one
+        number a token, (...); None where not asked for. All but argmax are differentiable, float32 (float64 for float64
+        input).
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
@@ -296,7 +314,8 @@ def linear_log_probs(
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are
         retained (``set_workspace``), 4 for others. A vocabulary
-        sharded over ranks exchanges 2 to 5 numbers per token. entropy and argmax cost nothing when not asked for.
+        sharded over ranks exchanges 2 to 5 numbers per token, K - 1 more of K classes. entropy and argmax cost nothing
+        when not asked for.
     """
     refuse_tensors(log_probs.OP, softcap=softcap)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(

@@ -46,8 +46,9 @@ class LinearCrossEntropyLoss(nn.Module):
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as
             `linear_cross_entropy`.
 
-    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features); loss () or, for
-    reduction="none", (..., *out_features); with return_metrics the pair (loss, LinearCrossEntropyMetrics).
+    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
+    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics the pair
+    (loss, LinearCrossEntropyMetrics).
     """
 
     weight: Tensor | None
@@ -96,6 +97,7 @@ class LinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         *,
         token_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         return_metrics: bool = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
@@ -113,6 +115,7 @@ class LinearCrossEntropyLoss(nn.Module):
             reduction=self.reduction,
             **options_of(self),
             token_weight=token_weight,
+            target_weight=target_weight,
             normalizer=normalizer,
             return_metrics=return_metrics,
             options=self.options,
@@ -133,7 +136,8 @@ class LinearCrossEntropyHead(nn.Linear):
         in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
 
-    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), the loss.
+    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
+    target_weight of its shape, the loss.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class LinearCrossEntropyHead(nn.Linear):
         weight: Tensor | None = None,
         reduction: str = "mean",
         token_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         return_metrics: bool = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
@@ -180,6 +185,7 @@ class LinearCrossEntropyHead(nn.Linear):
             reduction=reduction,
             **options_of(self),
             token_weight=token_weight,
+            target_weight=target_weight,
             normalizer=normalizer,
             return_metrics=return_metrics,
         )

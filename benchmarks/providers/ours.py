@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
 from ..modes import Loss, Mode, Step, step_of
+from ..soft import in_one_call
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
@@ -80,6 +81,10 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
 
+    if mode.name == "soft64":
+        if name in ("ours_recompute", "ours_compacted"):
+            raise Unavailable("one class a token alone")
+        loss = in_one_call(problem)
     if name == "ours":
         return step_of(loss, problem, mode)
     if name == "ours_compiled":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data import Problem
 from ..modes import Mode, Step, step_of
+from ..soft import on_logits
 
 VERSION_OF = "torch"
 
@@ -20,7 +21,8 @@ def dense_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: 
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
+    loss = on_logits(problem) if mode.name == "soft64" else dense_loss
     if name == "torch_eager":
-        return step_of(dense_loss, problem, mode)
+        return step_of(loss, problem, mode)
     # dynamic=False: kernels for these very sizes, not for symbolic ones after the second shape of a run.
-    return step_of(torch.compile(dense_loss, dynamic=False, fullgraph=True), problem, mode)
+    return step_of(torch.compile(loss, dynamic=False, fullgraph=True), problem, mode)

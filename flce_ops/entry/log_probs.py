@@ -51,6 +51,6 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         argmax=call.argmax,
     )
     rows = (lse, expected if call.entropy else None, argmax if call.argmax else None, lse_rest)
-    rows = (None if row is None else row.reshape(shape) for row in rows)
+    numbers = [None if row is None else row.reshape(shape) for row in rows]
     target_logit = target_logit.reshape(call.target.shape)
-    return log_probs_of_rows(call.target, call.ignore_index, target_logit, *rows, tail=call.tail)
+    return log_probs_of_rows(call.target, call.ignore_index, target_logit, *numbers, tail=call.tail)

@@ -54,6 +54,12 @@ class LossTerms:
     smoothing_lse_factor: Tensor | float  # eps / V * sum_j w_j
     z_loss: Tensor | None  # ()
 
+    @property
+    def of_slots(self) -> Tensor | None:
+        """target_factor where it is (N, K)."""
+        factor = self.target_factor
+        return factor if isinstance(factor, Tensor) and factor.dim() == 2 else None
+
     def of(self, rows: slice) -> "LossTerms":
         factor = self.target_factor
         return replace(self, target_factor=factor[rows]) if isinstance(factor, Tensor) else self
@@ -63,8 +69,8 @@ class LossTerms:
     ) -> Tensor:
         """`lse_rest` is what the rounding of lse took from it."""
         loss = times(self.target_factor, surprisal(target_logit, lse, lse_rest))
-        if target_logit.dim() > lse.dim():  # a class of weight 0 may be switched off by a bias of -inf
-            loss = torch.where(self.target_factor == 0.0, 0.0, loss).sum(-1)
+        if self.of_slots is not None:  # a class of weight 0 may be switched off by a bias of -inf
+            loss = torch.where(self.of_slots == 0.0, 0.0, loss).sum(-1)
         if logit_sum is not None:
             loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
         if self.z_loss is not None:
@@ -75,8 +81,8 @@ class LossTerms:
         self, target_logit: Tensor, lse: Tensor
     ) -> tuple[Tensor | float, Tensor | float, Tensor | float | None]:
         """By target_logit, lse and logit_sum; None where the loss does not read that."""
-        by_slot = target_logit.dim() > lse.dim()
-        d_lse = (self.target_factor.sum(-1) if by_slot else self.target_factor) + self.smoothing_lse_factor
+        factor = self.target_factor if self.of_slots is None else self.of_slots.sum(-1)
+        d_lse = factor + self.smoothing_lse_factor
         if self.z_loss is not None:
             d_lse = d_lse + 2.0 * self.z_loss * lse
         return -self.target_factor, d_lse, -self.smoothing if self.smoothing else None

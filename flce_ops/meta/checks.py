@@ -23,10 +23,10 @@ def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear(op, input, linear_weight, linear_bias)
     if target.dim() not in ((1, 2) if slots else (1,)) or target.shape[0] != input.shape[0]:
-        or_slots = f", or of K slots ({input.shape[0]}, K)" if slots else ""
+        or_slots = f"; (N, K) for K classes of each, with N = {input.shape[0]}, is fine too" if slots else ""
         raise ValueError(
-            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input{or_slots}, "
-            f"got {tuple(target.shape)}"
+            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
+            f"got {tuple(target.shape)}{or_slots}"
         )
     check_target_dtype(op, target)
     if weight is not None:

@@ -73,7 +73,8 @@ def finish_soft_rows_kernel(
     scaled_d_lse, d_lse, _ = store_and_scale(tokens, token, i, n, mask, value, d_lse, d_target, logit_scale_ptr)
     row_factor = scaled_d_lse / row_sum
 
-    size, largest, column_of_largest = -1.0, 0.0, tl.full((), -1, tl.int64)
+    size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
+    column_of_largest = tl.full((), -1, tl.int64)
     for start in range(0, SLOTS, BLOCK_S):
         slot = start + tl.arange(0, BLOCK_S)
         inside = (slot < SLOTS) & mask

@@ -43,7 +43,8 @@ def slot_entries_kernel(
         of_row = row.to(tl.int64) * SLOTS
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
         scale = number_at(logit_scale_ptr)
-        size, largest, column_of_largest = -1.0, 0.0, tl.full((), -1, tl.int64)
+        size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
+        column_of_largest = tl.full((), -1, tl.int64)
         for start in range(0, SLOTS, BLOCK_S):
             slot = start + tl.arange(0, BLOCK_S)
             inside = slot < SLOTS
