@@ -41,6 +41,14 @@ class SoftTargets(NamedTuple):
     weight: Tensor  # float32
 
 
+class PolicyTokens(NamedTuple):
+    """(N,) float32 each: what the mode "policy" knows of the tokens."""
+
+    advantages: Tensor
+    old_log_probs: Tensor
+    ref_log_probs: Tensor
+
+
 @dataclass
 class Problem:
     shape: Shape
@@ -50,10 +58,16 @@ class Problem:
     cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
     seed: int
     soft: SoftTargets | None = None  # drawn where they are asked for: soft.py
+    policy: PolicyTokens | None = None  # drawn where it is asked for: policy.py
 
     def clear_gradients(self) -> None:
         self.input.grad = None
         self.linear_weight.grad = None
+
+    @property
+    def entropy_cotangent(self) -> Tensor:  # (N,)
+        """Where entropies are asked for beside log-probabilities: a tenth, in another order."""
+        return 0.1 * self.cotangent.flip(0)
 
     @property
     def kept(self) -> Tensor:  # (N,) bool

@@ -1,6 +1,7 @@
 """Modules that own the head's parameters; the mathematics is in flce_ops/entry/cross_entropy.py."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class LinearCrossEntropyLoss(nn.Module):
             `linear_cross_entropy`.
 
     Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
-    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics the pair
-    (loss, LinearCrossEntropyMetrics).
+    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair, as
+    of `linear_cross_entropy`.
     """
 
     weight: Tensor | None
@@ -99,8 +100,9 @@ class LinearCrossEntropyLoss(nn.Module):
         token_weight: Tensor | None = None,
         target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-        return_metrics: bool = False,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+        shift: bool = False,
+        return_metrics: bool | Sequence[str] = False,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
@@ -117,6 +119,7 @@ class LinearCrossEntropyLoss(nn.Module):
             token_weight=token_weight,
             target_weight=target_weight,
             normalizer=normalizer,
+            shift=shift,
             return_metrics=return_metrics,
             options=self.options,
         )
@@ -172,8 +175,9 @@ class LinearCrossEntropyHead(nn.Linear):
         token_weight: Tensor | None = None,
         target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-        return_metrics: bool = False,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+        shift: bool = False,
+        return_metrics: bool | Sequence[str] = False,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         if target is None:
             return self.logits(input)
         return linear_cross_entropy(
@@ -187,6 +191,7 @@ class LinearCrossEntropyHead(nn.Linear):
             token_weight=token_weight,
             target_weight=target_weight,
             normalizer=normalizer,
+            shift=shift,
             return_metrics=return_metrics,
         )
 

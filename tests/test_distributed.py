@@ -656,6 +656,7 @@ def triton_one_pass(device):
     for options, scale, off in (
         ({}, 1.0, 131),
         ({"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2}, 1.0, 131),
+        ({"label_smoothing": 0.1, "logit_scale": 0.7}, 1.0, 131),
         ({"z_loss": 1e-2}, 60.0, 131),  # losses of hundreds of nats: shards whose share of the softmax underflows
         ({"z_loss": 1e-2}, 1.0, 66),  # a bias of -inf switches off the second rank
     ):

@@ -115,7 +115,7 @@ def test_forward_and_backward(options, dtype, poisoned_memory):
             *cotangents,
             *args,
             rows[1],
-            lse_rest=rows[6],
+            lse_rest=rows[8],
             output_mask=MASK,
             grad_expected_logit=of_expected,
             expected_logit=rows[3],
@@ -123,7 +123,7 @@ def test_forward_and_backward(options, dtype, poisoned_memory):
             **more,
         )
 
-    ours = gradients(launch_backward, found, args, cotangents, of_expected, retained=found[7] if retain else None)
+    ours = gradients(launch_backward, found, args, cotangents, of_expected, retained=found[9] if retain else None)
     exact = gradients(aten.backward, truth, double(*args), double(*cotangents), of_expected.double())
     for one, other in zip(ours, exact, strict=True):
         assert error(one, other) <= TOLERANCE[dtype]

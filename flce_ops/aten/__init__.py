@@ -9,9 +9,9 @@ vocab_parallel_with_grad.py            with_grad where ranks share the vocabular
 second_order.py, backward_tangent.py    what second derivatives share; their derivative along a vector
 """
 
-from flce_ops.aten.backward import backward
+from flce_ops.aten.backward import backward, backward_in_place
 from flce_ops.aten.double_backward import double_backward
 from flce_ops.aten.forward import forward
 from flce_ops.aten.with_grad import with_grad
 
-__all__ = ["backward", "double_backward", "forward", "with_grad"]
+__all__ = ["backward", "backward_in_place", "double_backward", "forward", "with_grad"]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
-from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
+from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients, sums_by_itself
 from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.logits import (
     activate_with_slope,
@@ -17,7 +17,7 @@ from flce_ops.aten.logits import (
     upcast,
 )
 from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import Backward, takes
+from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
 from flce_ops.meta.outputs import Gradients
 from flce_ops.support.readable import copy_bytes
 
@@ -31,6 +31,14 @@ def backward(call: Backward) -> Gradients:
     return grads
 
 
+@takes(BackwardInPlace)
+def backward_in_place(call: BackwardInPlace) -> Gradients:
+    grads = meta.backward_in_place_outputs(call)
+    main_grad = call.main_grad.data  # autograd counts the versions of other memory only, as where Triton writes
+    on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), (ZERO, None, None))
+    return grads
+
+
 def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
@@ -40,11 +48,13 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     linear_bias, weight = upcast(linear_bias, call.lse.dtype), upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
+    adds = isinstance(call, BackwardInPlace)
+    sums = output_mask[1] and not (adds and sums_by_itself(call.main_grad))
     step = rows_beside_gradients(
-        input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
+        input, num_classes, sums, matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
     retained = None if call.retained is None else call.retained.view(input.dtype)
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=adds)
     for chunk, product in chunk_products(call, input, linear_weight, step, retained):
         for rows, block in row_blocks(input, chunk, product):
             logits, slope = activate_with_slope(block, linear_bias, call.logits)

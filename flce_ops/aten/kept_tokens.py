@@ -30,6 +30,7 @@ VECTORS = {  # (..., N)
     *("row_scale", "lse", "lse_rest", "expected_logit"),
     *("grad", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
     *("shift", "teacher_shift", "student_kl"),
+    *("advantages", "old_log_probs", "ref_log_probs"),
 }
 BY_SLOT = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
@@ -43,6 +44,7 @@ class AtIgnored(NamedTuple):
 
 
 ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
+ONE_PASS_FILLS = (None, ZERO, ZERO, None, None, NO_CLASS, ZERO, ZERO, ZERO, ZERO)  # of meta.OnePassOutputs
 
 
 class RowsByChunk:

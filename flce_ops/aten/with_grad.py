@@ -7,17 +7,18 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import ONE_PASS_FILLS, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
     at_columns,
-    exponentiate_rows,
     upcast,
     weighted_logits,
 )
+from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
+from flce_ops.math.options import TokenStatistics
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import WithGrad, takes
@@ -28,15 +29,16 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(WithGrad)
-def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS))
+    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS)
     return outputs
 
 
 def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, argmax = outputs
+    loss, losses, *grads = outputs[:5]
+    statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
     accumulate, slot_weight = losses.dtype, None
@@ -49,7 +51,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
     of_targets = column.squeeze(1) if slot_weight is None else column
     loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
-    in_block = product_is_rounded(input) + (call.logits.softcap is not None)
+    in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     step = rows_beside_gradients(
         input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
@@ -61,9 +63,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             target_logit = at_columns(logits, own_column, target)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
-            if call.argmax:
-                argmax[rows] = logits.argmax(1)
-            row_max, row_sum = exponentiate_rows(logits)
+            row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
             lse, lse_rest = two_sum(row_max, row_sum.log())
             own_losses.copy_(terms.loss(target_logit, lse, logit_sum, lse_rest))
             cotangents = terms.cotangents(target_logit, lse, own_scale)

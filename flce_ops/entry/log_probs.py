@@ -26,7 +26,7 @@ OP = "linear_log_probs"
 
 
 @takes(LogProbs)
-def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def composite(call: LogProbs) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
     if any_dtensor(call.input, call.linear_weight, call.target, call.linear_bias):
         from flce_ops.entry.log_probs_sharded import dtensor_log_probs  # torch.distributed.tensor: only for its users
@@ -39,7 +39,7 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_head(OP, call)
     shape = call.input.shape[:-1]
     tokens, slots = math.prod(shape), call.target.shape[len(shape) :]
-    target_logit, lse, _, expected, _, argmax, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
+    results = torch.ops.flce.linear_cross_entropy_forward(
         call.input.reshape(tokens, input.shape[-1]),
         call.linear_weight,
         call.target.reshape(tokens, *slots),
@@ -49,8 +49,12 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         **logit_options(call.numbers, call.input)._asdict(),
         expected_logit=call.entropy,
         argmax=call.argmax,
+        log_sum_sq_probs=call.log_sum_sq_probs,
+        mean_logit=call.mean_logit,
     )
-    rows = (lse, expected if call.entropy else None, argmax if call.argmax else None, lse_rest)
-    numbers = [None if row is None else row.reshape(shape) for row in rows]
+    target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
+    found = ((expected, call.entropy), (argmax, call.argmax), (squares, call.log_sum_sq_probs))
+    asked = (of_rows if wanted else None for of_rows, wanted in (*found, (mean_logit, call.mean_logit)))
+    rows = (None if row is None else row.reshape(shape) for row in (lse, *asked, lse_rest))
     target_logit = target_logit.reshape(call.target.shape)
-    return log_probs_of_rows(call.target, call.ignore_index, target_logit, *numbers, tail=call.tail)
+    return log_probs_of_rows(call.target, call.ignore_index, target_logit, *rows, tail=call.tail)

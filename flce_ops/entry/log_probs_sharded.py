@@ -17,7 +17,7 @@ from flce_ops.ops.autocast import autocast_operands
 # N tokens of this rank, D hidden, V vocabulary
 
 
-def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_log_probs when an argument is a DTensor, or a plain target beside some."""
     op = "linear_log_probs"
     layout = layout_of(call.input, call.linear_weight, op, target=call.target, linear_bias=call.linear_bias)
@@ -39,17 +39,18 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor, T
             logits=logit_options(call.numbers, input),
             expected_logit=call.entropy,
             argmax=call.argmax,
+            log_sum_sq_probs=call.log_sum_sq_probs,
+            mean_logit=call.mean_logit,
         )
-        numbers = (rows.target_logit, rows.lse, rows.expected_logit, rows.argmax)
+        numbers = (rows.target_logit, rows.lse, *rows[3:])
         results = log_probs_of_rows(target, call.ignore_index, *numbers, tail=call.tail)
     else:
         call.input, call.linear_weight, call.target, call.linear_bias = input, linear_weight, target, linear_bias
         results = LogProbs.run(torch.ops.flce.linear_log_probs, call.values())
     log_probs, *others = results
     log_probs = per_token(layout, log_probs.reshape(*tokens_shape, *target_shape[len(shape) :]), target_shape)
-    asked_for = (True, call.entropy, call.argmax, call.tail)
-    lse, entropy, argmax, tail = (
+    asked_for = (True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit, call.tail)
+    return log_probs, *(
         per_token(layout, result.reshape(tokens_shape), shape) if asked else result
-        for result, asked in zip(others, asked_for)
+        for result, asked in zip(others, asked_for, strict=True)
     )
-    return log_probs, lse, entropy, argmax, tail

@@ -11,6 +11,15 @@ from flce_ops.math.slots import repeats
 # K slots of a target (..., K)
 
 
+def log_probs_of_targets(
+    counts: Tensor,  # as target_logit
+    target_logit: Tensor,  # (...) or (..., K)
+    lse: Tensor,  # (...)
+    lse_rest: Tensor | None = None,  # what the rounding of lse took from it
+) -> Tensor:  # as target_logit
+    return torch.where(counts, -surprisal(target_logit, lse, lse_rest), 0.0)
+
+
 def log_probs_of_rows(
     target: Tensor,  # (...) or (..., K)
     ignore_index: int,
@@ -18,24 +27,30 @@ def log_probs_of_rows(
     lse: Tensor,  # (...), as the others
     expected_logit: Tensor | None,
     argmax: Tensor | None,
+    log_sum_sq_probs: Tensor | None,
+    mean_logit: Tensor | None,
     lse_rest: Tensor | None = None,  # what the rounding of lse took from it
     *,
     tail: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log_probs, lse, entropy, argmax and the tail's log p from the row statistics; (0,) for those not there."""
+) -> tuple[Tensor, ...]:
+    """log_probs, lse, entropy, argmax, the next two and the tail's log p from the row statistics; (0,) for those that
+    are not there."""
     counts = target != ignore_index
     of_one_class = target.dim() == lse.dim()
     valid = counts if of_one_class else counts.any(-1)
     nothing = lse.new_zeros(0)
-    log_probs = torch.where(counts, -surprisal(target_logit, lse, lse_rest), 0.0)
+    log_probs = log_probs_of_targets(counts, target_logit, lse, lse_rest)
+    of_tail = nothing
+    if tail:
+        by_slot = (log_probs, target, counts)
+        of_tail = tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in by_slot))
     return (
         log_probs,
         torch.where(valid, lse, 0.0),
         nothing if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0),
         nothing.to(torch.int64) if argmax is None else argmax,
-        tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in (log_probs, target, counts)))
-        if tail
-        else nothing,
+        *(nothing if n is None else torch.where(valid, n, 0.0) for n in (log_sum_sq_probs, mean_logit)),
+        of_tail,
     )
 
 

@@ -45,9 +45,15 @@
 Imported only when a CUDA kernel of an operator runs.
 """
 
-from flce_ops.triton.backward import launch_backward
+from flce_ops.triton.backward import launch_backward, launch_backward_in_place
 from flce_ops.triton.forward import launch_forward
 from flce_ops.triton.upstream import launch_scale_in_place
 from flce_ops.triton.with_grad import launch_with_grad
 
-__all__ = ["launch_backward", "launch_forward", "launch_scale_in_place", "launch_with_grad"]
+__all__ = [
+    "launch_backward",
+    "launch_backward_in_place",
+    "launch_forward",
+    "launch_scale_in_place",
+    "launch_with_grad",
+]

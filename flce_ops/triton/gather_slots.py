@@ -21,6 +21,7 @@ from flce_ops.triton.gather_tokens import AtTarget, launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.smoothing import ClassSum
 
 # N tokens, n rows of a chunk, K slots, D hidden, V vocabulary
 
@@ -97,13 +98,14 @@ def launch_gather_targets(
     *,
     ignore_index: int,
     vocab_start: int,
+    class_sum: ClassSum | None = None,
 ) -> AtTarget:
     """As launch_gather_tokens; of a target (N, K) the logits, slopes and columns are (n, K)."""
     target, linear_weight = operands.target, operands.linear_weight
-    gathered = launch_gather_tokens(kept, operands, logit_options, rows, vocab_start=vocab_start)
+    gathered = launch_gather_tokens(kept, operands, logit_options, rows, vocab_start=vocab_start, class_sum=class_sum)
     if target.dim() == 1:
         return gathered
-    *_, reference, guard = gathered
+    *_, reference, guard, logit_sum = gathered
     (n, hidden), slots = rows.shape, target.shape[1]
     logit = reference.new_empty(n, slots)
     dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
@@ -131,4 +133,4 @@ def launch_gather_targets(
         BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
         num_warps=4,
     )
-    return AtTarget(logit, dz_du, column, reference, guard)
+    return AtTarget(logit, dz_du, column, reference, guard, logit_sum)

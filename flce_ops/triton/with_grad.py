@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of, weight_of_slots
+from flce_ops.math.options import TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.math.slots import tokens_that_count
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
@@ -23,10 +23,12 @@ from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
 from flce_ops.triton.finish_soft_rows import launch_finish_soft_rows
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
+from flce_ops.triton.mean_logits import launch_mean_logits
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.smoothing import SmoothingTerms
 from flce_ops.triton.sum_losses import launch_sum_losses
 
@@ -35,7 +37,7 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 @takes(WithGrad)
 @with_even_features
-def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
     if call.reduction.row_scale is not None:
@@ -59,7 +61,7 @@ def weights_of(call: WithGrad) -> Weights:
     target, weight = call.operands.target, call.operands.weight
     of_target = of_class = total = None
     if weight is not None:
-        of_class = weight.float()
+        of_class = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
         of_target, total = class_weight_of(target, weight, torch.float32), of_class.sum()
     if call.target_weight is not None:
         of_slots = weight_of_slots(target, call.target_weight, call.ignore_index, torch.float32)
@@ -74,30 +76,33 @@ def with_grad_step(
     *outputs: Tensor,  # of the operator
 ) -> tuple[list[slice], list[str]]:
     """The chunks it took, and notes on them."""
-    loss, losses, *grads, columns = outputs
+    loss, losses, *grads = outputs[:5]
+    statistics = TokenStatistics.found(call.statistics, outputs[5:])
     operands, reduction, loss_options, logit_options = call.operands, call.reduction, call.loss, call.logits
     input, linear_weight, target, _, _ = operands
     num_classes = linear_weight.shape[0]
     cut = cut_tokens(
-        input, linear_weight, call.output_mask, smoothed=bool(loss_options.label_smoothing), argmax=call.argmax
+        input,
+        linear_weight,
+        call.output_mask,
+        smoothed=bool(loss_options.label_smoothing),
+        sum_pairs=sum_pairs(call.statistics, softcap=logit_options.softcap is not None),
     )
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
     gradients = wanted_gradients(grads, call.output_mask)
     target_weight, class_weight, class_weight_sum = weights
     smoothing = None
-    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-        d_sum = reduction.scale_of_tokens(tokens_that_count(target, call.ignore_index), torch.float32)
-        d_sum *= -loss_options.label_smoothing / num_classes
-        if logit_options.logit_scale is not None:
-            d_sum = d_sum * logit_options.logit_scale
-        smoothing = SmoothingTerms(input, linear_weight, class_weight, d_sum)
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
+    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
+        smoothing = SmoothingTerms(operands, class_weight, kept, reduction, row_loss, logit_options.logit_scale)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
         launch = launch_finish_rows if target.dim() == 1 else launch_finish_soft_rows
         return launch(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale), sums.argmax
 
-    per_token = StepTokens(target_weight, reduction, losses, columns if call.argmax else None)
+    per_token = StepTokens(target_weight, reduction, losses, statistics)
+    if statistics.mean_logit is not None and logit_options.softcap is None:
+        launch_mean_logits(operands, logit_options, kept, num_classes, statistics.mean_logit)
     chunks, weight_gradient = cut.chunks, None
     if cut.lead is not None or not cut.recompute:
         step = OnePassStep(

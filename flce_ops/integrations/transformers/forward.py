@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
+from flce_ops.entry.shifted_target import next_labels
 from flce_ops.integrations.transformers.head import makers_of_logits, prepare_head
 from flce_ops.integrations.transformers.instance_forward import name_of
 from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
@@ -82,7 +82,7 @@ class WithoutLogits:
         if self.flce_model.loss_function is ForCausalLMLoss:
             target = shift_labels
             if target is None:
-                target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # position t predicts token t + 1
+                target = next_labels(labels, ignore_index)
         return self.flce_loss(target, vocab_size, ignore_index, num_items_in_batch)
 
     def flce_cross_entropy(self, logits: Tensor, target: Tensor, vocab_size: int | None) -> Tensor:  # ()
