@@ -40,6 +40,7 @@ from flce_ops.entry import cross_entropy, log_probs, low_rank, policy
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
@@ -127,7 +128,7 @@ def forward(call: Forward) -> ForwardOutputs:
     for classes in class_blocks(linear_weight):
         block = product(input, linear_weight[classes].T)
         logits = activate(block, block_of(linear_bias, classes), call.logits)
-        target_logit = target_logit + at_target(column, classes, logits).sum(1)
+        target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
         if call.logit_sum:
             sums = sums + weighted_logits(logits, block_of(weight, classes))
         if call.mean_logit:
@@ -185,6 +186,22 @@ def at_target(column: Tensor, classes: slice, values: Tensor) -> Tensor:  # (N, 
     return torch.where(column == torch.arange(classes.start, classes.stop, device=column.device), values, 0.0)
 
 
+def logits_at_target(column: Tensor, classes: slice, logits: Tensor, like: Tensor) -> Tensor:  # (N,) or (N, K)
+    """0 where the target is not among the block's classes."""
+    if like.dim() == 1:
+        return at_target(column, classes, logits).sum(1)
+    here = (column >= classes.start) & (column < classes.stop)  # a mask of K slots would be K times the block
+    return torch.where(here, logits.gather(1, torch.where(here, column - classes.start, 0)), 0.0)
+
+
+def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: Tensor) -> Tensor:
+    """`values`, (N,) or (N, K), at the targets' classes."""
+    if values.dim() == 1:
+        return grad_logits + at_target(column, classes, values.unsqueeze(1))
+    here = (column >= classes.start) & (column < classes.stop)
+    return grad_logits.scatter_add(1, torch.where(here, column - classes.start, 0), torch.where(here, values, 0.0))
+
+
 @functional
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
@@ -205,7 +222,7 @@ def backward(call: Backward) -> Gradients:
         grad_logits = softmax_gradient(logits, factors)
         add_sum(grad_logits, cotangents.grad_logit_sum, block_of(weight, classes))
         if cotangents.grad_target_logit is not None:
-            grad_logits += at_target(column, classes, cotangents.grad_target_logit.unsqueeze(1))
+            grad_logits = add_at_target(grad_logits, column, classes, cotangents.grad_target_logit)
         apply_slope(grad_logits, slope)
         rounded = grad_logits.to(input.dtype)
         if want_input:
@@ -224,7 +241,7 @@ def backward(call: Backward) -> Gradients:
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
     gradients, losses, statistics = recomputed_step(call, forward, backward)
-    valid = call.operands.target != call.ignore_index
+    valid = tokens_that_count(call.operands.target, call.ignore_index)
     absent = TokenStatistics(losses.new_zeros(0, dtype=torch.int64), *[losses.new_zeros(0)] * 4)
     found = (absent[k] if of_rows is None else of_rows for k, of_rows in enumerate(statistics))
     return call.reduction.loss(losses, valid), losses, *gradients, *found

@@ -47,8 +47,9 @@ class LinearCrossEntropyLoss(nn.Module):
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as
             `linear_cross_entropy`.
 
-    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features); loss () or, for
-    reduction="none", (..., *out_features); with return_metrics a pair, as of `linear_cross_entropy`.
+    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
+    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair, as
+    of `linear_cross_entropy`.
     """
 
     weight: Tensor | None
@@ -97,6 +98,7 @@ class LinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         *,
         token_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         shift: bool = False,
         return_metrics: bool | Sequence[str] = False,
@@ -115,6 +117,7 @@ class LinearCrossEntropyLoss(nn.Module):
             reduction=self.reduction,
             **options_of(self),
             token_weight=token_weight,
+            target_weight=target_weight,
             normalizer=normalizer,
             shift=shift,
             return_metrics=return_metrics,
@@ -136,7 +139,8 @@ class LinearCrossEntropyHead(nn.Linear):
         in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
 
-    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), the loss.
+    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
+    target_weight of its shape, the loss.
     """
 
     def __init__(
@@ -169,6 +173,7 @@ class LinearCrossEntropyHead(nn.Linear):
         weight: Tensor | None = None,
         reduction: str = "mean",
         token_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         shift: bool = False,
         return_metrics: bool | Sequence[str] = False,
@@ -184,6 +189,7 @@ class LinearCrossEntropyHead(nn.Linear):
             reduction=reduction,
             **options_of(self),
             token_weight=token_weight,
+            target_weight=target_weight,
             normalizer=normalizer,
             shift=shift,
             return_metrics=return_metrics,

@@ -51,7 +51,7 @@ def dense(input, linear_weight, target, linear_bias=None, *, ignore_index=-100, 
 
 
 def ours(*args, **options):
-    return linear_log_probs(*args, **BOTH, **options)
+    return linear_log_probs(*args, **BOTH, tail=True, **options)
 
 
 def run(function, inputs: Inputs, cotangents, dtype=None, **options):
@@ -180,7 +180,7 @@ def test_nothing_asked_for_is_none_and_empty_in_the_operator(device):
     inputs = make_inputs((6, 5, 7), device=device)
     found = linear_log_probs(*inputs.args)
     assert found.entropy is None and found.argmax is None
-    assert [t.shape for t in flce.linear_log_probs(*inputs.args)[2:]] == [(0,)] * 4
+    assert [t.shape for t in flce.linear_log_probs(*inputs.args)[2:]] == [(0,)] * 5
     assert [t.shape for t in flce.linear_cross_entropy_forward(*inputs.args)[2:-2]] == [(0,)] * 6
     for name in ("entropy", "argmax"):
         alone = linear_log_probs(*inputs.args, **{name: True})

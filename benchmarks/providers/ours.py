@@ -10,6 +10,7 @@ from torch import Tensor
 from ..data import IGNORE_INDEX, Problem
 from ..modes import MODES, Loss, Mode, Step, step_of
 from ..policy import in_one_call
+from ..soft import in_one_call as of_soft_targets
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
@@ -86,6 +87,10 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             return found.log_probs, found.entropy
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
 
+    if mode.name == "soft64":
+        if name in ("ours_recompute", "ours_compacted"):
+            raise Unavailable("one class a token alone")
+        loss = of_soft_targets(problem)
     if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
         if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")

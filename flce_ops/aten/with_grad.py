@@ -13,12 +13,14 @@ from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
+    at_columns,
     upcast,
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
-from flce_ops.math.loss import terms_of_tokens
+from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
+from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -45,7 +47,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     )
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     products = chunk_products(call, input, linear_weight, step)
-    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics))
+    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight))
 
 
 def rows_of_chunk(
@@ -78,21 +80,26 @@ def loss_and_gradients(
     gradients: Gradients,
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
+    target_weight: Tensor | None = None,  # (N, K)
 ) -> Tensor:  # ()
     input, linear_weight, target, linear_bias, weight = operands
     num_classes = linear_weight.shape[0]
-    column = zero_where_ignored(input, target).long().unsqueeze(1)
-    accumulate = losses.dtype
-    valid = target != call.ignore_index
+    accumulate, slot_weight = losses.dtype, None
+    if target_weight is None:
+        valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
+    else:
+        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+        slot_weight = weight_of_slots(target, target_weight, call.ignore_index, accumulate)
     scale = call.reduction.scale_of_tokens(valid, accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
-    loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
+    of_targets = column.squeeze(1) if slot_weight is None else column
+    loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     for chunk, product in products:
         blocks = row_blocks(input, chunk, product, column, scale, losses)
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
-            target_logit = logits.gather(1, own_column).squeeze(1)
+            target_logit = at_columns(logits, own_column, target)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
             row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
             lse, lse_rest = two_sum(row_max, row_sum.log())

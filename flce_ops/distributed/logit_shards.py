@@ -35,7 +35,7 @@ def logit_shard_losses(layout: Layout, problem: TokenLosses, num_classes: int) -
     _, losses, valid = losses_of_rows(
         operands, problem.ignore_index, problem.loss, num_classes, target_logit, lse, logit_sum
     )
-    if not problem.argmax:
+    if not problem.statistics.argmax:
         return losses, None
     largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
     return losses, torch.where(valid, largest, -1)
@@ -56,14 +56,14 @@ def numbers_of_shard(layout: Layout, problem: TokenLosses, num_classes: int) -> 
         ignore_index=IGNORED,
         logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
-        argmax=problem.argmax,
+        argmax=problem.statistics.argmax,
     )
     if not size:  # no class is left for this rank
         nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         target_logit, lse, logit_sum = nothing, nothing - torch.inf, nothing
     numbers = [lse, torch.where(here & problem.valid, target_logit, 0.0)]
     numbers += [logit_sum] if problem.loss.label_smoothing != 0.0 else []
-    if problem.argmax:
+    if problem.statistics.argmax:
         largest = lse.detach()  # -inf without classes
         if size:
             largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)

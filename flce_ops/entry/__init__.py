@@ -32,7 +32,8 @@ ENTRIES = {
     "linear_cross_entropy_low_rank": (schemas.LowRankCrossEntropy, "Tensor", low_rank.composite),
     "linear_log_probs": (
         schemas.LogProbs,
-        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit)",
+        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit, "
+        "Tensor tail_log_prob)",
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),

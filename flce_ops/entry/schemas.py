@@ -5,13 +5,13 @@ from torch import Tensor
 from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.meta.arguments import Arguments
 
-# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+# N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
 
 
 class CrossEntropy(Arguments, keyword_from="weight"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (...)
+    target: Tensor  # (...), or (..., K)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,)
     reduction: str = "mean"
@@ -19,6 +19,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    target_weight: Tensor | None = None  # (..., K)
     main_grad: Tensor | None = None  # (V, D)
 
 
@@ -63,7 +64,7 @@ class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
 class LogProbs(Arguments, keyword_from="ignore_index"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (...)
+    target: Tensor  # (...), or (..., K)
     linear_bias: Tensor | None = None  # (V,)
     ignore_index: int = -100
     numbers: LogitNumbers
@@ -71,6 +72,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     argmax: bool = False
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
+    tail: bool = False
 
 
 class PolicyLoss(Arguments, keyword_from="objective"):

@@ -222,6 +222,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     output_mask: OutputMask
     statistics: Statistics
+    target_weight: Tensor | None = None  # (N, K), with a target (N, K)
 
 
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):

@@ -57,6 +57,7 @@ class Situation(NamedTuple):
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
     trains_weight: bool = False  # of a head with a low-rank pair
+    slots: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # of a teacher's hidden states
 
 
@@ -103,6 +104,7 @@ ALL_CLASSES = Condition("the whole vocabulary on each rank", lambda s: s.vocabul
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
+ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.slots)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
 
@@ -135,7 +137,7 @@ LOSS = {
     "a scalar loss over a sharded vocabulary": (
         Path(
             "one pass",
-            (ONE_DIMENSION, EVERY_RANK, *OF_OPERANDS),
+            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
@@ -248,7 +250,9 @@ def retained_rows(call: Forward) -> int:
     """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
     input, linear_weight, _, linear_bias, _ = call.operands
     situation = loss_situation(input, linear_weight, linear_bias)._replace(
-        one_class=linear_weight.shape[0] == 1, softcap=call.logits.softcap is not None
+        one_class=linear_weight.shape[0] == 1,
+        softcap=call.logits.softcap is not None,
+        slots=call.operands.target.dim() == 2,
     )
     return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
 
@@ -300,7 +304,7 @@ def situation_of(call: Any) -> Situation:
         input, num_classes = operands.input, operands.linear_weight.shape[0]
     situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
     options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    return situation._replace(**options)
+    return situation._replace(**options, slots=operands.target.dim() == 2)
 
 
 def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
