@@ -47,7 +47,8 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
 
 
 def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor) -> CrossEntropy:
-    return CrossEntropy.of([input, linear_weight, *call.values()[4:], None])  # no main_grad
+    options = dict(zip(call.keywords, call.values()[call.positional :]))
+    return CrossEntropy.bind(input, linear_weight, call.target, call.linear_bias, **options)
 
 
 def check_pair(call: LowRankCrossEntropy) -> None:
