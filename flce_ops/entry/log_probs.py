@@ -49,7 +49,7 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     )
     target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
     valid = (target != call.ignore_index).reshape(shape)
-    found = ((expected, call.entropy), (argmax, call.argmax), (squares, call.log_sum_sq_probs))
-    asked = (of_rows if wanted else None for of_rows, wanted in (*found, (mean_logit, call.mean_logit)))
-    rows = (target_logit, lse, *asked, lse_rest)
+    asked = (call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit)
+    found = (expected, argmax, squares, mean_logit)
+    rows = (target_logit, lse, *(of_rows if wanted else None for of_rows, wanted in zip(found, asked)), lse_rest)
     return log_probs_of_rows(valid, *(None if row is None else row.reshape(shape) for row in rows))
