@@ -53,8 +53,8 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         mean_logit=call.mean_logit,
     )
     target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
-    found = ((expected, call.entropy), (argmax, call.argmax), (squares, call.log_sum_sq_probs))
-    asked = (of_rows if wanted else None for of_rows, wanted in (*found, (mean_logit, call.mean_logit)))
-    rows = (None if row is None else row.reshape(shape) for row in (lse, *asked, lse_rest))
+    asked = (call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit)
+    found = (of_rows if wanted else None for of_rows, wanted in zip((expected, argmax, squares, mean_logit), asked))
+    rows = (None if row is None else row.reshape(shape) for row in (lse, *found, lse_rest))
     target_logit = target_logit.reshape(call.target.shape)
     return log_probs_of_rows(call.target, call.ignore_index, target_logit, *rows, tail=call.tail)
