@@ -112,6 +112,24 @@ def test_the_third_call_launches_what_was_written_down_at_its_own_addresses(on_a
     assert replay.repeated(step, x, (y, y.new_zeros(6))) == "result"
 
 
+def test_calls_with_more_results_of_their_own_are_another_kind(on_any_device, spy):
+    """An operator's results, and those of one like it that writes to an argument in place of the last."""
+    kernel = replay.Kernel(spy)
+
+    def step(x, *results):
+        kernel[(1,)](results[-1] if len(results) > 1 else x, 0)
+
+    x = torch.zeros(4)
+    for _ in range(4):
+        loss, grad = torch.zeros(1), torch.zeros(4)
+        for results, written in (((loss, grad), grad), ((loss,), x)):
+            spy.seen.clear()
+            replay.repeated(step, x, fresh=results)
+            ((_, (address, *_), _),) = spy.seen
+            assert address == written.data_ptr()
+    assert [type(known) for known in replay._known.values()] == [replay.Replay] * 2
+
+
 def test_memory_in_use_together_is_apart_and_other_memory_is_shared(on_any_device, spy):
     kernel = replay.Kernel(spy)
 
@@ -414,3 +432,69 @@ def test_repeated_steps_give_the_bits_of_a_step_as_it_is_written(options, shape,
             assert torch.equal(one, other) or torch.equal(one.isnan(), other.isnan())
     if options != "bias, softcap" and workspace == 512 << 20:
         assert any(isinstance(known, replay.Replay) for known in replay._known.values())
+
+
+LOGITS_OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "number": {"normalizer": 7.0},
+    "normalizer": {"normalizer": torch.tensor(123.0)},
+    "token_weight": {"token_weight": torch.rand(300)},
+    "class weights": {"weight": torch.rand(1003) + 0.1},
+    "smoothing, z_loss": {"label_smoothing": 0.1, "z_loss": 1e-3},
+    "softcap, metrics": {"softcap": 5.0, "return_metrics": True},
+}
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", LOGITS_OPTIONS)
+def test_repeated_losses_of_given_logits_in_place_and_not_in_turn(options, dtype, poisoned_memory):
+    """Two operators, whose arguments are alike; a mean and a sum are one with and without a denominator."""
+    options = {
+        name: value.to("cuda") if isinstance(value, torch.Tensor) else value
+        for name, value in LOGITS_OPTIONS[options].items()
+    }
+    calls = [torch.randn(300, 1003, device="cuda").to(dtype).requires_grad_() for _ in range(4)]
+    targets = [torch.randint(1003, (300,), device="cuda") for _ in calls]
+    for target in targets:
+        target[torch.rand(300, device="cuda") < 0.3] = -100
+
+    def gradients(logits, target):
+        found = []
+        for inplace_backward in (False, True):
+            loss = flce_ops.cross_entropy(logits * 2.0, target, inplace_backward=inplace_backward, **options)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            found += [loss.detach().clone(), *torch.autograd.grad(loss.sum(), logits)]
+        return found
+
+    expected = []
+    for call in zip(calls, targets):
+        replay._known.clear()
+        expected.append(gradients(*call))
+    replay._known.clear()
+    for call, (loss, gradient, *in_place) in zip(zip(calls, targets), expected):
+        assert torch.equal(loss, in_place[0]) and torch.equal(gradient, in_place[1])
+        assert all(map(torch.equal, gradients(*call), (loss, gradient, *in_place)))
+    assert any(isinstance(known, replay.Replay) for known in replay._known.values())
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_repeated_losses_of_given_logits_are_right(dtype):
+    """Kinds that differ in their reduction alone, one after the other."""
+    for _ in range(4):
+        logits, target = torch.randn(300, 1003, device="cuda").to(dtype), torch.randint(1003, (300,), device="cuda")
+        target[:90] = -100
+        for options, divisor in (({}, 210.0), ({"reduction": "sum"}, 1.0), ({"normalizer": 7.0}, 7.0)):
+            for inplace_backward in (False, True):
+                exact, given = logits.double().requires_grad_(), logits.clone().requires_grad_()
+                right = torch.nn.functional.cross_entropy(exact, target, reduction="sum") / divisor
+                found = flce_ops.cross_entropy(given * 1.0, target, inplace_backward=inplace_backward, **options)
+                torch.testing.assert_close(found.double(), right, rtol=2e-6, atol=0.0)
+                of_found, of_right = torch.autograd.grad(found, given)[0], torch.autograd.grad(right, exact)[0]
+                error = (of_found.double() - of_right).norm() / of_right.norm()
+                assert error < (4e-3 if dtype == torch.bfloat16 else 3e-6)

@@ -16,6 +16,7 @@ from flce_ops.aten.chunks import chunk_products
 from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.with_grad import loss_and_gradients, rows_of_chunk
+from flce_ops.math.options import TokenStatistics
 from flce_ops.meta import low_rank
 from flce_ops.meta.arguments import LowRankWithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -39,7 +40,7 @@ def low_rank_with_grad_of_rows(call: LowRankWithGrad, outputs: Sequence[Tensor])
     reserved = copy_bytes(linear_weight) + 4 * pair_weight.numel()  # a float32 sum of its gradient
     step = rows_of_chunk(call, head, False, reserved=reserved)
     products = with_pair(chunk_products(call, input, linear_weight, step), pair_input, pair_weight)
-    loss.copy_(loss_and_gradients(call, head, products, PairGradients(call, grads, step), losses, None))
+    loss.copy_(loss_and_gradients(call, head, products, PairGradients(call, grads, step), losses, TokenStatistics()))
 
 
 def with_pair(

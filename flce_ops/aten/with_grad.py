@@ -8,17 +8,17 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import ONE_PASS_FILLS, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
-    exponentiate_rows,
     upcast,
     weighted_logits,
 )
+from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
 from flce_ops.math.loss import terms_of_tokens
-from flce_ops.math.options import Operands
+from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -28,24 +28,35 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(WithGrad)
-def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS))
+    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS)
     return outputs
 
 
 def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, argmax = outputs
+    loss, losses, *grads = outputs[:5]
+    statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
-    step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
+    beside = extra_matrices(call.statistics)
+    step = rows_of_chunk(
+        call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight), matrices_beside=beside
+    )
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     products = chunk_products(call, input, linear_weight, step)
-    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, argmax if call.argmax else None))
+    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics))
 
 
-def rows_of_chunk(call: WithGrad | LowRankWithGrad, operands: Operands, want_weight: bool, *, reserved: int) -> int:
-    in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None)
+def rows_of_chunk(
+    call: WithGrad | LowRankWithGrad,
+    operands: Operands,
+    want_weight: bool,
+    *,
+    reserved: int,
+    matrices_beside: int = 0,
+) -> int:
+    in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
     classes = operands.linear_weight.shape[0]
     return rows_beside_gradients(operands.input, classes, want_weight, matrices_in_block=in_block, reserved=reserved)
 
@@ -66,7 +77,7 @@ def loss_and_gradients(
     products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their products (n, V), which become G
     gradients: Gradients,
     losses: Tensor,  # (N,) out
-    argmax: Tensor | None,  # (N,) out
+    statistics: TokenStatistics,  # (N,) each, out
 ) -> Tensor:  # ()
     input, linear_weight, target, linear_bias, weight = operands
     num_classes = linear_weight.shape[0]
@@ -83,9 +94,7 @@ def loss_and_gradients(
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             target_logit = logits.gather(1, own_column).squeeze(1)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
-            if argmax is not None:
-                argmax[rows] = logits.argmax(1)
-            row_max, row_sum = exponentiate_rows(logits)
+            row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
             lse, lse_rest = two_sum(row_max, row_sum.log())
             own_losses.copy_(terms.loss(target_logit, lse, logit_sum, lse_rest))
             cotangents = terms.cotangents(target_logit, lse, own_scale)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.plain import loss_and_argmax, mean_of, token_factors_are_equal, token_losses
+from flce_ops.entry.plain import loss_and_statistics, reduction_in_operator, token_factors_are_equal, token_losses
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
-from flce_ops.math.options import LowRankOperands
+from flce_ops.math.options import LowRankOperands, Statistics
 from flce_ops.meta.arguments import takes
 from flce_ops.meta.checks import check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
@@ -43,11 +43,11 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
             return loss
     input = torch.cat([call.input, call.low_rank_input], -1)
     linear_weight = torch.cat([call.linear_weight, call.low_rank_weight], 1)
-    return loss_and_argmax(without_pair(call, input, linear_weight), argmax=False)[0]
+    return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
 
 
 def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor) -> CrossEntropy:
-    return CrossEntropy.of([input, linear_weight, *call.values()[4:]])
+    return CrossEntropy.of([input, linear_weight, *call.values()[4:], None])  # no main_grad
 
 
 def check_pair(call: LowRankCrossEntropy) -> None:
@@ -79,11 +79,11 @@ def loss_in_one_pass(call: LowRankCrossEntropy, head: CrossEntropy) -> Tensor | 
         call.linear_bias,
         call.weight,
     )
-    problem = token_losses(head, operands.head, argmax=False)
+    problem = token_losses(head, operands.head, Statistics())
     if not pair_in_one_pass(operands, **options_in_situation(problem.loss, problem.logits)):
         return None
     input, _, pair_input, pair_weight, _, linear_bias, _ = operands
     mask = [needs_gradient(operand) for operand in (input, pair_input, pair_weight, linear_bias)]
     return torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
-        *operands, *mean_of(head, problem), **problem.options, output_mask=mask
+        *operands, *reduction_in_operator(head, problem), **problem.options, output_mask=mask
     )[0]

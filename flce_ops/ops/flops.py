@@ -53,6 +53,7 @@ def low_rank(input, linear_weight, pair_input, pair_weight, *args, output_mask, 
 FORMULAS: dict[str, Any] = {
     "linear_cross_entropy_forward": logits,
     "linear_cross_entropy_backward": with_gradients(logits, first=3),
+    "linear_cross_entropy_backward_": with_gradients(logits, first=3),
     "linear_cross_entropy_with_grad": with_gradients(logits),
     "linear_cross_entropy_vocab_parallel_with_grad": with_gradients(logits),
     "linear_cross_entropy_low_rank_with_grad": low_rank,
@@ -60,6 +61,7 @@ FORMULAS: dict[str, Any] = {
     "linear_kl_div_forward": both_logits,
     "linear_kl_div_backward": with_gradients(both_logits, first=1),
     "linear_kl_div_with_grad": with_gradients(both_logits),
+    "linear_policy_loss_with_grad": with_gradients(logits),
 }
 for _name, _formula in FORMULAS.items():
     register_flop_formula(getattr(torch.ops.flce, _name))(_formula)

@@ -22,7 +22,7 @@ from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Backward, Forward
+from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     comes_from_outside_a_traced_graph,
@@ -47,6 +47,7 @@ class Situation(NamedTuple):
     label_smoothing: bool = False
     softcap: bool = False
     wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
@@ -93,9 +94,12 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
+# A forward without a backward must leave it alone, and the factor of what is added is known in backward.
+NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
+ALL_CLASSES = Condition("the whole vocabulary on each rank", lambda s: s.vocabulary_dimensions == 0)
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
@@ -120,11 +124,12 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 # softcap goes into the epilogue that makes G, not into one that makes exponentials: 4 passes in Triton take 0.43 of the
 # time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
-OF_OPERANDS = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:], RANK_ONE_IN_TRITON)
+MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
+OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
-        Path("one pass", OF_OPERANDS, why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
         Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
     ),
     "a scalar loss over a sharded vocabulary": (
@@ -134,6 +139,14 @@ LOSS = {
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+    ),
+    "a scalar loss of a policy": (
+        Path(
+            "one pass",
+            (ALL_CLASSES, WANTS_GRADIENT, *IN_FORWARD),
+            why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
+        ),
+        Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
     ),
     "a scalar loss of a head with a low-rank pair": (
         Path("one pass", (FROZEN, *OF_OPERANDS), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
@@ -173,6 +186,10 @@ KERNELS = {
         Path("triton", TRITON, "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
     ),
+    "linear_cross_entropy_backward_": (
+        Path("triton", TRITON, "flce_ops.triton:launch_backward_in_place"),
+        Path("aten", (), "flce_ops.aten:backward_in_place"),
+    ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
         Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
@@ -203,6 +220,10 @@ KERNELS = {
     "cross_entropy_with_grad_": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
         Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
+    ),
+    "linear_policy_loss_with_grad": (
+        Path("triton", (*TRITON, NOT_FLOAT16), "flce_ops.triton.policy_with_grad:launch_policy_with_grad"),
+        Path("aten", (), "flce_ops.aten.policy_with_grad:policy_with_grad"),
     ),
     "linear_kl_div_forward": (
         Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
@@ -241,6 +262,8 @@ def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
     else:
         return ()
     note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
     expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
     return (f"{note} (expects {', '.join(expected)})" if expected else note,)
 
@@ -340,6 +363,13 @@ def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias
 
 def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+    """The same of a policy's, of plain tensors or of tokens that ranks share."""
+    return (
+        choose(LOSS["a scalar loss of a policy"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
+    )
 
 
 def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:

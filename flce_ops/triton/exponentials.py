@@ -34,7 +34,7 @@ from flce_ops.triton.target import tiles_for
 def sum_tiles_kernel(
     partial_ptr,  # (T, n)
     row_sum_ptr,  # (n,) out
-    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED
+    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED; None for neither
     kept,  # Kept
     n,
     T,
@@ -55,7 +55,7 @@ def sum_tiles_kernel(
     total = tl.sum(acc, 0)
     # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
     tl.store(row_sum_ptr + rows, total, mask=rows < tl.where(end > 0, count, 0))
-    if not GUARDED:
+    if not GUARDED and guard_ptr is not None:
         bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(guard_ptr, tl.max(tl.where(rows < count, bits, 0), 0))
 
@@ -124,6 +124,8 @@ class RowSums(NamedTuple):
     expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None  # z2
     argmax: Tensor | None  # int64, the first of equals
+    squares: Tensor | None = None  # of exp2(z2 - reference_logit)^2
+    total: Tensor | None = None  # of z2
 
 
 def launch_exponentials(
@@ -140,6 +142,8 @@ def launch_exponentials(
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     expected: bool = False,
     argmax: bool = False,
+    squares: bool = False,
+    total: bool = False,
     logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
@@ -161,6 +165,8 @@ def launch_exponentials(
         expected=per_tile_if(expected),
         row_max=per_tile_if(argmax),
         argmax=per_tile_if(argmax, torch.int32),
+        squares=per_tile_if(squares),
+        total=per_tile_if(total),
         coding=None if codes is None else coding(codes, input.dtype),
     )
 
@@ -192,7 +198,7 @@ def launch_exponentials(
         input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard
     )
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **blocks)
-    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected), guard)
+    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)
     sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=True, **blocks)
     max_logit = columns = None
     if argmax:
@@ -200,6 +206,11 @@ def launch_exponentials(
         # no column where the maximum is nan
         last = linear_weight.shape[0] - 1
         columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-    parts = (sums.logit_sum, sums.expected)
-    logit_sums, expectations = (None if part is None else weighted_column_sum(part, None) for part in parts)
-    return RowSums(row_sum, reference_logit, logit_sums, expectations, max_logit, columns)
+
+    def over_tiles(part: Tensor | None) -> Tensor | None:
+        return None if part is None else weighted_column_sum(part, None)
+
+    found = map(over_tiles, (sums.squares, sums.total))
+    return RowSums(
+        row_sum, reference_logit, over_tiles(sums.logit_sum), over_tiles(sums.expected), max_logit, columns, *found
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
+from flce_ops.math.options import TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
@@ -25,6 +26,7 @@ from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.smoothing import SmoothingTerms
 from flce_ops.triton.sum_losses import launch_sum_losses
 
@@ -33,7 +35,7 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 @takes(WithGrad)
 @with_even_features
-def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     input, linear_weight, target, _, weight = call.operands = with_contiguous_vectors(call.operands)
     if call.reduction.row_scale is not None:
@@ -65,12 +67,17 @@ def with_grad_step(
     *outputs: Tensor,  # of the operator
 ) -> tuple[list[slice], list[str]]:
     """The chunks it took, and notes on them."""
-    loss, losses, *grads, columns = outputs
+    loss, losses, *grads = outputs[:5]
+    statistics = TokenStatistics.found(call.statistics, outputs[5:])
     operands, reduction, loss_options, logit_options = call.operands, call.reduction, call.loss, call.logits
     input, linear_weight, target, _, _ = operands
     num_classes = linear_weight.shape[0]
     cut = cut_tokens(
-        input, linear_weight, call.output_mask, smoothed=bool(loss_options.label_smoothing), argmax=call.argmax
+        input,
+        linear_weight,
+        call.output_mask,
+        smoothed=bool(loss_options.label_smoothing),
+        sum_pairs=sum_pairs(call.statistics),
     )
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
     gradients = wanted_gradients(grads, call.output_mask)
@@ -84,7 +91,7 @@ def with_grad_step(
         finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
         return finished, sums.argmax
 
-    per_token = StepTokens(target_weight, reduction, losses, columns if call.argmax else None)
+    per_token = StepTokens(target_weight, reduction, losses, statistics)
     chunks, weight_gradient = cut.chunks, None
     if cut.lead is not None or not cut.recompute:
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)

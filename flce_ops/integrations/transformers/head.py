@@ -7,8 +7,8 @@ module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
 
 import functools
 import sys
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from flce_ops.integrations.transformers.instance_forward import (
     restore_forward,
 )
 from flce_ops.integrations.transformers.lora_head import is_lora, lora_or_loss, loss_of_pair, why_not_a_pair
+from flce_ops.integrations.transformers.output_metrics import Metrics
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
@@ -38,6 +39,7 @@ def linear_or_loss(
     reduction: str = "mean",
     normalizer: Tensor | int | None = None,
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
+    metrics: Metrics | None = None,  # filled in
     pair: tuple[Tensor, Tensor] | None = None,  # (B, T, r), (V, r), an adapter's (lora_head.py)
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
@@ -51,8 +53,12 @@ def linear_or_loss(
     if logits_bias is not None:
         logits_bias = logits_bias.flatten().to(input.dtype)
         bias = logits_bias if bias is None else bias + logits_bias
-    of_head = linear_cross_entropy if pair is None else functools.partial(loss_of_pair, pair)
-    loss = of_head(
+    if pair is not None and metrics is not None:
+        raise NotImplementedError(
+            "metrics are not implemented for a head with a LoRA adapter; merge the adapter, or patch without metrics"
+        )
+    of_head: Callable[..., Any] = linear_cross_entropy if pair is None else functools.partial(loss_of_pair, pair)
+    result = of_head(
         input,
         self.weight,
         target,
@@ -62,8 +68,13 @@ def linear_or_loss(
         softcap=softcap,
         logit_scale=logit_scale,
         normalizer=normalizer,
+        **({} if metrics is None else {"return_metrics": metrics.names}),
     )
-    return cast(Tensor, loss)  # a pair only with return_metrics
+    if metrics is None:
+        return cast(Tensor, result)
+    loss, found = cast(tuple[Tensor, dict[str, Tensor]], result)
+    metrics.put(found)
+    return loss
 
 
 linear_or_loss.flce_original = nn.Linear.forward  # type: ignore[attr-defined]
