@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import kl_div, log_probs, logits_plain
 from flce_ops.entry import logits as given_logits
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
@@ -38,6 +39,7 @@ class LinearCrossEntropyMetrics(NamedTuple):
     argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
 
 
+@typed
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)
@@ -134,7 +136,7 @@ def linear_cross_entropy(
     )
     normalizer = normalizer_tensor(normalizer, input)
     if shift:
-        target = shifted_target(linear.OP, shift, target, input, ignore_index)
+        target = shifted_target(linear.OP, target, input, ignore_index)
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
     if return_metrics:
         entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
@@ -162,6 +164,7 @@ def linear_cross_entropy(
     return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
 
 
+@typed
 def cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...)
@@ -229,7 +232,7 @@ def cross_entropy(
     )
     normalizer = normalizer_tensor(normalizer, logits)
     if shift:
-        target = shifted_target(logits_plain.OP, shift, target, logits, ignore_index)
+        target = shifted_target(logits_plain.OP, target, logits, ignore_index)
     op, body = LOGITS_ENTRIES[return_metrics, inplace_backward]
     entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
     result = entry(
@@ -261,6 +264,7 @@ class LinearLogProbs(NamedTuple):
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
 
 
+@typed
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -314,7 +318,7 @@ def linear_log_probs(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     if shift:
-        target = shifted_target(log_probs.OP, shift, target, input, ignore_index)
+        target = shifted_target(log_probs.OP, target, input, ignore_index)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
     token_log_probs, lse, entropies, largest = entry(
         input,
@@ -331,6 +335,7 @@ def linear_log_probs(
     return LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
 
 
+@typed
 def linear_kl_div(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -444,7 +449,7 @@ def linear_kl_div(
             kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
         )
     if shift:
-        target = shifted_target(kl_div.OP, shift, target, input, ignore_index)
+        target = shifted_target(kl_div.OP, target, input, ignore_index)
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(

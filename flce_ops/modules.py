@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
@@ -52,6 +53,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     weight: Tensor | None
 
+    @typed
     def __init__(
         self,
         in_features: int,
@@ -138,6 +140,7 @@ class LinearCrossEntropyHead(nn.Linear):
     Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), the loss.
     """
 
+    @typed
     def __init__(
         self,
         in_features: int,

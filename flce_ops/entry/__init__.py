@@ -1,6 +1,7 @@
 """The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
 
 schemas.py                      their arguments
+argument_types.py               refusals of wrong types by name
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 torch_options.py                options of torch's function
 first_classes.py                the classes that vocabularies have but for their padding
