@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import kl_div, log_probs, logits_plain, metrics, policy, policy_plain
 from flce_ops.entry import logits as given_logits
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
@@ -38,6 +39,7 @@ class LinearCrossEntropyMetrics(NamedTuple):
     argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
 
 
+@typed
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)
@@ -166,7 +168,7 @@ def linear_cross_entropy(
     )
     normalizer = normalizer_tensor(normalizer, input)
     if shift:
-        target = shifted_target(linear.OP, shift, target, input, ignore_index)
+        target = shifted_target(linear.OP, target, input, ignore_index)
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad, target_weight)
     names = metrics.metric_names(linear.OP, return_metrics)
     asked: dict[str, bool] = {}
@@ -203,6 +205,7 @@ def linear_cross_entropy(
     return loss, by_name
 
 
+@typed
 def cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...)
@@ -275,7 +278,7 @@ def cross_entropy(
         )
     normalizer = normalizer_tensor(normalizer, logits)
     if shift:
-        target = shifted_target(logits_plain.OP, shift, target, logits, ignore_index)
+        target = shifted_target(logits_plain.OP, target, logits, ignore_index)
     op, body = LOGITS_ENTRIES[return_metrics, inplace_backward]
     entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
     result = entry(
@@ -343,6 +346,7 @@ def linear_log_probs(
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
 
+@typed
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -408,7 +412,7 @@ def linear_log_probs(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     if shift:
-        target = shifted_target(log_probs.OP, shift, target, input, ignore_index)
+        target = shifted_target(log_probs.OP, target, input, ignore_index)
     names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
     token_log_probs, lse, entropies, largest, *others, of_tail = entry(
@@ -445,6 +449,7 @@ class LinearPolicyResult(NamedTuple):
     log_probs: Tensor  # target's shape: log p(target), nats; 0 at ignored tokens and at those of token_weight 0
 
 
+@typed
 def linear_policy_loss(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -559,6 +564,7 @@ def linear_policy_loss(
     return LinearPolicyResult(*result)
 
 
+@typed
 def linear_kl_div(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -672,7 +678,7 @@ def linear_kl_div(
             kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
         )
     if shift:
-        target = shifted_target(kl_div.OP, shift, target, input, ignore_index)
+        target = shifted_target(kl_div.OP, target, input, ignore_index)
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
@@ -54,6 +55,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     weight: Tensor | None
 
+    @typed
     def __init__(
         self,
         in_features: int,
@@ -143,6 +145,7 @@ class LinearCrossEntropyHead(nn.Linear):
     target_weight of its shape, the loss.
     """
 
+    @typed
     def __init__(
         self,
         in_features: int,

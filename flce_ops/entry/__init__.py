@@ -1,6 +1,7 @@
 """The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
 
 schemas.py                      their arguments
+argument_types.py               refusals of wrong types by name
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 main_grad.py                    refusals of a buffer that the gradient is added to
 torch_options.py                options of torch's function
