@@ -28,7 +28,7 @@ MATRICES = {"input": 0.0, "logits": 0.0, "grad_grad_input": 0.0, "teacher_input"
 VECTORS = {  # (..., N)
     *("target", "row_scale", "lse", "lse_rest", "expected_logit"),
     *("grad", "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
-    *("shift", "teacher_shift", "student_kl"),
+    *("shift", "teacher_shift", "student_kl", "token"),
 }
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
 

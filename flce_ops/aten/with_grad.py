@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -17,6 +18,7 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.math.loss import terms_of_tokens
+from flce_ops.math.sparse_gradient import Draws, keep_entries
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -29,11 +31,12 @@ from flce_ops.support.target_range import check_target_range
 def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS))
+    draws = Draws(torch.arange(call.operands.target.shape[0], device=call.operands.target.device))
+    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS), draws)
     return outputs
 
 
-def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
+def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws) -> None:
     loss, losses, *grads, argmax = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
@@ -63,6 +66,8 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
             cotangents = terms.cotangents(target_logit, lse, own_scale)
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
+            if call.sparse.gradient_threshold:
+                keep_entries(grad_logits, cotangents.grad_lse, call.sparse, draws.of(rows))
             gradients.add_block(block, apply_slope(grad_logits, slope))
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

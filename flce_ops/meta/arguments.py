@@ -19,6 +19,7 @@ from torch import Tensor
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands
 from flce_ops.math.reduction import Reduction
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
@@ -199,6 +200,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     output_mask: OutputMask
     argmax: bool = False
+    sparse: SparseGradient
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):

@@ -15,7 +15,7 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
-from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
@@ -25,6 +25,7 @@ from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.sparse_step import run_spans
 from flce_ops.triton.smoothing import SmoothingTerms
 from flce_ops.triton.sum_losses import launch_sum_losses
 
@@ -90,7 +91,10 @@ def with_grad_step(
 
     per_token = StepTokens(target_weight, reduction, losses, columns if call.argmax else None)
     chunks, weight_gradient = cut.chunks, None
-    if cut.lead is not None or not cut.recompute:
+    if call.sparse.gradient_threshold:
+        chunks = run_spans(call, kept, per_token, gradients, finish_rows)
+        cut = Cut(None, chunks, False, 0)
+    elif cut.lead is not None or not cut.recompute:
         step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
         if cut.lead is not None:
             step.run_lead(cut.lead)

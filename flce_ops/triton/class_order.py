@@ -1,0 +1,148 @@
+"""Lists by token become lists by class: a counting sort on the device, the same in every run.
+
+    bits      (V, N / 32)    a bit for each token that keeps an entry of the class: OR, in any order
+    prefix    (V, N / 256)   entries of the class among the tokens before each 256
+    behind    (V,)           where the classes end
+    the entry of token i goes to   behind_{v-1} + prefix + bits of its 256 below i
+
+A token has one entry of a class at most, so its bit says all; within a class entries stand in the tokens' order. H200,
+8192 tokens of 352 entries, V = 128256: 0.35 ms; torch.sort, of so many entries as are there, 0.26 and its gathers, but
+how many there are only the device knows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.replay import Kernel
+from flce_ops.triton.sparse_lists import Lists
+
+# n tokens, V vocabulary, R room of a token's list
+
+WORD = tl.constexpr(32)
+WORDS_OF_GROUP = tl.constexpr(8)
+GROUP = tl.constexpr(256)  # tokens
+BLOCK_V = 16
+
+
+@triton.jit
+def popcount(x):
+    """Of uint32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@Kernel
+@triton.jit
+def mark_kernel(
+    entries_ptr,  # (n, R)
+    count_ptr,  # (n,)
+    bits_ptr,  # (V, W) int32, out, 0 before
+    R,
+    W,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    count = tl.load(count_ptr + row)
+    bit = tl.full((BLOCK,), 1, tl.int32) << (row % WORD)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        entries = tl.load(entries_ptr + row.to(tl.int64) * R + at, mask=at < count, other=0)
+        tl.atomic_or(bits_ptr + (entries & 0xFFFFFFFF) * W + row // WORD, bit, mask=at < count, sem="relaxed")
+
+
+@Kernel
+@triton.jit
+def count_kernel(
+    bits_ptr,  # (V, W)
+    prefix_ptr,  # (V, G) int32, out
+    total_ptr,  # (V,) int32, out
+    V,
+    W,
+    G,
+    BLOCK_G: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    word = tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
+    bits = tl.load(
+        bits_ptr + v[:, None] * W + word[None, :], mask=(v < V)[:, None] & (word < W)[None, :], other=0
+    ).to(tl.uint32, bitcast=True)
+    count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
+    group = tl.arange(0, BLOCK_G)
+    before = tl.cumsum(count, 1) - count
+    tl.store(prefix_ptr + v[:, None] * G + group[None, :], before, mask=(v < V)[:, None] & (group < G)[None, :])
+    tl.store(total_ptr + v, tl.sum(count, 1), mask=v < V)
+
+
+@Kernel
+@triton.jit
+def scatter_kernel(
+    entries_ptr,  # (n, R)
+    count_ptr,  # (n,)
+    bits_ptr,  # (V, W)
+    prefix_ptr,  # (V, G)
+    behind_ptr,  # (V,)
+    out_ptr,  # (n R,) out: a value above its token
+    kept,  # Kept
+    R,
+    W,
+    G,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    count = tl.load(count_ptr + row)
+    group = row // GROUP
+    word = group * WORDS_OF_GROUP + tl.arange(0, WORDS_OF_GROUP)
+    own = row // WORD
+    lower = ((tl.full((), 1, tl.int64) << (row % WORD)) - 1).to(tl.uint32)
+    earlier = tl.where(word < own, tl.full((), 0xFFFFFFFF, tl.uint32), tl.where(word == own, lower, 0))
+    token = tl.load(kept.order + row).to(tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < count
+        entries = tl.load(entries_ptr + row.to(tl.int64) * R + at, mask=mask, other=0)
+        v = entries & 0xFFFFFFFF
+        bits = tl.load(
+            bits_ptr + v[:, None] * W + word[None, :], mask=mask[:, None] & (word <= own)[None, :], other=0
+        ).to(tl.uint32, bitcast=True)
+        place = tl.sum(popcount(bits & earlier[None, :]), 1)
+        place += tl.load(prefix_ptr + v * G + group, mask=mask, other=0)
+        place += tl.load(behind_ptr + v - 1, mask=mask & (v > 0), other=0)
+        tl.store(out_ptr + place, (entries >> 32 << 32) | token, mask=mask)
+
+
+def order_bytes(num_classes: int, room: int) -> tuple[int, int]:
+    """For each token, where these are a multiple of GROUP, and besides."""
+    return 8 * room + num_classes * 4 * (WORDS_OF_GROUP.value + 1) // GROUP.value, 16 * num_classes
+
+
+def launch_class_order(lists: Lists, num_classes: int, kept: Kept) -> tuple[Tensor, Tensor]:
+    """The entries class by class, int64 with the token in place of the class, and where the classes end, (V,) int32."""
+    n, room = lists.entries.shape
+    groups = triton.cdiv(n, GROUP.value)
+    words = groups * WORDS_OF_GROUP.value
+    device = lists.count.device
+    bits = torch.zeros(num_classes, words, dtype=torch.int32, device=device)
+    prefix = torch.empty(num_classes, groups, dtype=torch.int32, device=device)
+    total = torch.empty(num_classes, dtype=torch.int32, device=device)
+    entries = torch.empty(n * room, dtype=torch.int64, device=device)
+    mark_kernel[(n,)](*lists, bits, room, words, BLOCK=256, num_warps=4)
+    count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
+        bits,
+        prefix,
+        total,
+        num_classes,
+        words,
+        groups,
+        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_V=BLOCK_V,
+        num_warps=4,
+    )
+    behind = total.cumsum(0, dtype=torch.int32)
+    scatter_kernel[(n,)](*lists, bits, prefix, behind, entries, kept, room, words, groups, BLOCK=128, num_warps=4)
+    return entries, behind
