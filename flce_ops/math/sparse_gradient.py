@@ -14,7 +14,7 @@ serves a row's tile of TILE classes (systematic sampling): with u uniform in [0,
     kept where floor(C_ij) > floor(C_ij - q_ij)
 
 so a tile keeps the sum of its q, rounded up or down. Different tokens and tiles are independent. q is counted in units
-of 2^-27: sums of integers do not depend on their order, so neither do the entries that are kept. A second random number
+of 2^-26: sums of integers do not depend on their order, so neither do the entries that are kept. A second random number
 of the tile is added before a q is cut to an integer, so that those far below one unit are kept as often as they should.
 
 u is a function of the seed, the token's place in the call and the tile: not of chunks, of the order in which anything
@@ -30,7 +30,7 @@ from torch import Tensor
 # N tokens, n rows, V vocabulary, T tiles along it
 
 TILE = 2048  # classes that share a random number
-BITS = 27  # of q: the sum of eight fits an int32
+BITS = 26  # of q: the sum of sixteen fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: sets neighbouring numbers apart before they are mixed
 MODES = ("unbiased", "drop")

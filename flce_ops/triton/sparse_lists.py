@@ -1,13 +1,13 @@
 """Lists of the entries of G that a sparse gradient keeps (flce_ops/math/sparse_gradient.py), of a chunk of E.
 
-              V, in tiles of TILE classes, groups of 8
+              V, in tiles of TILE classes, groups of 16
           ┌────────┬────────┬────────┬──────┐                  1. a group's q are added up as it is read; the running
     row   │   .    │ .    . │        │  .   │                     sum of groups says which of them hold kept entries,
           └────────┴────────┴────────┴──────┘                     some per cent
               ↓      ↓    ↓            ↓                       2. those groups are read again, and the entry found
     list  │ class, value │ class, value │ ...
 
-One program a row for each. E is read once from memory: 16 bytes a thread, no random number, comparison with the target
+One program a row for each. E is read once from memory: 32 bytes a thread, no random number, comparison with the target
 or 64-bit sum for an entry, only for a group. The first pass leaves in a place of the list what the second one starts
 from: the group, which of its kept entries this is, and the running sum before the group.
 """
@@ -27,7 +27,8 @@ from flce_ops.triton.replay import Kernel
 
 # n rows of a chunk, V vocabulary, R room of a row's list
 
-GROUP = tl.constexpr(8)  # classes of 16 bytes
+GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, 16 at once
+WARPS = 4
 ONE = tl.constexpr(sparse_gradient.ONE)
 BITS = tl.constexpr(sparse_gradient.BITS)
 GOLDEN = tl.constexpr(sparse_gradient.GOLDEN)
@@ -89,11 +90,18 @@ def shares(e, scale, dither, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def group_entries(e_ptr, group, V, EVEN_V: tl.constexpr):
-    """E of groups, (groups, 8), 0 behind V. Rows of E start on 16 bytes and are as long, so groups are read whole."""
-    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    e = tl.load(e_ptr + cols, mask=(group * GROUP < V)[:, None], other=0.0).to(tl.float32)
-    return e if EVEN_V else tl.where(cols < V, e, 0.0)
+def group_shares(e_ptr, group, scale, dither, V, UNBIASED: tl.constexpr, EVEN_V: tl.constexpr):
+    """Sums of q, (groups,) int32. Rows of E are whole times 16 bytes; what stands behind V there counts as 0."""
+    WIDTH: tl.constexpr = 128 // e_ptr.dtype.element_ty.primitive_bitwidth
+    q = tl.zeros(group.shape, tl.int32)
+    for part in tl.static_range(GROUP // WIDTH):
+        first = group * GROUP + part * WIDTH
+        cols = first[:, None] + tl.arange(0, WIDTH)[None, :]
+        e = tl.load(e_ptr + cols, mask=(first < V)[:, None], other=0.0).to(tl.float32)
+        if not EVEN_V:
+            e = tl.where(cols < V, e, 0.0)
+        q += tl.sum(shares(e, scale, dither, UNBIASED), 1)
+    return q
 
 
 @Kernel
@@ -112,7 +120,7 @@ def list_groups_kernel(
     EVEN_V: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """count_i, and for its m-th kept entry   group << 32 | m << 27 | sum of the tile before the group, modulo 1."""
+    """count_i, and for its m-th kept entry   group << 32 | m << 26 | sum of the tile before the group, modulo 1."""
     row = tl.program_id(0)
     if row < kept_rows(kept, tl.num_programs(0)):
         scale = tl.div_rn(ONE * 1.0, threshold * tl.load(rows.row_sum + row))
@@ -127,7 +135,7 @@ def list_groups_kernel(
             u, dither = tl.zeros((), tl.int64), 0.0
             if UNBIASED:
                 u, dither = uniforms(key, tile)
-            q = tl.sum(shares(group_entries(e_row, group, V, EVEN_V), scale, dither, UNBIASED), 1).to(tl.int64)
+            q = group_shares(e_row, group, scale, dither, V, UNBIASED, EVEN_V).to(tl.int64)
             behind = tl.cumsum(q, 0) + u
             before = behind - q
             first = (before >> BITS).to(tl.int32)
@@ -137,7 +145,7 @@ def list_groups_kernel(
             tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < R))
             found = tl.sum(crossed + ((crossed > 1).to(tl.int32) << 16), 0)
             if found >> 16 > 0:  # a group with several: rare but in front of a frequent class
-                for m in tl.static_range(1, GROUP):
+                for m in range(1, GROUP):
                     at = where + m
                     tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
             count += found & 0xFFFF
@@ -159,7 +167,6 @@ def list_entries_kernel(
     R,
     threshold,
     UNBIASED: tl.constexpr,
-    EVEN_V: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -186,9 +193,10 @@ def list_entries_kernel(
         if UNBIASED:
             u = mix(key + tile.to(tl.uint32) * GOLDEN)
             dither = (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
-        e = group_entries(e_row, group, V, EVEN_V)
+        cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        e = tl.load(e_row + cols, mask=(at < count)[:, None] & (cols < V), other=0.0).to(tl.float32)
         behind = tl.cumsum(shares(e, scale, dither[:, None], UNBIASED).to(tl.int64), 1)
-        goal = ((packed >> BITS & (2 * GROUP - 1)) + 1) << BITS
+        goal = ((packed >> BITS & (GROUP - 1)) + 1) << BITS
         earlier = (behind + (packed & (ONE - 1))[:, None] < goal[:, None]).to(tl.int32)
         place = tl.minimum(tl.sum(earlier, 1), GROUP - 1)
         e = tl.sum(tl.where(tl.arange(0, GROUP)[None, :] == place[:, None], e, 0.0), 1)
@@ -223,10 +231,6 @@ def launch_lists(
         lists.entries.stride(0),
         sparse.gradient_threshold,
     )
-    options = {
-        "UNBIASED": sparse.gradient_mode == "unbiased",
-        "EVEN_V": num_classes % GROUP.value == 0,
-        "TILE": sparse_gradient.TILE,
-    }
-    list_groups_kernel[(n,)](*args, **options, num_warps=4)
+    options = {"UNBIASED": sparse.gradient_mode == "unbiased", "TILE": sparse_gradient.TILE}
+    list_groups_kernel[(n,)](*args, **options, EVEN_V=num_classes % 8 == 0, num_warps=WARPS)
     list_entries_kernel[(n,)](*args, **options, BLOCK=128, num_warps=4)
