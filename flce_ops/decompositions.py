@@ -206,6 +206,11 @@ def backward(call: Backward) -> Gradients:
 
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if call.sparse.gradient_threshold:
+        raise NotImplementedError(
+            "export_decompositions: the gradient of linear_cross_entropy with gradient_threshold is not implemented; "
+            "leave gradient_threshold out"
+        )
     gradients, losses, argmax = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, argmax

@@ -72,7 +72,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
         sharded = situation.vocabulary_dimensions > 0 and not divergence
         title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
         tables[title] = LOSS[title]
-        if choose(LOSS[title], situation).name == "one pass":
+        if choose(LOSS[title], situation).name != "recompute":
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
     retaining = op == "forward" and not divergence and situation.wants_gradient
     if retaining:
@@ -138,6 +138,7 @@ def situation_of_call(call: dict) -> Situation:
         softcap=call["softcap"] is not None,
         wants_gradient=situation.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
+        sparse=bool(call.get("gradient_threshold")),
     )
 
 

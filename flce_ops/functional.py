@@ -52,6 +52,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    gradient_threshold: float = 0.0,
+    gradient_mode: str = "unbiased",
+    gradient_seed: Tensor | None = None,  # ()
     return_metrics: bool = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
@@ -95,6 +98,13 @@ def linear_cross_entropy(
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
+        gradient_threshold: 0, or a probability from which on entries of softmax(z) - onehot(y) enter the gradients of
+            input and linear_weight as they are: 2^-10, say. The loss and linear_bias's gradient stay exact. For a
+            scalar loss of class indices, without label smoothing and softcap, not in float16, not of DTensors.
+        gradient_mode: what becomes of an entry g below the threshold. "unbiased": with probability |g| / threshold it
+            is threshold with g's sign, otherwise 0, so gradients have the right mean and some noise. "drop": 0.
+        gradient_seed: 0-d int64 tensor on input's device, for "unbiased": the same seed keeps the same entries.
+            Another one in every step, and on every rank that has other tokens.
         return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
             probabilities, nor is ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
@@ -108,7 +118,8 @@ def linear_cross_entropy(
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
         NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
-            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors.
+            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors; what gradient_threshold
+            does not go with, second derivatives and torch.func among it.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
@@ -121,6 +132,7 @@ def linear_cross_entropy(
     """
     check_torch_options(linear.OP, options, input.dtype)
     refuse_tensors(linear.OP, softcap=softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+    refuse_tensors(linear.OP, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap
     )
@@ -145,6 +157,9 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
+        gradient_threshold=gradient_threshold,
+        gradient_mode=gradient_mode,
+        gradient_seed=gradient_seed,
     )
     if not return_metrics:
         return result

@@ -66,9 +66,11 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws) -
             cotangents = terms.cotangents(target_logit, lse, own_scale)
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
-            if call.sparse.gradient_threshold:
-                keep_entries(grad_logits, cotangents.grad_lse, call.sparse, draws.of(rows))
-            gradients.add_block(block, apply_slope(grad_logits, slope))
+            gradients.add_bias(apply_slope(grad_logits, slope))
+            if call.sparse.gradient_threshold:  # without a softcap: the slope is one number, or none
+                own_slope = cotangents.grad_lse if slope is None else cotangents.grad_lse * slope
+                keep_entries(grad_logits, own_slope, call.sparse, draws.of(rows))
+            gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

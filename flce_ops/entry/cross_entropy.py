@@ -10,6 +10,7 @@ from flce_ops.entry import plain
 from flce_ops.entry.class_probabilities import loss_of_probabilities
 from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.sparse_gradient import refuse_sparse_gradient
 from flce_ops.math.reduction import accuracy_of, right_and_valid
 from flce_ops.meta.arguments import takes
 from flce_ops.support.dtensor import any_dtensor
@@ -30,6 +31,7 @@ def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):
         from flce_ops.entry.sharded import dtensor_composite_metrics
 
+        refuse_sparse_gradient(call, "of DTensors")
         return dtensor_composite_metrics(call)
     loss, argmax = loss_and_argmax(call, argmax=True)
     return loss, accuracy_of(right_and_valid(argmax, call.target, call.ignore_index)), argmax
@@ -37,6 +39,7 @@ def composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
 
 def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
     if call.linear_weight.dim() > 2:
+        refuse_sparse_gradient(call, "of a K-dimensional loss")
         return losses_of_positions(call, argmax, of_matrix)
     return of_matrix(call, argmax)
 
@@ -44,8 +47,10 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
 def of_matrix(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | None]:
     """Of a linear_weight (V, D)."""
     if call.target.is_floating_point():
+        refuse_sparse_gradient(call, "of class probabilities")
         return loss_of_probabilities(call, argmax), None
     if any_dtensor(*call.values()):
+        refuse_sparse_gradient(call, "of DTensors")
         from flce_ops.entry.sharded import dtensor_composite  # torch.distributed.tensor: only for its users
 
         return dtensor_composite(call, argmax)

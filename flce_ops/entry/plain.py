@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Operands, TokenLosses
@@ -29,11 +30,12 @@ def loss_and_argmax(call: CrossEntropy, argmax: bool) -> tuple[Tensor, Tensor | 
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
+    check_sparse_gradient(call)
     tokens = call.target.numel()  # -1 has no answer in a vmap over nothing
     target = call.target.reshape(tokens)
     input = call.input.reshape(tokens, call.input.shape[-1])
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), argmax)
-    if token_factors_are_equal(call) and gradients_in_the_same_pass(input, call.linear_weight, call.linear_bias):
+    if token_factors_are_equal(call) and in_the_same_pass(problem):
         loss, largest = mean_in_one_pass(call, problem)
         return loss, largest.reshape(shape) if argmax else None
     accumulate = accumulation_dtype(input.dtype)
@@ -80,7 +82,13 @@ def denominator_of(call: CrossEntropy, problem: TokenLosses) -> Tensor | None:  
 def token_losses(call: CrossEntropy, operands: Operands, argmax: bool) -> TokenLosses:
     input = operands.input
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
-    return TokenLosses(operands, call.ignore_index, loss, logits, argmax)
+    return TokenLosses(operands, call.ignore_index, loss, logits, argmax, call.sparse)
+
+
+def in_the_same_pass(problem: TokenLosses) -> bool:
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    sparse = problem.sparse.gradient_threshold != 0.0
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, sparse=sparse)
 
 
 def weighted_loss(
@@ -97,7 +105,7 @@ def weighted_loss(
         return None, losses.sum(), largest
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
     problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
-    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+    if not in_the_same_pass(problem):
         losses, largest = losses_from_forward(problem)
         loss = (row_scale * losses).sum() if wants_gradient else None
         return loss, weighted_sum(valid, token_weight, losses), largest
@@ -109,8 +117,9 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
     """() with its gradients, the losses of tokens (N,), and argmax: (N,) or (0,)."""
     input, linear_weight, _, linear_bias, _ = problem.operands
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
+    options = problem.options | problem.sparse._asdict()
     loss, losses, *_, largest = torch.ops.flce.linear_cross_entropy_with_grad(
-        *problem.operands, *reduction, **problem.options, output_mask=mask, argmax=problem.argmax
+        *problem.operands, *reduction, **options, output_mask=mask, argmax=problem.argmax
     )
     return loss, losses, largest
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.arguments import Arguments
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -19,6 +20,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    sparse: SparseGradient
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):

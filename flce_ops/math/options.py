@@ -14,6 +14,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.math.sparse_gradient import SparseGradient
+
 # N tokens, D hidden, V vocabulary (a rank's part of it where it is sharded)
 
 
@@ -73,6 +75,7 @@ class TokenLosses(NamedTuple):
     loss: LossOptions
     logits: LogitOptions
     argmax: bool = False
+    sparse: SparseGradient = SparseGradient()
 
     @property
     def valid(self) -> Tensor:  # (N,)

@@ -8,6 +8,7 @@ from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import Backward, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad, takes
 from flce_ops.meta.checks import check_operands, check_per_row
+from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 
 # N tokens, D hidden, V vocabulary
 
@@ -92,6 +93,9 @@ def with_grad_outputs(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, T
             f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
             f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
         )
+    check_sparse_options(op, call.sparse)
+    if call.sparse.gradient_threshold:
+        check_sparse(op, call.sparse, call.operands.input, call.loss.label_smoothing, call.logits.softcap)
     return one_pass_outputs(op, call, call.operands, row_scale)
 
 

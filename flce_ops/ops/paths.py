@@ -56,6 +56,7 @@ class Situation(NamedTuple):
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
     teacher: torch.dtype | None = None  # of a teacher's hidden states
+    sparse: bool = False  # a sparse gradient is asked for
 
 
 class Choice(NamedTuple):
@@ -90,6 +91,7 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
+SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
@@ -118,6 +120,11 @@ OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
         Path("one pass", MADE_IN_FORWARD, why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path(
+            "sparse",
+            (IN_FORWARD[0], WANTS_GRADIENT, NO_FUNCTORCH, SPARSE),
+            why="as one pass, a checkpoint's forward twice: its gradients are not made of logits",
+        ),
         Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
     ),
     "a scalar loss over a sharded vocabulary": (
@@ -287,7 +294,7 @@ def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situ
     return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
 
 
-def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **sharding) -> Situation:
+def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **others) -> Situation:
     """Of a scalar loss, before its operator is known."""
     return Situation(
         device=input.device.type,
@@ -296,7 +303,7 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
         functorch=functorch_is_active(),
         saved_tensor_hooks=saved_tensor_hooks_are_active(),
         checkpoint=tracing_a_checkpointed_region(),
-        **sharding,
+        **others,
     )
 
 
@@ -326,9 +333,12 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+def gradients_in_the_same_pass(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, sparse: bool = False
+) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    return choose(LOSS["a scalar loss"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
+    situation = loss_situation(input, linear_weight, linear_bias, sparse=sparse)
+    return choose(LOSS["a scalar loss"], situation).name != "recompute"
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
