@@ -6,11 +6,12 @@
     the entry of token i goes to   behind_{v-1} + prefix + bits of its 256 below i
 
 A token has one entry of a class at most, so its bit says all; within a class entries stand in the tokens' order. H200,
-8192 tokens of 352 entries, V = 128256: 0.35 ms; torch.sort, of so many entries as are there, 0.26 and its gathers, but
-how many there are only the device knows.
+8192 tokens of 352 entries, V = 128256: 0.3 ms. How many entries there are only the device knows; torch.sort would sort
+the room for them.
 """
 
-import torch
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +26,22 @@ WORD = tl.constexpr(32)
 WORDS_OF_GROUP = tl.constexpr(8)
 GROUP = tl.constexpr(256)  # tokens
 BLOCK_V = 16
+
+
+class Classes(NamedTuple):
+    """Lists of classes. Those longer than a piece are cut."""
+
+    entries: Tensor  # (n R,) int64, class by class: a float32 value above its token
+    behind: Tensor  # (V,) int32, where they end
+    length: Tensor  # () int32, of a piece
+    pieces: Tensor  # (V,) int32, of this class and of those before it; one that is not cut has none
+
+
+@Kernel
+@triton.jit
+def clear_kernel(out_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, tl.zeros((BLOCK,), tl.int32), mask=i < count)
 
 
 @triton.jit
@@ -81,13 +98,43 @@ def count_kernel(
 
 @Kernel
 @triton.jit
+def close_classes_kernel(
+    count_ptr,  # (n,)
+    total_ptr,  # (V,)
+    classes,  # Classes, out but for the entries
+    n,
+    V,
+    shortest,  # piece
+    P,  # pieces at most
+    BLOCK: tl.constexpr,
+):
+    """One program. sum ceil(total / length) of classes with total > length is at most 2 / length of all entries."""
+    entries = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        entries += tl.load(count_ptr + i, mask=i < n, other=0)
+    length = tl.maximum(tl.cdiv(2 * tl.sum(entries, 0), P), shortest)
+    tl.store(classes.length, length)
+    behind = tl.zeros((), tl.int32)
+    pieces = tl.zeros((), tl.int32)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        total = tl.load(total_ptr + v, mask=v < V, other=0)
+        cut = tl.where(total > length, tl.cdiv(total, length), 0)
+        tl.store(classes.behind + v, behind + tl.cumsum(total, 0), mask=v < V)
+        tl.store(classes.pieces + v, pieces + tl.cumsum(cut, 0), mask=v < V)
+        behind += tl.sum(total, 0)
+        pieces += tl.sum(cut, 0)
+
+
+@Kernel
+@triton.jit
 def scatter_kernel(
     entries_ptr,  # (n, R)
     count_ptr,  # (n,)
     bits_ptr,  # (V, W)
     prefix_ptr,  # (V, G)
-    behind_ptr,  # (V,)
-    out_ptr,  # (n R,) out: a value above its token
+    classes,  # Classes; the entries are out
     kept,  # Kept
     R,
     W,
@@ -112,8 +159,8 @@ def scatter_kernel(
         ).to(tl.uint32, bitcast=True)
         place = tl.sum(popcount(bits & earlier[None, :]), 1)
         place += tl.load(prefix_ptr + v * G + group, mask=mask, other=0)
-        place += tl.load(behind_ptr + v - 1, mask=mask & (v > 0), other=0)
-        tl.store(out_ptr + place, (entries >> 32 << 32) | token, mask=mask)
+        place += tl.load(classes.behind + v - 1, mask=mask & (v > 0), other=0)
+        tl.store(classes.entries + place, (entries >> 32 << 32) | token, mask=mask)
 
 
 def order_bytes(num_classes: int, room: int) -> tuple[int, int]:
@@ -121,16 +168,23 @@ def order_bytes(num_classes: int, room: int) -> tuple[int, int]:
     return 8 * room + num_classes * 4 * (WORDS_OF_GROUP.value + 1) // GROUP.value, 16 * num_classes
 
 
-def launch_class_order(lists: Lists, num_classes: int, kept: Kept) -> tuple[Tensor, Tensor]:
-    """The entries class by class, int64 with the token in place of the class, and where the classes end, (V,) int32."""
+def launch_class_order(
+    lists: Lists,
+    num_classes: int,
+    kept: Kept,
+    *,
+    shortest: int,  # piece
+    pieces: int,  # at most
+) -> Classes:
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
     words = groups * WORDS_OF_GROUP.value
-    device = lists.count.device
-    bits = torch.zeros(num_classes, words, dtype=torch.int32, device=device)
-    prefix = torch.empty(num_classes, groups, dtype=torch.int32, device=device)
-    total = torch.empty(num_classes, dtype=torch.int32, device=device)
-    entries = torch.empty(n * room, dtype=torch.int64, device=device)
+    count = lists.count
+    bits = count.new_empty(num_classes, words)
+    prefix = count.new_empty(num_classes, groups)
+    total, behind, cut = count.new_empty(3, num_classes).unbind()
+    classes = Classes(lists.entries.new_empty(n * room), behind, count.new_empty(()), cut)
+    clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
     mark_kernel[(n,)](*lists, bits, room, words, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
         bits,
@@ -143,6 +197,6 @@ def launch_class_order(lists: Lists, num_classes: int, kept: Kept) -> tuple[Tens
         BLOCK_V=BLOCK_V,
         num_warps=4,
     )
-    behind = total.cumsum(0, dtype=torch.int32)
-    scatter_kernel[(n,)](*lists, bits, prefix, behind, entries, kept, room, words, groups, BLOCK=128, num_warps=4)
-    return entries, behind
+    close_classes_kernel[(1,)](count, total, classes, n, num_classes, shortest, pieces, BLOCK=8192, num_warps=16)
+    scatter_kernel[(n,)](*lists, bits, prefix, classes, kept, room, words, groups, BLOCK=128, num_warps=4)
+    return classes

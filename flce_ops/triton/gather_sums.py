@@ -13,13 +13,11 @@ Few classes have most of the entries of grad_linear_weight: those with more than
 whose sums are added in their order.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.class_order import Classes
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sparse_lists import Lists
 
@@ -27,14 +25,6 @@ from flce_ops.triton.sparse_lists import Lists
 
 AT_A_TIME = tl.constexpr(8)
 COLUMNS_OF_WARP = 256  # 16 bytes a thread
-
-
-class Pieces(NamedTuple):
-    """Of lists that are longer than one: at most P."""
-
-    length: Tensor  # () int32
-    behind: Tensor  # (V,) int32, pieces of this list and of those before it; a list of one piece's length has none
-    sums: Tensor  # (P, D) float32
 
 
 @triton.jit
@@ -84,9 +74,8 @@ def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
 @Kernel
 @triton.jit
 def gather_classes_kernel(
-    entries_ptr,  # (entries,), class by class
-    behind_ptr,  # (V,) where the classes end
-    pieces,  # Pieces
+    classes,  # Classes
+    total_ptr,  # () kept tokens whose gradient is sparse: without one nothing is written
     table_ptr,  # (N, D)
     out_ptr,  # (V, D)
     V,
@@ -97,34 +86,34 @@ def gather_classes_kernel(
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    v = (tl.program_id(0) % V).to(tl.int64)
-    d = tl.program_id(0) // V * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = d < D
-    begin = tl.load(behind_ptr + v - 1, mask=v > 0, other=0)
-    end = tl.load(behind_ptr + v)
-    if end - begin <= tl.load(pieces.length):
-        acc = gathered_sum(entries_ptr, begin, end, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
-        store_or_add(out_ptr + v * stride_out + d, acc, mask, ADD)
+    """Of classes that are not cut."""
+    if tl.load(total_ptr) > 0:
+        v = (tl.program_id(0) % V).to(tl.int64)
+        d = tl.program_id(0) // V * BLOCK_D + tl.arange(0, BLOCK_D)
+        mask = d < D
+        begin, end = tl.load(classes.behind + v - 1, mask=v > 0, other=0), tl.load(classes.behind + v)
+        if end - begin <= tl.load(classes.length):
+            acc = gathered_sum(classes.entries, begin, end, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
+            store_or_add(out_ptr + v * stride_out + d, acc, mask, ADD)
 
 
 @triton.jit
-def class_of_piece(behind_ptr, piece, V, STEPS: tl.constexpr):
-    """The first class behind which there are more pieces."""
+def class_of_piece(pieces_ptr, piece, V, STEPS: tl.constexpr):
+    """The first class behind which there are more pieces, and its first piece."""
     low, high = 0, V
     for _ in range(STEPS):
         middle = (low + high) // 2
-        past = tl.load(behind_ptr + middle) > piece
+        past = tl.load(pieces_ptr + middle) > piece
         high = tl.where(past, middle, high)
         low = tl.where(past, low, tl.minimum(middle + 1, V - 1))
-    return low
+    return low, tl.load(pieces_ptr + low - 1, mask=low > 0, other=0)
 
 
 @Kernel
 @triton.jit
 def gather_pieces_kernel(
-    entries_ptr,  # (entries,), class by class
-    behind_ptr,  # (V,)
-    pieces,  # Pieces
+    classes,  # Classes
+    sums_ptr,  # (P, D) float32, out
     table_ptr,  # (N, D)
     P,
     V,
@@ -137,20 +126,20 @@ def gather_pieces_kernel(
     piece = tl.program_id(0) % P
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
-    if piece < tl.load(pieces.behind + V - 1):
-        v = class_of_piece(pieces.behind, piece, V, STEPS)
-        number = piece - tl.load(pieces.behind + v - 1, mask=v > 0, other=0)
-        length = tl.load(pieces.length)
-        begin = tl.load(behind_ptr + v - 1, mask=v > 0, other=0) + number * length
-        end = tl.minimum(begin + length, tl.load(behind_ptr + v))
-        acc = gathered_sum(entries_ptr, begin, end, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
-        tl.store(pieces.sums + piece.to(tl.int64) * D + d, acc, mask=mask)
+    if piece < tl.load(classes.pieces + V - 1):
+        v, first = class_of_piece(classes.pieces, piece, V, STEPS)
+        length = tl.load(classes.length)
+        begin = tl.load(classes.behind + v - 1, mask=v > 0, other=0) + (piece - first) * length
+        end = tl.minimum(begin + length, tl.load(classes.behind + v))
+        acc = gathered_sum(classes.entries, begin, end, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
+        tl.store(sums_ptr + piece.to(tl.int64) * D + d, acc, mask=mask)
 
 
 @Kernel
 @triton.jit
 def add_pieces_kernel(
-    pieces,  # Pieces
+    classes,  # Classes
+    sums_ptr,  # (P, D)
     out_ptr,  # (V, D)
     P,
     V,
@@ -164,12 +153,12 @@ def add_pieces_kernel(
     piece = tl.program_id(0) % P
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
-    if piece < tl.load(pieces.behind + V - 1):
-        v = class_of_piece(pieces.behind, piece, V, STEPS)
-        if piece == tl.load(pieces.behind + v - 1, mask=v > 0, other=0):
+    if piece < tl.load(classes.pieces + V - 1):
+        v, first = class_of_piece(classes.pieces, piece, V, STEPS)
+        if piece == first:
             acc = tl.zeros((BLOCK_D,), tl.float32)
-            for k in range(piece, tl.load(pieces.behind + v)):
-                acc += tl.load(pieces.sums + tl.full((), k, tl.int64) * D + d, mask=mask, other=0.0)
+            for k in range(piece, tl.load(classes.pieces + v)):
+                acc += tl.load(sums_ptr + tl.full((), k, tl.int64) * D + d, mask=mask, other=0.0)
             store_or_add(out_ptr + v.to(tl.int64) * stride_out + d, acc, mask, ADD)
 
 
@@ -198,24 +187,24 @@ def launch_gather_rows(lists: Lists, table: Tensor, out: Tensor) -> None:
 
 
 def launch_gather_classes(
-    entries: Tensor,  # int64, class by class
-    behind: Tensor,  # (V,) int32
-    pieces: Pieces,
+    classes: Classes,
+    total: Tensor,  # () kept tokens whose gradient is sparse
+    sums: Tensor,  # (P, D) float32, memory
     table: Tensor,  # (N, D)
     out: Tensor,  # (V, D)
     *,
     add: bool,
 ) -> None:
     num_classes, hidden = out.shape
-    most = pieces.sums.shape[0]
+    most = sums.shape[0]
     block = block_of(hidden, 1024)
     across, steps = triton.cdiv(hidden, block["BLOCK_D"]), num_classes.bit_length()
     gather_pieces_kernel[(most * across,)](
-        entries, behind, pieces, table, most, num_classes, hidden, *table.stride(), STEPS=steps, **block
+        classes, sums, table, most, num_classes, hidden, *table.stride(), STEPS=steps, **block
     )
     gather_classes_kernel[(num_classes * across,)](
-        entries, behind, pieces, table, out, num_classes, hidden, *table.stride(), out.stride(0), ADD=add, **block
+        classes, total, table, out, num_classes, hidden, *table.stride(), out.stride(0), ADD=add, **block
     )
     add_pieces_kernel[(most * across,)](
-        pieces, out, most, num_classes, hidden, out.stride(0), STEPS=steps, ADD=add, **block
+        classes, sums, out, most, num_classes, hidden, out.stride(0), STEPS=steps, ADD=add, **block
     )

@@ -2,10 +2,15 @@
 
     E, losses, row factors of a chunk                                                              one_pass_step.py
     lists[rows]         = the entries of G = c E that are kept                                      sparse_lists.py
+    after the first chunk: are the lists short?                                                    sparse_or_dense.py
     grad_input[rows]    = sum of value linear_weight[class] over a row's list                        gather_sums.py
     after the last chunk of a span
         the lists by class                                                                           class_order.py
         grad_linear_weight (+)= sum of value input[token] over a class's list                        gather_sums.py
+
+Where rows are flat, as a model's are before it is trained, lists are long and GEMMs are faster: those of an exact step
+run, whose gradient has the right mean as well. The device decides. The host launches both; either sees the kept tokens
+or none, and leaves at once.
 
 A span is as many tokens as fit the workspace with their lists and what orders these: all of them, unless it is small or
 the lists are long. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
@@ -14,7 +19,7 @@ the lists are long. The exponentials of a chunk, beside the span's lists, are go
 import torch
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import SparseGradient, room_of_row
+from flce_ops.math.sparse_gradient import room_of_row
 from flce_ops.meta.arguments import WithGrad
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import TOKEN_BYTES, rows_that_fit, slices
@@ -22,12 +27,13 @@ from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.gather_sums import Pieces, launch_gather_classes, launch_gather_rows
+from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
 from flce_ops.triton.gradients import Gradients
-from flce_ops.triton.input_gradient import Pieces as ColumnPieces
+from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.one_pass_step import FinishRows, OnePassStep, StepTokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
+from flce_ops.triton.sparse_or_dense import launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
@@ -36,82 +42,90 @@ PIECES_BYTES = 64 << 20  # of their float32 sums
 
 
 class SparseStep(OnePassStep):
-    """The chunks of one span; grad_linear_weight is made of its lists."""
+    def __init__(
+        self,
+        call: WithGrad,
+        kept: Kept,
+        per_token: StepTokens,
+        gradients: Gradients,
+        chunks: list[slice],
+        finish_rows: FinishRows,
+        room: int,
+    ) -> None:
+        sums: list[Tensor] = []
 
-    def __init__(self, *args, sparse: SparseGradient, span: slice, room: int, **options) -> None:
-        super().__init__(*args, **options)
-        self.sparse, self.span = sparse, span
-        n, of_rows = span.stop - span.start, self.finish_rows
-        device = self.operands.input.device
-        self.lists = Lists(
-            torch.empty(n, room, dtype=torch.int64, device=device), torch.empty(n, dtype=torch.int32, device=device)
-        )
+        def noting_sums(tokens: Tokens, row_sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
+            sums[:] = [row_sums.exponentials]
+            return finish_rows(tokens, row_sums)
 
-        def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
-            self.row_sum = sums.exponentials
-            return of_rows(tokens, sums)
+        cut = Cut(None, chunks, False, 0)
+        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, noting_sums)
+        self.sums, self.options, self.room = sums, call.sparse, room
+        self.sparse_total, self.dense_total = kept.order.new_empty(2).unbind()  # kept tokens, or 0
 
-        self.finish_rows = finish_rows
+    def run_span(self, span: slice, chunks: list[slice]) -> None:
+        n, self.start = span.stop - span.start, span.start
+        order = self.kept.order
+        self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n))
+        self.run_chunks(chunks)
+        if self.weight_gradient is not None:
+            self.gather_weight(span)
+
+    def exponentiate(
+        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+    ) -> tuple[Tokens, FinishedRows]:
+        """Lists besides. What comes after is done to the kept tokens of a gradient that is dense."""
+        tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
+        ((_, exponentials),) = pieces
+        kept, lists = tokens.kept, self.lists_of(chunk)
+        first = chunk.start == 0
+        of_lists = kept if first else kept._replace(total=self.sparse_total)
+        launch_lists(exponentials, self.sums[0], finished, tokens.column, of_lists, self.options, lists)
+        if first:
+            launch_sparse_or_dense(
+                lists, exponentials.shape[1], kept, self.options, self.sparse_total, self.dense_total
+            )
+        return tokens._replace(kept=kept._replace(total=self.dense_total)), finished
 
     def write_input(
-        self, chunk: slice, tokens: Tokens, pieces: ColumnPieces, finished: FinishedRows, product: Tensor
+        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
     ) -> None:
-        """grad_input from lists, which stay for grad_linear_weight."""
-        ((_, exponentials),) = pieces
-        lists = self.lists.of(slice(chunk.start - self.span.start, chunk.stop - self.span.start))
-        launch_lists(exponentials, self.row_sum, finished, tokens.column, tokens.kept, self.sparse, lists)
         if self.grad_input is not None:
-            launch_gather_rows(lists, self.operands.linear_weight, self.grad_input[chunk])
+            launch_gather_rows(self.lists_of(chunk), self.operands.linear_weight, self.grad_input[chunk])
+        super().write_input(chunk, tokens, pieces, finished, product)
+
+    def gather_weight(self, span: slice) -> None:
+        out = self.weight_gradient.out
+        num_classes, hidden = out.shape
+        at_most = pieces_at_most(self.lists.entries.numel(), hidden)
+        classes = launch_class_order(
+            self.lists, num_classes, self.kept.of(span), shortest=PIECE, pieces=at_most
+        )
+        sums = self.per_token.losses.new_empty(at_most, hidden)
+        launch_gather_classes(classes, self.sparse_total, sums, self.operands.input, out, add=span.start > 0)
+
+    def lists_of(self, chunk: slice) -> Lists:
+        return self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
 
 
 def run_spans(
-    call: WithGrad,
-    kept: Kept,
-    per_token: StepTokens,
-    gradients: Gradients,
-    finish_rows: FinishRows,
+    call: WithGrad, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
 ) -> list[slice]:
-    """Chunks of the tokens."""
+    """The chunks that it takes."""
     input, linear_weight = call.operands[:2]
-    tokens, num_classes = input.shape[0], linear_weight.shape[0]
+    (tokens, hidden), num_classes, size = input.shape, linear_weight.shape[0], input.dtype.itemsize
     room = room_of_row(call.sparse.gradient_threshold, num_classes)
-    chunks = []
-    for span in slices(tokens, span_at_most(tokens, num_classes, input.shape[1], room)):
+    row_bytes = 0 if gradients.input is not None else hidden * size
+    spans = {}
+    for span in slices(tokens, span_at_most(tokens, num_classes, room)):
         n = span.stop - span.start
-        want_input = gradients.input is not None
-        row_bytes = 0 if want_input else input.shape[1] * input.dtype.itemsize
-        at_most = rows_that_fit(tokens, num_classes, input.dtype.itemsize, list_bytes(n, room), row_bytes)
-        of_span = [slice(span.start + rows.start, span.start + rows.stop) for rows in slices(n, at_most)]
-        step = SparseStep(
-            call.operands,
-            call.logits,
-            kept,
-            per_token,
-            gradients._replace(linear_weight=None),
-            Cut(None, of_span, False, 0),
-            finish_rows,
-            sparse=call.sparse,
-            span=span,
-            room=room,
-        )
-        step.run_chunks(of_span)
-        if gradients.linear_weight is not None:
-            gather_weight(step.lists, kept.of(span), input, gradients.linear_weight, add=span.start > 0)
-        chunks += of_span
+        fitting = rows_that_fit(tokens, num_classes, size, list_bytes(n, room), row_bytes)
+        spans[span.start, span.stop] = [slice(span.start + c.start, span.start + c.stop) for c in slices(n, fitting)]
+    chunks = [chunk for of_span in spans.values() for chunk in of_span]
+    step = SparseStep(call, kept, per_token, gradients, chunks, finish_rows, room)
+    for (start, stop), of_span in spans.items():
+        step.run_span(slice(start, stop), of_span)
     return chunks
-
-
-def gather_weight(lists: Lists, kept: Kept, input: Tensor, grad_weight: Tensor, *, add: bool) -> None:
-    """grad_linear_weight of a span's lists."""
-    num_classes, hidden = grad_weight.shape
-    entries, behind = launch_class_order(lists, num_classes, kept)
-    total = torch.diff(behind, prepend=behind.new_zeros(1))
-    sums = torch.empty(pieces_at_most(entries.shape[0], hidden), hidden, dtype=torch.float32, device=input.device)
-    # sum ceil(total / length) of those with total > length is at most 2 / length of them all
-    length = torch.div(2 * behind[-1] + sums.shape[0] - 1, sums.shape[0], rounding_mode="floor").clamp_(min=PIECE)
-    number = torch.where(total > length, (total + length - 1) // length, 0)
-    pieces = Pieces(length.int(), number.cumsum(0, dtype=torch.int32), sums)
-    launch_gather_classes(entries, behind, pieces, input, grad_weight, add=add)
 
 
 def pieces_at_most(entries: int, hidden: int) -> int:
@@ -122,7 +136,7 @@ def list_bytes(tokens: int, room: int) -> int:
     return tokens * (8 * room + 4)
 
 
-def span_at_most(tokens: int, num_classes: int, hidden: int, room: int) -> int:
+def span_at_most(tokens: int, num_classes: int, room: int) -> int:
     """Tokens whose lists fit the workspace with what orders them."""
     each, fixed = order_bytes(num_classes, room)
     left = matrix_bytes(tokens, TOKEN_BYTES) - fixed - PIECES_BYTES
