@@ -36,8 +36,8 @@ def options(threshold, mode="unbiased", seed=2**40 + 5):
 
 def dense_lists(lists, num_classes):
     """(n, V) of lists."""
-    out = torch.zeros(len(lists.count), num_classes)
-    for row, (entries, count) in enumerate(zip(lists.entries, lists.count)):
+    out = torch.zeros(len(lists.lengths), num_classes)
+    for row, (entries, count) in enumerate(zip(lists.entries, lists.lengths)):
         out[row, entries[:count] & 0xFFFFFFFF] = (entries[:count] >> 32).int().view(torch.float32)
         assert len(set((entries[:count] & 0xFFFFFFFF).tolist())) == count
     return out

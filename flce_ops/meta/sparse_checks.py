@@ -27,15 +27,14 @@ def check_sparse(op: str, sparse: SparseGradient, input: Tensor, label_smoothing
             )
         if seed.dim() != 0 or seed.dtype != torch.int64:
             raise ValueError(
-                f"{op}: expected gradient_seed to be a 0-d tensor in torch.int64, got {tuple(seed.shape)} in {seed.dtype}"
+                f"{op}: expected gradient_seed to be a 0-d tensor in torch.int64, got {tuple(seed.shape)} in "
+                f"{seed.dtype}"
             )
         check_device(op, input, gradient_seed=seed)
     unsupported = {"label_smoothing": label_smoothing != 0.0, "softcap": softcap is not None}
     for name, given in unsupported.items():
         if given:
-            raise NotImplementedError(
-                f"{op}: {name} with gradient_threshold is not implemented; leave one of them out"
-            )
+            raise NotImplementedError(f"{op}: {name} with gradient_threshold is not implemented; leave one of them out")
     if input.dtype == torch.float16:
         raise NotImplementedError(
             f"{op}: gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "

@@ -43,8 +43,8 @@ FORWARD_MODE_REFUSAL = (
 )
 
 SPARSE_SECOND_DERIVATIVE_REFUSAL = (
-    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient is "
-    "a sample; leave gradient_threshold out"
+    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
+    "is a sample; leave gradient_threshold out"
 )
 
 

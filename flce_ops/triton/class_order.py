@@ -86,9 +86,9 @@ def count_kernel(
 ):
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     word = tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
-    bits = tl.load(
-        bits_ptr + v[:, None] * W + word[None, :], mask=(v < V)[:, None] & (word < W)[None, :], other=0
-    ).to(tl.uint32, bitcast=True)
+    bits = tl.load(bits_ptr + v[:, None] * W + word[None, :], mask=(v < V)[:, None] & (word < W)[None, :], other=0).to(
+        tl.uint32, bitcast=True
+    )
     count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
     group = tl.arange(0, BLOCK_G)
     before = tl.cumsum(count, 1) - count
@@ -179,7 +179,7 @@ def launch_class_order(
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
     words = groups * WORDS_OF_GROUP.value
-    count = lists.count
+    count = lists.lengths
     bits = count.new_empty(num_classes, words)
     prefix = count.new_empty(num_classes, groups)
     total, behind, cut = count.new_empty(3, num_classes).unbind()

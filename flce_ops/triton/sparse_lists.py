@@ -14,7 +14,6 @@ from: the group, which of its kept entries this is, and the running sum before t
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,10 +37,10 @@ class Lists(NamedTuple):
     """Of the kept tokens, in their order."""
 
     entries: Tensor  # (N, R) int64: a float32 value above its class
-    count: Tensor  # (N,) int32
+    lengths: Tensor  # (N,) int32
 
     def of(self, rows: slice) -> "Lists":
-        return Lists(self.entries[rows], self.count[rows])
+        return Lists(self.entries[rows], self.lengths[rows])
 
 
 class SparseRows(NamedTuple):
@@ -51,7 +50,7 @@ class SparseRows(NamedTuple):
     row_factor: Tensor  # c
     column: Tensor  # int64, the target's
     residual: Tensor  # c times what rounding took from the target's entry
-    count: Tensor  # int32, out
+    lengths: Tensor  # int32, out
 
 
 @triton.jit
@@ -120,7 +119,10 @@ def list_groups_kernel(
     EVEN_V: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """count_i, and for its m-th kept entry   group << 32 | m << 26 | sum of the tile before the group, modulo 1."""
+    """The length of a row's list. In it, for the m-th kept entry of a group, what list_entries_kernel starts from:
+
+    group << 32 | m << 26 | sum of the tile before the group, modulo 1
+    """
     row = tl.program_id(0)
     if row < kept_rows(kept, tl.num_programs(0)):
         scale = tl.div_rn(ONE * 1.0, threshold * tl.load(rows.row_sum + row))
@@ -149,9 +151,9 @@ def list_groups_kernel(
                     at = where + m
                     tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
             count += found & 0xFFFF
-        tl.store(rows.count + row, tl.minimum(count, R))
+        tl.store(rows.lengths + row, tl.minimum(count, R))
     else:
-        tl.store(rows.count + row, 0)
+        tl.store(rows.lengths + row, 0)
 
 
 @Kernel
@@ -177,7 +179,7 @@ def list_entries_kernel(
     residual = tl.load(rows.residual + row)
     limit = threshold * row_sum
     scale = tl.div_rn(ONE * 1.0, limit)
-    count = tl.load(rows.count + row)
+    count = tl.load(rows.lengths + row)
     key = tl.zeros((), tl.uint32)
     if UNBIASED:
         key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64))
@@ -219,7 +221,7 @@ def launch_lists(
 ) -> None:
     assert exponentials.stride(1) == 1 and lists.entries.stride(1) == 1
     n, num_classes = exponentials.shape
-    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, lists.count)
+    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, lists.lengths)
     args = (
         exponentials,
         rows,

@@ -56,11 +56,11 @@ def launch_sparse_or_dense(
 ) -> None:
     drop = sparse.gradient_mode == "drop"
     sparse_or_dense_kernel[(1,)](
-        lists.count,
+        lists.lengths,
         kept.total,
         sparse_total,
         dense_total,
-        lists.count.shape[0],
+        lists.lengths.shape[0],
         num_classes if drop else triton.cdiv(num_classes, CLASSES_PER_ENTRY),
         BLOCK=DECIDING,
         num_warps=4,

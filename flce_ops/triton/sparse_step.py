@@ -98,9 +98,7 @@ class SparseStep(OnePassStep):
         out = self.weight_gradient.out
         num_classes, hidden = out.shape
         at_most = pieces_at_most(self.lists.entries.numel(), hidden)
-        classes = launch_class_order(
-            self.lists, num_classes, self.kept.of(span), shortest=PIECE, pieces=at_most
-        )
+        classes = launch_class_order(self.lists, num_classes, self.kept.of(span), shortest=PIECE, pieces=at_most)
         sums = self.per_token.losses.new_empty(at_most, hidden)
         launch_gather_classes(classes, self.sparse_total, sums, self.operands.input, out, add=span.start > 0)
 

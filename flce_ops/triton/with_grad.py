@@ -25,8 +25,8 @@ from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
-from flce_ops.triton.sparse_step import run_spans
 from flce_ops.triton.smoothing import SmoothingTerms
+from flce_ops.triton.sparse_step import run_spans
 from flce_ops.triton.sum_losses import launch_sum_losses
 
 # N tokens, D hidden, V vocabulary
