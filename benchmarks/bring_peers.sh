@@ -2,8 +2,8 @@
 # Packs the libraries we compare with, for a GPU machine that has torch and triton but no package index.
 #
 #     bash benchmarks/bring_peers.sh OUT [NAME...]    needs pip and xz; all three take 10 minutes, nearly all compression
-#     OUT/peers.tar.xz           Liger, CCE, TRL, QuACK and the CUTLASS DSL: Linux x86-64, CUDA 13, Python 3.12; 52 MiB
-#     OUT/peers_triton.tar.xz    Liger, CCE and TRL alone, for any CUDA; under 2 MiB
+#     OUT/peers.tar.xz           Liger, CCE, TRL, verl, QuACK and the CUTLASS DSL: Linux x86-64, CUDA 13, Python 3.12; 52 MiB
+#     OUT/peers_triton.tar.xz    Liger, CCE, TRL and verl alone, for any CUDA; under 4 MiB
 #     OUT/peers_cutile.tar.xz    cuTile and its compiler, for liger_cutile; add it to one of the others; 50 MiB
 #
 # There:  tar xf peers.tar.xz -C /tmp; P=/tmp/site-packages; export PYTHONPATH=$P:$P/nvidia_cutlass_dsl/dsl_packages
@@ -15,6 +15,7 @@ PYTHON=3.12
 # datasets, dill and multiprocess: TRL's backward imports its trainers' helpers.
 TRITON_PEERS=(
   liger-kernel==0.8.5 cut-cross-entropy==25.1.1 trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+  verl==0.9.1
 )
 CUTLASS_PEERS=(
   quack-kernels==0.6.5 einops==0.8.2 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
 
 
+class PolicyTokens(NamedTuple):
+    """(N,) float32 each: what the mode "policy" knows of the tokens."""
+
+    advantages: Tensor
+    old_log_probs: Tensor
+    ref_log_probs: Tensor
+
+
 @dataclass
 class Problem:
     shape: Shape
@@ -41,10 +50,16 @@ class Problem:
     target: Tensor  # (N,) int64, IGNORE_INDEX where ignored
     cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
     seed: int
+    policy: PolicyTokens | None = None  # drawn where it is asked for: policy.py
 
     def clear_gradients(self) -> None:
         self.input.grad = None
         self.linear_weight.grad = None
+
+    @property
+    def entropy_cotangent(self) -> Tensor:  # (N,)
+        """Where entropies are asked for beside log-probabilities: a tenth, in another order."""
+        return 0.1 * self.cotangent.flip(0)
 
     @property
     def kept(self) -> Tensor:  # (N,) bool

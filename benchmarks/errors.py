@@ -4,10 +4,13 @@ N tokens, D hidden, V vocabulary. The reference takes the same rounded inputs an
 over the tokens:
 
     z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
+
+"log_probs" has the other sign, and the gradient of the entropy H besides: -cotangent_H p (log p + H).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,10 +18,11 @@ from torch import Tensor
 
 from .data import Problem
 from .modes import Mode
+from .policy import loss_of_log_probs
 
 
 class Reference(NamedTuple):
-    loss: Tensor  # () or, with reduction="none", (N,)
+    loss: Tensor  # () or, per token, (N,)
     grad_input: Tensor | None  # (N, D)
     grad_weight: Tensor | None  # (V, D)
 
@@ -33,8 +37,22 @@ class Errors(NamedTuple):
         return all(error is None or error < float("inf") for error in self)  # nan < inf is False
 
 
+def make_policy_reference(problem: Problem, mode: Mode) -> Reference:
+    """The losses per token first, then the slopes of the formula by them as their cotangents."""
+    per_token = mode._replace(name="none")
+    losses, *_ = make_reference(problem, per_token._replace(input_grad=False, weight_grad=False))
+    losses.requires_grad_()
+    loss = loss_of_log_probs(-losses, problem)
+    (slopes,) = torch.autograd.grad(loss, losses)
+    _, *gradients = make_reference(replace(problem, cotangent=slopes), per_token)
+    return Reference(loss.detach(), *gradients)
+
+
 @torch.no_grad()
 def make_reference(problem: Problem, mode: Mode) -> Reference:
+    if mode.name == "policy":
+        with torch.enable_grad():
+            return make_policy_reference(problem, mode)
     # Data centre GPUs multiply float64 at the rate of float32 without TF32; others take a minute for a large shape.
     dtype = torch.float64
     weight = problem.linear_weight.to(dtype)
@@ -42,24 +60,33 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
     grad_input = torch.empty_like(problem.input, dtype=dtype) if mode.input_grad else None
     grad_weight = torch.zeros_like(weight) if mode.weight_grad else None
     kept = problem.kept
-    scale = problem.cotangent.to(dtype) if mode.reduction == "none" else torch.full_like(losses, 1) / kept.sum()
+    scale = problem.cotangent.to(dtype) if mode.per_token else torch.full_like(losses, 1) / kept.sum()
+    of_entropy = problem.entropy_cotangent.to(dtype) if mode.reduction == "log_probs" else None
+    sign = 1 if of_entropy is None else -1
 
     for rows in problem.row_chunks():
         x = problem.input[rows].to(dtype)
         target = problem.target[rows].clamp(min=0)[:, None]
         z = x @ weight.T
         lse = z.logsumexp(-1, keepdim=True)
-        losses[rows] = torch.where(kept[rows], (lse - z.gather(1, target))[:, 0], 0)
+        losses[rows] = torch.where(kept[rows], sign * (lse - z.gather(1, target))[:, 0], 0)
         if not mode.backward:
             continue
-        grad_z = z.sub_(lse).exp_()
-        grad_z.scatter_add_(1, target, torch.full_like(lse, -1))
-        grad_z.mul_(torch.where(kept[rows], scale[rows], 0)[:, None])
+        log_p = z.sub_(lse)
+        p = log_p.exp()
+        entropy_grad = None
+        if of_entropy is not None:
+            entropy = -(p * log_p).sum(1, keepdim=True)
+            entropy_grad = log_p.add_(entropy).mul_(p).mul_(torch.where(kept[rows], -of_entropy[rows], 0)[:, None])
+        grad_z = p.scatter_add_(1, target, torch.full_like(lse, -1))
+        grad_z.mul_(torch.where(kept[rows], sign * scale[rows], 0)[:, None])
+        if entropy_grad is not None:
+            grad_z.add_(entropy_grad)
         if grad_input is not None:
             torch.mm(grad_z, weight, out=grad_input[rows])
         if grad_weight is not None:
             grad_weight.addmm_(grad_z.T, x)
-    loss = losses if mode.reduction == "none" else losses.sum() / kept.sum()
+    loss = losses if mode.per_token else losses.sum() / kept.sum()
     return Reference(loss, grad_input, grad_weight)
 
 

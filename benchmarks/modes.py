@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from .data import Problem
+from .policy import on_losses
 from .shapes import Shape
 
-Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # (input, linear_weight, target, reduction) -> loss
+# (input, linear_weight, target, reduction) -> loss; for "log_probs" a pair: log-probabilities and entropies
+Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 Step = Callable[[], Tensor | None]  # runs once, leaves gradients in .grad, returns the loss
 
 
@@ -28,6 +30,10 @@ class Mode(NamedTuple):
     @property
     def backward(self) -> bool:
         return self.input_grad or self.weight_grad
+
+    @property
+    def per_token(self) -> bool:
+        return self.reduction in ("none", "log_probs")
 
     def gradient_bytes(self, shape: Shape, itemsize: int) -> int:
         return itemsize * shape.D * (shape.N * self.input_grad + shape.V * self.weight_grad)
@@ -43,7 +49,9 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
+        Mode("policy", 3, "none", True, True),  # a policy's loss, of losses per token or in one call: policy.py
         Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
+        Mode("log_probs", 3, "log_probs", True, True),  # and entropies, both differentiated: what RL asks a head for
     )
 }
 
@@ -58,8 +66,9 @@ def prepare(problem: Problem, mode: Mode) -> None:
 
 def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
     """A training (or evaluation) step around a loss: gradients start as None, as after zero_grad()."""
+    if mode.name == "policy":
+        loss, mode = on_losses(loss, problem), mode._replace(reduction="mean")
     tensors = (problem.input, problem.linear_weight, problem.target, mode.reduction)
-    cotangent = problem.cotangent if mode.reduction == "none" else None
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -68,7 +77,11 @@ def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
     def forward_backward() -> Tensor:
         problem.clear_gradients()
         value = loss(*tensors)
-        value.backward(None if cotangent is None else cotangent.to(value.dtype))
+        if mode.reduction == "log_probs":
+            log_probs, entropy = value
+            torch.autograd.backward([log_probs, entropy], [problem.cotangent, problem.entropy_cotangent])
+            return log_probs.detach()
+        value.backward(problem.cotangent.to(value.dtype) if mode.per_token else None)
         return value.detach()
 
     return forward_backward if mode.backward else forward

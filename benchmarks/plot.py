@@ -23,6 +23,7 @@ TITLES = {
     "fwd": "forward only",
     "lora": "forward + backward, frozen weight",
     "none": 'reduction="none", forward + backward',
+    "log_probs": "log-probabilities and entropy, forward + backward",
 }
 OURS = ("#08519c", "#3182bd", "#6baed6", "#9ecae1", "#c6dbef")
 OTHERS = ("#d95f02", "#1b9e77", "#e7298a", "#7570b3", "#66a61e", "#e6ab02", "#a6761d", "#666666")

@@ -159,7 +159,7 @@ def empty_row(
 
 
 def _mean_loss(reference: Reference) -> float:
-    return float(reference.loss.sum() / (reference.loss != 0).sum())
+    return float(reference.loss.sum().abs() / (reference.loss != 0).sum())
 
 
 def _reason(error: Exception) -> str:

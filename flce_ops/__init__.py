@@ -8,10 +8,12 @@ from flce_ops.explain import explain
 from flce_ops.functional import (
     LinearCrossEntropyMetrics,
     LinearLogProbs,
+    LinearPolicyResult,
     cross_entropy,
     linear_cross_entropy,
     linear_kl_div,
     linear_log_probs,
+    linear_policy_loss,
 )
 from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from flce_ops.support.path import Path, last_path
@@ -40,6 +42,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyMetrics",
     "LinearLogProbs",
+    "LinearPolicyResult",
     "Path",
     "VocabParallel",
     "__version__",
@@ -51,6 +54,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_div",
     "linear_log_probs",
+    "linear_policy_loss",
     "set_workspace",
     "workspace",
 ]

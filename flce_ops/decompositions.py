@@ -29,19 +29,22 @@ from flce_ops.aten.logits import (
     add_sum,
     apply_slope,
     exponentiate_rows,
+    log_sum_of_squares,
     row_moments,
     softmax_factors,
     softmax_gradient,
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs
+from flce_ops.entry import cross_entropy, log_probs, policy
+from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
+from flce_ops.ops.policy_autograd import recomputed_policy_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 
@@ -65,7 +68,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
     Returns:
         {operator: function} for the entries and for the operators that inference and training programs hold. Not in it:
-        second derivatives, ``linear_kl_div``, and a vocabulary sharded over several devices.
+        second derivatives, ``main_grad``, ``linear_kl_div``, and a vocabulary sharded over several devices.
 
     Memory and time:
         N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
@@ -82,6 +85,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
+        torch.ops.flce.linear_policy_loss.default: policy.composite,
+        torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
     }
 
 
@@ -114,14 +119,16 @@ def forward(call: Forward) -> ForwardOutputs:
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
     linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
-    target_logit = sums = torch.zeros_like(target, dtype=dtype)
-    max_of, sum_of, moment_of, largest_of, argmax_of = [], [], [], [], []  # blocks
+    target_logit = sums = total = torch.zeros_like(target, dtype=dtype)
+    max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # blocks
     for classes in class_blocks(linear_weight):
         block = product(input, linear_weight[classes].T)
         logits = activate(block, block_of(linear_bias, classes), call.logits)
         target_logit = target_logit + at_target(column, classes, logits).sum(1)
         if call.logit_sum:
             sums = sums + weighted_logits(logits, block_of(weight, classes))
+        if call.mean_logit:
+            total = total + logits.sum(1)
         if call.argmax:
             largest, argmax = logits.max(1)
             largest_of.append(largest)
@@ -131,6 +138,8 @@ def forward(call: Forward) -> ForwardOutputs:
             moment_of.append(first_moment)
         else:
             row_max, row_sum = exponentiate_rows(logits)
+        if call.log_sum_sq_probs:
+            squares_of.append(log_sum_of_squares(logits, row_sum))
         max_of.append(row_max)
         sum_of.append(row_sum)
     max_of_blocks, sum_of_blocks = torch.stack(max_of, 1), torch.stack(sum_of, 1)
@@ -138,11 +147,16 @@ def forward(call: Forward) -> ForwardOutputs:
     distance = max_of_blocks - row_max.unsqueeze(1)
     row_sum = (distance.exp() * sum_of_blocks).sum(1)
     lse, lse_rest = two_sum(row_max, row_sum.log())
-    expected = max_logit = lse.new_zeros(0)
+    expected = max_logit = squares = mean_logit = lse.new_zeros(0)
     argmax = target.new_zeros(0, dtype=torch.int64)
     if call.expected_logit:
         first_moment = distance.exp() * (torch.stack(moment_of, 1) + distance * sum_of_blocks)
         expected = torch.where(valid, first_moment.sum(1) / row_sum + row_max, 0.0)
+    if call.log_sum_sq_probs:
+        share = distance.exp() * sum_of_blocks / row_sum.unsqueeze(1)
+        squares = torch.where(valid, (share.square() * torch.stack(squares_of, 1).exp()).sum(1).log(), 0.0)
+    if call.mean_logit:
+        mean_logit = torch.where(valid, total / vocab_size, 0.0)
     if call.argmax:
         max_logit, block = torch.stack(largest_of, 1).max(1)
         argmax = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
@@ -152,7 +166,7 @@ def forward(call: Forward) -> ForwardOutputs:
     sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
     columns = retained_columns(num_classes, input.dtype)
     retained = target.new_zeros(call.retain, columns, dtype=torch.int16)  # which backward, below, does not read
-    return target_logit, lse, sums, expected, max_logit, argmax, lse_rest, retained
+    return target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained
 
 
 def zeroed_where_ignored(input: Tensor, valid: Tensor) -> Tensor:  # (N, D)
@@ -205,15 +219,24 @@ def backward(call: Backward) -> Gradients:
 
 
 @takes(WithGrad)
-def with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
     if call.sparse.gradient_threshold:
         raise NotImplementedError(
             "export_decompositions: the gradient of linear_cross_entropy with gradient_threshold is not implemented; "
             "leave gradient_threshold out"
         )
-    gradients, losses, argmax = recomputed_step(call, forward, backward)
+    gradients, losses, statistics = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
-    return call.reduction.loss(losses, valid), losses, *gradients, argmax
+    absent = TokenStatistics(losses.new_zeros(0, dtype=torch.int64), *[losses.new_zeros(0)] * 4)
+    found = (absent[k] if of_rows is None else of_rows for k, of_rows in enumerate(statistics))
+    return call.reduction.loss(losses, valid), losses, *gradients, *found
+
+
+@takes(PolicyWithGrad)
+def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradients, losses, log_probs = recomputed_policy_step(call, forward, backward)
+    valid = call.operands.target != call.ignore_index
+    return call.reduction.loss(losses, valid), losses, *gradients, log_probs
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

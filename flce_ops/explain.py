@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.logits_plain import rows_of
-from flce_ops.functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs
+from flce_ops.entry.metrics import metric_names, statistics_for
+from flce_ops.functional import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_kl_div,
+    linear_log_probs,
+    linear_policy_loss,
+)
 from flce_ops.ops.paths import (
     KERNELS,
     LOSS,
@@ -31,7 +38,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
     """What ``function(*args, **kwargs)`` would run and why, without running it.
 
     Args:
-        function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_kl_div`` or ``cross_entropy``.
+        function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_policy_loss``, ``linear_kl_div`` or
+            ``cross_entropy``.
         args, kwargs: its arguments; tensors on "meta" stand for what no device holds.
 
     Returns:
@@ -51,10 +59,10 @@ def explain(function: Callable, *args, **kwargs) -> str:
           triton        ruled out: expects an NVIDIA GPU, half operands
           aten          runs
     """
-    if function not in (linear_cross_entropy, linear_log_probs, linear_kl_div, cross_entropy):
+    if function not in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy):
         raise TypeError(
-            "explain: expected linear_cross_entropy, linear_log_probs, linear_kl_div or cross_entropy of flce_ops, "
-            f"got {getattr(function, '__name__', function)!r}"
+            "explain: expected linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div or "
+            f"cross_entropy of flce_ops, got {getattr(function, '__name__', function)!r}"
         )
     named = inspect.signature(function).bind(*args, **kwargs)
     named.apply_defaults()
@@ -66,18 +74,24 @@ def explain(function: Callable, *args, **kwargs) -> str:
     situation = situation_of_call(call)
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
+    if divergence:
+        situation = situation._replace(label_smoothing=False)  # it is in the probabilities
     stem = "linear_kl_div" if divergence else "linear_cross_entropy"
     op = "forward"
     if call.get("reduction", "none") != "none":
-        sharded = situation.vocabulary_dimensions > 0 and not divergence
+        policy = function is linear_policy_loss
+        sharded = situation.vocabulary_dimensions > 0 and not (divergence or policy)
         title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
+        title += " of a policy" * policy
         tables[title] = LOSS[title]
         if choose(LOSS[title], situation).name != "recompute":
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
+            stem = "linear_policy_loss" if policy else stem
     retaining = op == "forward" and not divergence and situation.wants_gradient
     if retaining:
         tables |= RETAIN
-    ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", "backward"]
+    backward = "backward_" if situation.main_grad else "backward"
+    ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", backward]
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
     lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
     if retaining and not any_dtensor(call["input"], call["linear_weight"]):
@@ -136,6 +150,7 @@ def situation_of_call(call: dict) -> Situation:
         one_class=call["linear_weight"].shape[0] == 1,
         label_smoothing=bool(call.get("label_smoothing")),
         softcap=call["softcap"] is not None,
+        main_grad=call.get("main_grad") is not None,
         wants_gradient=situation.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
         sparse=bool(call.get("gradient_threshold")),
@@ -159,6 +174,7 @@ def learnt(call: dict) -> bool:
 def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
     """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
     from flce_ops.triton.cut import CUTS, problem_of
+    from flce_ops.triton.row_statistics import sum_pairs
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
@@ -171,7 +187,7 @@ def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
         linear_weight,
         wanted,
         smoothed=situation.label_smoothing,
-        argmax=bool(call["return_metrics"]),
+        sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
     )
     return [line for title, paths in CUTS.items() for line in verdicts(title, paths, problem)]
 

@@ -3,17 +3,19 @@
 linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_ops/entry/
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry import cross_entropy as linear
-from flce_ops.entry import kl_div, log_probs, logits_plain
+from flce_ops.entry import kl_div, log_probs, logits_plain, metrics, policy, policy_plain
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.math.scalars import normalizer_tensor
 from flce_ops.support.dtensor import any_dtensor
@@ -52,12 +54,14 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    shift: bool = False,
+    main_grad: Tensor | None = None,  # (V, D)
     gradient_threshold: float = 0.0,
     gradient_mode: str = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
-    return_metrics: bool = False,
+    return_metrics: bool | Sequence[str] = False,
     options: object = None,
-) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
+) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics | dict[str, Tensor]"]:
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::
@@ -94,10 +98,19 @@ def linear_cross_entropy(
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Tokens of weight 0 are left
-            out like ignored ones, unless token_weight gets a gradient or the metrics their argmax.
+            out like ignored ones, unless token_weight gets a gradient or metrics are returned.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
+        shift: target holds the labels of the same positions as input, (..., T): the token at position t is scored
+            against the label at t + 1, as causal language models are, and the last one of each sequence is ignored; its
+            loss is 0, its argmax -1. token_weight stays that of position t. Several sequences packed into one: label
+            the first token of each ``ignore_index``. Nothing is copied but the labels. Not for probabilities and
+            K-dimensional losses, nor for labels whose sequences are sharded.
+        main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype: backward adds
+            linear_weight's gradient to it, inside the GEMM and without rounding where it is float32, and autograd gets
+            none: ``linear_weight.grad`` stays as it is. Forward leaves it alone. Megatron's ``weight.main_grad``; see
+            docs/clients.md.
         gradient_threshold: 0, or a probability from which on entries of softmax(z) - onehot(y) enter the gradients of
             input and linear_weight as they are: 2^-10, say. The loss and linear_bias's gradient stay exact. For a
             scalar loss of class indices, without label smoothing and softcap, not in float16, not of DTensors.
@@ -105,27 +118,41 @@ def linear_cross_entropy(
             is threshold with g's sign, otherwise 0, so gradients have the right mean and some noise. "drop": 0.
         gradient_seed: 0-d int64 tensor on input's device, for "unbiased": the same seed keeps the same entries.
             Another one in every step, and on every rank that has other tokens.
-        return_metrics: also return what the logits were used for, from the same pass and without a host sync. Not for
-            probabilities, nor is ``z_loss``.
+        return_metrics: also return by-products of the same pass, without a host sync: True for the accuracy and the
+            argmax, or names. Of target's shape and, with ``p = softmax(z)``, in nats::
+
+                "lse"               logsumexp_j z_j
+                "entropy"           -sum_j p_j log p_j
+                "log_sum_sq_probs"  log sum_j p_j ** 2
+                "mean_logit"        mean_j z_j
+                "z_loss"            z_loss * lse ** 2, before token_weight
+                "argmax"            class of the largest logit, the first of equals; -1 at ignored tokens
+                "is_top1"           whether target is the argmax, bool
+                "token_accuracy"    (), float32: share of the tokens not ignored whose target is
+
+            Constants, 0 at ignored tokens; docs/log_probs.md says what each costs. Not for probabilities, nor is
+            ``z_loss``.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
             memory as ``set_workspace`` does here, and have no effect; what would change the sums is refused.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
-        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
+        With ``return_metrics=True`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``; with
+        names a pair of the loss and a dict of what they name.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
         NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
-            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors; what gradient_threshold
-            does not go with, second derivatives and torch.func among it.
+            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors. main_grad under torch.func
+            or create_graph=True, beside DTensors, for probabilities or a K-dimensional loss; gradient_threshold there,
+            and with main_grad.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
         checkpointing, CUDA graphs. Gradients of a scalar loss are made during forward, in the same pass over the
-        logits; in float16, under checkpointing, torch.func and reduction="none" backward makes them, from logits that
-        forward retained (``set_workspace``) or that it makes again.
+        logits; in float16, under checkpointing, torch.func, with main_grad and reduction="none" backward makes them,
+        from logits that forward retained (``set_workspace``) or that it makes again.
 
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
@@ -137,11 +164,16 @@ def linear_cross_entropy(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    if return_metrics:
-        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
-    else:
+    if shift:
+        target = shifted_target(linear.OP, shift, target, input, ignore_index)
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad)
+    names = metrics.metric_names(linear.OP, return_metrics)
+    asked: dict[str, bool] = {}
+    if return_metrics is False:
         entry = entry_of(torch.ops.flce.linear_cross_entropy, linear.composite, *tensors)
+    else:
+        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
+        asked = metrics.statistics_for(names)._asdict()
     result = entry(
         input,
         linear_weight,
@@ -157,14 +189,19 @@ def linear_cross_entropy(
         z_loss=z_loss,
         token_weight=token_weight,
         normalizer=normalizer,
+        main_grad=main_grad,
         gradient_threshold=gradient_threshold,
         gradient_mode=gradient_mode,
         gradient_seed=gradient_seed,
+        **asked,
     )
-    if not return_metrics:
+    if return_metrics is False:
         return result
-    loss, token_accuracy, argmax = result
-    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
+    loss, *found = result
+    by_name = metrics.by_name(names, found, z_loss)
+    if return_metrics is True:
+        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
+    return loss, by_name
 
 
 def cross_entropy(
@@ -181,6 +218,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    shift: bool = False,
     inplace_backward: bool = False,
     return_metrics: bool = False,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
@@ -194,9 +232,9 @@ def cross_entropy(
 
     Args:
         logits: (..., V); float64, float32, bfloat16 or float16. What cannot be seen as (N, V), such as
-            ``logits[:, :-1]`` of several sequences, is copied: shift the targets instead.
+            ``logits[:, :-1]`` of several sequences, is copied: pass ``shift=True`` instead.
         target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
-        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer: as of
+        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as of
             ``linear_cross_entropy``.
         logit_scale, temperature: numbers; a learnt one is yours to multiply the logits with.
         inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
@@ -231,7 +269,14 @@ def cross_entropy(
         z_loss=z_loss,
         label_smoothing=label_smoothing,
     )
+    if not isinstance(return_metrics, bool):
+        raise NotImplementedError(
+            f"{logits_plain.OP}: expected return_metrics to be True or False, got {return_metrics!r}; metrics by "
+            "name are linear_cross_entropy's"
+        )
     normalizer = normalizer_tensor(normalizer, logits)
+    if shift:
+        target = shifted_target(logits_plain.OP, shift, target, logits, ignore_index)
     op, body = LOGITS_ENTRIES[return_metrics, inplace_backward]
     entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
     result = entry(
@@ -263,6 +308,39 @@ class LinearLogProbs(NamedTuple):
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
 
 
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    argmax: bool = False,
+) -> LinearLogProbs: ...
+
+
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    argmax: bool = False,
+    return_metrics: Sequence[str],
+) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
+
+
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -273,9 +351,11 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
+    shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
-) -> LinearLogProbs:
+    return_metrics: Sequence[str] | None = None,
+) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
 
     With ``z`` the logits, scaled, capped and divided by the temperature as in ``linear_cross_entropy``, per token::
@@ -294,12 +374,16 @@ def linear_log_probs(
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias.
         temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
+        shift: as of ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
+        return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
+            and ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
     Returns:
         ``LinearLogProbs(log_probs, lse, entropy, argmax)``, each of target's shape, None where not asked for.
         log_probs, lse and entropy are differentiable, float32 (float64 for float64 input).
+        With ``return_metrics`` a pair: that, and a dict of what it names, of target's shape, 0 at ignored tokens.
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
@@ -307,14 +391,17 @@ def linear_log_probs(
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are
         retained (``set_workspace``), 4 for others. A vocabulary
-        sharded over ranks exchanges 2 to 5 numbers per token. entropy and argmax cost nothing when not asked for.
+        sharded over ranks exchanges 2 to 7 numbers per token. What is not asked for costs nothing.
     """
     refuse_tensors(log_probs.OP, softcap=softcap)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
+    if shift:
+        target = shifted_target(log_probs.OP, shift, target, input, ignore_index)
+    names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, entropies, largest = entry(
+    token_log_probs, lse, entropies, largest, *others = entry(
         input,
         linear_weight,
         target,
@@ -325,8 +412,134 @@ def linear_log_probs(
         temperature=temperature,
         entropy=entropy,
         argmax=argmax,
+        **{name: name in names for name in metrics.OF_LOG_PROBS},
     )
-    return LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    found = LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    if return_metrics is None:
+        return found
+    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
+    return found, {name: by_name[name] for name in names}
+
+
+class LinearPolicyResult(NamedTuple):
+    """Loss of linear_policy_loss, and a by-product: no gradient flows through it."""
+
+    loss: Tensor  # (), or target's shape with reduction="none"
+    log_probs: Tensor  # target's shape: log p(target), nats; 0 at ignored tokens and at those of token_weight 0
+
+
+def linear_policy_loss(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    old_log_probs: Tensor | None = None,  # (...)
+    ref_log_probs: Tensor | None = None,  # (...)
+    linear_bias: Tensor | None = None,  # (V,)
+    *,
+    objective: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    token_weight: Tensor | None = None,  # (...)
+    normalizer: Tensor | float | None = None,  # ()
+) -> LinearPolicyResult:
+    r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
+
+    Same as the formulas below on ``linear_log_probs(input, linear_weight, target, linear_bias).log_probs``, in 3 GEMM
+    passes for loss and gradients. Per token that is not ignored, with A its advantage::
+
+        r     = exp(log_prob - old_log_prob)
+        clip  = min(max(r, 1 - clip_low), 1 + clip_high)
+
+        "ppo"    loss = max(-A * r, -A * clip)     with dual_clip, where A < 0: at most -A * dual_clip
+        "cispo"  loss = -clip * A * log_prob       the clipped ratio is a constant
+
+        loss  = token_weight * (loss + beta * KL)
+        KL    of d = log_prob - ref_log_prob:  "k1": d      "k2": d ** 2 / 2      "k3": exp(-d) + d - 1
+
+    Args:
+        input: hidden states, (..., D); float64, float32, bfloat16 or float16.
+        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
+        target: the tokens that were sampled, (...), int64 or int32, in [0, V) or ``ignore_index``.
+        advantages: (...), a constant. A weight of the objective alone, such as the correction for another sampler's
+            probabilities, is a factor of it.
+        old_log_probs: of the policy that is to be compared with, (...), a constant; None for this policy itself: r is 1
+            then, with its gradient.
+        ref_log_probs: of the reference model, (...), a constant; read where beta is not 0.
+        linear_bias: (V,), in input's dtype.
+        objective: "ppo" (also GRPO's, Dr. GRPO's and DAPO's) or "cispo".
+        clip_low: the ratio's lower bound is 1 - clip_low; ``math.inf`` for none. Not negative, like the next.
+        clip_high: the upper bound is 1 + clip_high.
+        dual_clip: of "ppo", bound on the ratio where the advantage is negative; greater than 1.
+        beta: factor of the KL term; 0 for none.
+        kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence", 2020); differentiated as written.
+        reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
+            ignored, nan without one. "sum".
+        ignore_index: target value of tokens that do not count, whatever the other arguments hold there. None is -100.
+        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
+        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
+            multiplied into input and linear_bias.
+        temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
+        token_weight: factor per token, (...), on the objective and on the KL term: 1 / the completion's length for
+            GRPO's mean of means. It does not enter the denominator of "mean". Differentiable. Tokens of weight 0 are
+            left out like ignored ones, unless it gets a gradient.
+        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
+
+    Returns:
+        ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
+        share of clipped tokens or an estimate of the KL.
+
+    Raises:
+        ValueError, TypeError, IndexError: as of ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),
+            by its name.
+        NotImplementedError: advantages, old_log_probs or ref_log_probs that require a gradient (detach them);
+            forward-mode or third derivatives.
+
+    Composability:
+        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
+        graphs, DTensor. Gradients of a scalar loss are made during forward, in the same pass over the logits; in
+        float16, under checkpointing, torch.func, reduction="none" and over a sharded vocabulary backward makes them, as
+        those of ``linear_log_probs``. Where a ratio overflows the loss is that of the formula; the gradient of a token
+        beyond its bound is 0 all the same.
+
+    Source:
+        Schulman et al., "Proximal Policy Optimization Algorithms", 2017; Shao et al., "DeepSeekMath", 2024 (GRPO); Yu
+        et al., "DAPO", 2025; MiniMax, "MiniMax-M1", 2025 (CISPO); Ye et al., "Mastering Complex Control in MOBA
+        Games", 2020 (dual clip). See docs/policy_loss.md.
+    """
+    op = policy_plain.OP
+    refuse_tensors(op, softcap=softcap, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta)
+    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
+        op, input, linear_bias, logit_scale, temperature, softcap
+    )
+    normalizer = normalizer_tensor(normalizer, input)
+    tensors = (input, linear_weight, target, advantages, old_log_probs, ref_log_probs, linear_bias)
+    entry = entry_of(torch.ops.flce.linear_policy_loss, policy.composite, *tensors, token_weight, normalizer)
+    result = entry(
+        *tensors,
+        objective=objective,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        reduction=reduction,
+        ignore_index=resolve_ignore_index(op, ignore_index, target),
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        token_weight=token_weight,
+        normalizer=normalizer,
+    )
+    return LinearPolicyResult(*result)
 
 
 def linear_kl_div(
@@ -350,6 +563,7 @@ def linear_kl_div(
     temperature: float = 1.0,
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     r"""Distillation loss whose logits, student's and teacher's, are never held whole.
 
@@ -392,6 +606,11 @@ def linear_kl_div(
             keeps the gradient's size (Hinton et al.) is yours to multiply the loss with.
         teacher_logit_scale: the teacher's; logit_scale by default.
         teacher_softcap: the teacher's; none by default, also where the student has one.
+        vocab_size: how many classes there are, where the student's or the teacher's vocabulary is padded: those from
+            vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0 (what
+            teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
+            teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
+            its rows. Not with DTensors.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
@@ -428,6 +647,10 @@ def linear_kl_div(
         kl_div.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     normalizer = normalizer_tensor(normalizer, input)
+    if vocab_size is not None:
+        linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
+            kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
+        )
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(

@@ -1,6 +1,7 @@
 """Modules that own the head's parameters; the mathematics is in flce_ops/entry/cross_entropy.py."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class LinearCrossEntropyLoss(nn.Module):
             `linear_cross_entropy`.
 
     Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features); loss () or, for
-    reduction="none", (..., *out_features); with return_metrics the pair (loss, LinearCrossEntropyMetrics).
+    reduction="none", (..., *out_features); with return_metrics a pair, as of `linear_cross_entropy`.
     """
 
     weight: Tensor | None
@@ -97,8 +98,9 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-        return_metrics: bool = False,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+        shift: bool = False,
+        return_metrics: bool | Sequence[str] = False,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
@@ -114,6 +116,7 @@ class LinearCrossEntropyLoss(nn.Module):
             **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
+            shift=shift,
             return_metrics=return_metrics,
             options=self.options,
         )
@@ -167,8 +170,9 @@ class LinearCrossEntropyHead(nn.Linear):
         reduction: str = "mean",
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-        return_metrics: bool = False,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+        shift: bool = False,
+        return_metrics: bool | Sequence[str] = False,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         if target is None:
             return self.logits(input)
         return linear_cross_entropy(
@@ -181,6 +185,7 @@ class LinearCrossEntropyHead(nn.Linear):
             **options_of(self),
             token_weight=token_weight,
             normalizer=normalizer,
+            shift=shift,
             return_metrics=return_metrics,
         )
 

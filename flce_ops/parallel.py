@@ -94,8 +94,8 @@ class VocabParallel(ParallelStyle):
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: DTensor | tuple[DTensor, LinearCrossEntropyMetrics],
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+        output: DTensor | tuple[DTensor, LinearCrossEntropyMetrics | dict[str, DTensor]],
+    ) -> Any:  # the same, of plain tensors
         if kwargs.get("target") is None:
             logits = cast(DTensor, output).redistribute(placements=[self.logits_layouts])
             return logits.to_local() if self.use_local_output else logits
@@ -105,6 +105,8 @@ class VocabParallel(ParallelStyle):
         if isinstance(output, DTensor):
             return output.to_local().clone()
         loss, metrics = output
+        if isinstance(metrics, dict):
+            return loss.to_local().clone(), {name: part.to_local().clone() for name, part in metrics.items()}
         local = (cast(DTensor, part).to_local().clone() for part in metrics)
         return loss.to_local().clone(), LinearCrossEntropyMetrics(*local)
 

@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import importlib
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cross_entropy, host_step, kl_div, overhead, plot, providers, run, trained
+from benchmarks import cross_entropy, host_step, kl_div, main_grad, metrics, overhead, plot, providers, run, trained
 from benchmarks.__main__ import main
 from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
 from benchmarks.errors import errors_of, make_reference
@@ -18,6 +19,7 @@ from benchmarks.memory import MIB, peak_bytes
 from benchmarks.modes import MODES, prepare, step_of
 from benchmarks.providers.torch_dense import dense_loss
 from benchmarks.shapes import GROUPS, Shape, parse_shapes
+from flce_ops import last_path
 
 CPU = torch.device("cpu")
 TOY = Shape(60, 33, 501)  # N tokens, D hidden, V vocabulary
@@ -170,20 +172,37 @@ def test_a_provider_that_raises_is_a_reason_and_the_others_go_on(monkeypatch):
     assert eager.ms is not None and eager.x_floor == pytest.approx(eager.ms / floor.ms)
 
 
+def dense_in_its_own_dtype(input, linear_weight, target, reduction):
+    if reduction != "log_probs":
+        return torch.nn.functional.cross_entropy(input @ linear_weight.T, target, reduction=reduction)
+    kept = target != IGNORE_INDEX
+    return -dense_losses(input, linear_weight, target), dense_entropy(input, linear_weight).where(kept, 0)
+
+
 def test_the_reference_agrees_with_dense_torch_in_float64():
     for mode in MODES.values():
         problem = make_toy(mode.name)
         reference = make_reference(problem, mode)
         problem.input.data, problem.linear_weight.data = problem.input.double(), problem.linear_weight.double()
         prepare(problem, mode)
-        step_loss = step_of(
-            lambda x, w, t, reduction: torch.nn.functional.cross_entropy(x @ w.T, t, reduction=reduction), problem, mode
-        )()
+        step_loss = step_of(dense_in_its_own_dtype, problem, mode)()
         torch.testing.assert_close(reference.loss, step_loss)
         if mode.input_grad:
             torch.testing.assert_close(reference.grad_input, problem.input.grad)
         if mode.weight_grad:
             torch.testing.assert_close(reference.grad_weight, problem.linear_weight.grad)
+
+
+def test_a_policys_loss_is_one_call_of_ours_and_a_formula_on_the_losses_of_others():
+    problem, mode = make_toy("policy"), MODES["policy"]
+    reference = make_reference(problem, mode)
+    one_call, per_token = "linear_policy_loss_with_grad", "linear_cross_entropy_backward"
+    operators = {"ours": one_call, "ours_recompute": per_token, "ours_64MiB": one_call, "torch_eager": one_call}
+    for name, operator in operators.items():
+        assert max(errors_of(providers.provide(name, problem, mode)(), problem, reference)) < 1e-5
+        assert last_path().op == operator  # the last of ours
+    with pytest.raises(providers.Unavailable):
+        providers.provide("ours_compacted", problem, mode)
 
 
 def test_targets_follow_the_model_so_that_the_loss_is_its_entropy():
@@ -349,12 +368,19 @@ def dense_losses(input, linear_weight, target):
     return torch.nn.functional.cross_entropy(input @ linear_weight.T, target, reduction="none")
 
 
+def dense_entropy(input, linear_weight):
+    return torch.distributions.Categorical(logits=input @ linear_weight.T).entropy()
+
+
 def assert_right(step, problem, mode):
     errors = errors_of(step(), problem, make_reference(problem, mode))
     assert max(error for error in errors if error is not None) < 1e-5
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+LOSSES = {name: mode for name, mode in MODES.items() if mode.reduction != "log_probs"}
+
+
+@pytest.mark.parametrize("mode", LOSSES.values(), ids=LOSSES)
 def test_ligers_losses_per_token_are_averaged_over_the_kept(monkeypatch, mode):
     from benchmarks.providers import liger
 
@@ -376,15 +402,43 @@ def test_trls_log_probabilities_of_the_kept_rows_are_put_back(monkeypatch, mode)
     class LogProbs:
         @staticmethod
         def apply(hidden, weight, bias, targets, temperature, chunk, softcap, scale, outputs):
-            assert (bias, temperature, chunk, softcap, scale, outputs) == (None, 1.0, 32768, None, 1.0, ())
+            assert (bias, temperature, chunk, softcap, scale) == (None, 1.0, 32768, None, 1.0)
+            assert outputs == (("entropy",) if mode.name == "log_probs" else ())
             assert (targets >= 0).all()
-            return -dense_losses(hidden, weight, targets), None, None, None, None
+            return -dense_losses(hidden, weight, targets), dense_entropy(hidden, weight), None, None, None
 
     install_fake(monkeypatch, "trl.trainer.utils", _CHUNKED_LOGPROB_CHUNK_SIZE=32768)
     install_fake(monkeypatch, "trl.kernels.chunked_logprob", ChunkedLogProbFunction=LogProbs)
     monkeypatch.setitem(sys.modules, "trl.trainer", ModuleType("trl.trainer"))
     problem = make_toy(mode.name)
     assert_right(providers.provide("trl", problem, mode), problem, mode)
+
+
+@pytest.mark.parametrize("mode", [MODES["none"], MODES["log_probs"]], ids=["none", "log_probs"])
+def test_verls_heads_take_ignored_tokens_without_a_cotangent(monkeypatch, mode):
+    def heads(hidden, weight, targets, temperature, reduction):
+        assert (temperature, reduction) == (1.0, "none")
+        return -dense_losses(hidden, weight, targets), dense_entropy(hidden, weight)
+
+    install_fake(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=heads)
+    problem = make_toy(mode.name)
+    assert_right(providers.provide("verl", problem, mode), problem, mode)
+    with pytest.raises(providers.Unavailable, match="per token"):
+        providers.provide("verl", problem, MODES["fwd_bwd"])
+
+
+def test_a_package_is_found_without_running_its_init(monkeypatch, tmp_path):
+    from benchmarks.providers.verl import import_packages_without_their_init
+
+    inner = tmp_path / "wants_ray" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").write_text("import not_a_package")
+    (inner / "kernels.py").write_text("FOUND = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    import_packages_without_their_init("wants_ray", "wants_ray.inner")
+    assert importlib.import_module("wants_ray.inner.kernels").FOUND
 
 
 def test_overhead_compares_two_checkouts_in_turn(tmp_path, monkeypatch):
@@ -434,3 +488,24 @@ def test_steps_of_given_logits_and_of_divergences_are_rows_with_their_errors(tmp
     assert [row["kind"] for row in rows if row["provider"] == "ours"] == ["forward", "reverse", "jsd"]
     assert all(float(row["err_dw"]) < 1e-5 and float(row["x_floor"]) > 1 for row in rows if row["provider"] == "ours")
     assert all(row["reason"] for row in rows if row["provider"] == "liger")
+
+
+def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    main_grad.main(["--shapes", "8x8x101", *quick])
+    (path,) = tmp_path.rglob("main_grad.csv")
+    with path.open(newline="") as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert list(rows) == list(main_grad.PROVIDERS)
+    assert all(float(row["err_dw"]) < 0.02 and float(row["peak_MiB"]) > 0 for row in rows.values())
+    assert float(rows["main_grad"]["err_dw"]) < float(rows["autograd"]["err_dw"])
+
+
+def test_a_step_with_each_metric_is_a_row_beside_the_step_without(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    metrics.main(["--shapes", "16x8x501", "--dtype", "float32", "--reductions", "none", *quick])
+    (path,) = tmp_path.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        rows = {row["metric"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["without", *metrics.NAMES, "all"]
+    assert float(rows["without"]["x_without"]) == 1.0 and all(float(row["x_without"]) > 0 for row in rows.values())

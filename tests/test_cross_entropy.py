@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from inputs import make_inputs, scalars
 from reference_loss import error
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
@@ -351,6 +352,33 @@ def test_refusals_name_the_argument(case):
         call(logits, target.clamp(min=0))
 
 
+def test_the_operator_refuses_a_denominator_beside_row_scales():
+    logits, target, _ = make_logits((9, 13))
+    for row_scale, denominator in ((torch.ones(9), torch.tensor(2.0)), (None, torch.ones(2))):
+        for op in (flce.cross_entropy_with_grad, flce.cross_entropy_with_grad_):
+            with pytest.raises(ValueError, match="^cross_entropy_with_grad_?: expected denominator to be a 0-d tensor"):
+                op(logits, target, None, row_scale, denominator)
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
+    """What ATen would be asked for beside it are launches of a few microseconds each."""
+    logits, target, _ = make_logits()
+    logits.requires_grad_()
+    with Calls() as calls:
+        flce_ops.cross_entropy(logits, target)
+    assert calls.names == ["cross_entropy_with_grad"]
+
+
 def test_explain_names_what_runs():
     logits, target, _ = make_logits()
     made = logits.requires_grad_() * 1.0
@@ -370,6 +398,8 @@ def test_operators(dtype, options):
     opcheck(flce.cross_entropy_metrics.default, (logits, target), {"reduction": "none"})
     opcheck(flce.cross_entropy_forward.default, (logits, target, None), {"logit_sum": True, "argmax": True, **numbers})
     opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, scale), {"label_smoothing": 0.1, **numbers})
+    for denominator in (None, torch.tensor(3.0)):
+        opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, None, denominator), numbers)
     lse, rest = (flce.cross_entropy_forward(logits.detach(), target, None)[index] for index in (1, 4))
     opcheck(flce.cross_entropy_backward.default, (rest, lse, None, logits, target, None, lse, rest), numbers)
     # a leaf that wants a gradient cannot be overwritten
@@ -381,7 +411,7 @@ def test_operators(dtype, options):
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 
 # of the interpreter, which has no fused multiplication and addition: twice what was seen
-TOLERANCE = {torch.float32: 1.2e-6, torch.float16: 7e-4}
+TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
@@ -428,6 +458,12 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     right = aten.with_grad(exact, target, weight, scale.double(), argmax=True, **numbers)
     for number, expected in zip(found, right):
         same(number, expected)
+    for divisor in (None, torch.tensor(2.5)):
+        mean = triton.launch_with_grad(logits, target, weight, None, divisor, argmax=True, **numbers)
+        divisor = None if divisor is None else divisor.double()
+        right = aten.with_grad(exact, target, weight, None, divisor, argmax=True, **numbers)
+        for number, expected in zip(mean, right):
+            same(number, expected)
     neighbours = memory[:, shape[1] :].clone()
     triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
+from flce_ops.entry.metrics import NAMES, OF_LOG_PROBS
 
 OPTIONS = [{}, {"softcap": 5.0, "logit_scale": 0.7}]
 
@@ -290,6 +291,12 @@ def metrics_of_layout(device, layout):
             on_ranks = [torch.zeros((), device=device) for _ in range(size)]
             dist.all_gather(on_ranks, metrics.token_accuracy.to_local())
             assert all(accuracy == expected.token_accuracy for accuracy in on_ranks), on_ranks
+            _, named = flce_ops.linear_cross_entropy(*placed.args, return_metrics=NAMES, **options)
+            _, whole = flce_ops.linear_cross_entropy(*inputs.args, return_metrics=NAMES, **options)
+            if "reduction" in options:
+                named |= flce_ops.linear_log_probs(*placed.args, return_metrics=OF_LOG_PROBS)[1]
+            for name, values in whole.items():
+                assert error(full(named[name]), values) < TOLERANCE, (name, options)
             if needs:
                 full(loss).sum().backward()
     inputs.target.fill_(-100)
@@ -319,6 +326,10 @@ def cost_of_metrics(device):
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
     target = ("all_gather", 8 * 300 // size)
     assert recorded.calls == [target, ("all_gather", FLOAT * 4 * 300)], recorded.calls
+    with RecordCollectives() as recorded:
+        flce_ops.linear_cross_entropy(*placed.args, return_metrics=["entropy", "mean_logit"])
+    of_rows = ("all_gather", FLOAT * 3 * 300)  # and lse, which they are combined by
+    assert recorded.calls == [target, ("all_gather", FLOAT * 2 * 300), of_rows], recorded.calls
     with flce_ops.workspace(1):
         _, in_chunks = flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
         assert flce_ops.last_path().chunks > 1

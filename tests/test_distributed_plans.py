@@ -97,6 +97,8 @@ def arguments_of_forward(device, layout):
     assert torch.equal(metrics.argmax, largest)  # of all tokens, plain tensors as the loss is
     right = (largest == inputs.target)[valid].double().mean()
     assert error(metrics.token_accuracy, right) < TOLERANCE
+    _, named = head(hidden, inputs.target, **options, return_metrics=["is_top1"])
+    assert torch.equal(named["is_top1"], valid & (largest == inputs.target))
 
     inputs = batch(device, tokens=TOKENS)
     per_token, hidden = sharded(flce_ops.LinearCrossEntropyLoss(D, V, reduction="none", device=device), inputs)

@@ -140,7 +140,7 @@ def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
     low[count:] = high[count:] = torch.nan  # behind the kept tokens nothing is read
     column = torch.randint(40, (n,))
     column[::7] = -1  # on other ranks
-    outer = (torch.rand(v), torch.rand(d)) if smoothed else None
+    outer = (torch.rand(v), torch.rand(d)) if smoothed else (None, None)
     out = torch.full((v, d), 7.0)
     launch_target_rows(out, e, high, low, column, kept_of(count, n), outer)
     exact = e[:count].double().T @ x[:count].double()

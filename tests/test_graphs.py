@@ -1,6 +1,7 @@
 """Snapshots of the forward and backward graphs: call_function targets with dtype and shape.
 
-getitem, detach, view and the like are left out: they differ between torch versions and cost nothing.
+getitem, detach, view and the like are left out: they differ between torch versions and cost nothing. So are results
+that were not asked for, which hold no number.
 Accept new ones with EXPECTTEST_ACCEPT=1.
 """
 
@@ -33,7 +34,7 @@ def describe(value) -> str:
         shape = re.sub(r"\bs\d+", "N", ", ".join(map(str, value.shape)))  # the symbol's number differs between versions
         return f"{SHORT.get(value.dtype, value.dtype)}[{shape}]"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(describe(v) for v in value)})"
+        return f"({', '.join(describe(v) for v in value if v.numel())})"
     return str(value)
 
 
@@ -79,7 +80,7 @@ def test_mean():
         graphs,
         """\
 forward:
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[0], i64[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8])
 backward:
 flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[12, 8]
@@ -93,7 +94,7 @@ def test_none():
         graphs,
         """\
 forward:
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0], f32[12], i16[12, 80])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[12], i16[12, 80])
 aten.sub -> f32[12]
 aten.add -> f32[12]
 aten.clamp -> f32[12]
@@ -105,7 +106,7 @@ backward:
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.neg -> f32[12]
-flce.linear_cross_entropy_backward -> (f32[12, 8], f32[31, 8], f32[0])""",
+flce.linear_cross_entropy_backward -> (f32[12, 8], f32[31, 8])""",
     )
 
 
@@ -117,7 +118,7 @@ def test_no_gradient():
 forward:
 aten.ne -> b8[12]
 aten.sum -> f32[]
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[0], f32[0], f32[0], i64[0], f32[12], i16[0, 80])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[12])
 aten.sub -> f32[12]
 aten.add -> f32[12]
 aten.clamp -> f32[12]
@@ -146,7 +147,7 @@ aten.where -> f32[12]
 aten.scalar_tensor -> f32[]
 aten.where -> f32[12]
 aten.div -> f32[12]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[31], i64[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[31, 8], f32[31])
 aten.where -> f32[12]
 aten.mul -> f32[12]
 aten.sum -> f32[]
@@ -177,7 +178,7 @@ def test_frozen_head():
         graphs_of(flce_ops.linear_cross_entropy, inputs),
         """\
 forward:
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8], f32[0], f32[0], i64[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8])
 backward:
 flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[12, 8]""",
@@ -192,7 +193,7 @@ def test_any_number_of_tokens():
         graphs,
         """\
 forward:
-flce.linear_cross_entropy_with_grad -> (f32[], f32[N], f32[N, 8], f32[31, 8], f32[0], i64[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[N], f32[N, 8], f32[31, 8])
 backward:
 flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> f32[N, 8]
@@ -211,7 +212,7 @@ def test_autocast():
 forward:
 aten._to_copy -> bf16[12, 8]
 aten._to_copy -> bf16[31, 8]
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], bf16[12, 8], bf16[31, 8], bf16[0], i64[0])
+flce.linear_cross_entropy_with_grad -> (f32[], f32[12], bf16[12, 8], bf16[31, 8])
 backward:
 flce.linear_cross_entropy_upstream -> f32[]
 aten.mul -> bf16[12, 8]

@@ -358,6 +358,7 @@ def refusals(device):
     refused(ValueError, "linear_kl_div: linear_weight is a DTensor", place(pair, mesh, [R], [Shard(0)], ("input",)))
     other = {**placed, "teacher_weight": distribute_tensor(pair["teacher_weight"], mesh, [R])}
     refused(ValueError, "must be laid out alike", other)
+    refused(NotImplementedError, "linear_kl_div: vocab_size=3 with DTensors", placed | {"vocab_size": 3})
     refused(
         ValueError, "linear_kl_div: linear_weight is sharded along its features", place(pair, mesh, [R], [Shard(1)])
     )

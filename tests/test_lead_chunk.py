@@ -72,11 +72,12 @@ def test_gradients_agree_with_float64(shape, count, why, options, poisoned_memor
 
 
 @pytest.mark.usefixtures("quarter")
-@pytest.mark.parametrize("wanted", [False, True], ids=["dW only", "argmax too"])
+@pytest.mark.parametrize("wanted", [False, True], ids=["dW only", "statistics too"])
 def test_outputs_asked_for(wanted, poisoned_memory):
     args = operands((75, 64, 275), torch.float32, {})
     row_scale = torch.rand(75)
-    options = {"output_mask": [wanted, True, False], "argmax": wanted}
+    statistics = dict.fromkeys(("argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit"), wanted)
+    options = {"output_mask": [wanted, True, False], **statistics}
     with flce_ops.workspace(WORKSPACE):
         found = flce_ops.triton.launch_with_grad(*args, row_scale, **options)
         assert WAITS in flce_ops.last_path().reason
@@ -108,7 +109,7 @@ def test_rows_far_above_their_reference_are_rescued_in_every_slice():
 def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more):
     size, rows = 2, min(tokens, hidden + more)
     with flce_ops.workspace(workspace):
-        found = lead_chunk(rows, tokens, hidden, vocab, size, sum_bytes=0, argmax=False, want_input=True)
+        found = lead_chunk(rows, tokens, hidden, vocab, size, sum_bytes=0, sum_pairs=0, want_input=True)
     if found is None:
         # the tokens themselves take 128 MiB at 8192 x 8192
         assert workspace < 128 * MiB or tokens < 2 * rows or more * 2 * vocab > workspace / 4

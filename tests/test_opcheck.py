@@ -84,6 +84,17 @@ def test_backward(device, options, wanted, dtype):
     opcheck(flce.linear_cross_entropy_backward.default, args, options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_into_a_buffer(device, dtype):
+    inputs = example(device, dtype, bias=True)
+    with torch.no_grad():
+        _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args, None)
+    main_grad = torch.randn(inputs.linear_weight.shape, device=device)
+    args = (torch.randn_like(lse), torch.randn_like(lse), None, *(t.detach() for t in inputs.args), None, lse)
+    options = {"output_mask": [True, True, True], "main_grad": main_grad}
+    opcheck(flce.linear_cross_entropy_backward_.default, args, options)
+
+
 @pytest.mark.parametrize("wanted, dtype", WANTED_AND_DTYPES, ids=str)
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, **EVERYTHING}], ids=["plain", "everything"]
@@ -135,7 +146,5 @@ def test_every_registered_operator_is_checked_here():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("flce::") and "vocab_parallel" not in name and "linear_cross_entropy" in name
     }
-    assert names == {
-        f"linear_cross_entropy{end}"
-        for end in ("", "_metrics", "_forward", "_backward", "_with_grad", "_double_backward", "_upstream")
-    }
+    ends = ("", "_metrics", "_forward", "_backward", "_backward_", "_with_grad", "_double_backward", "_upstream")
+    assert names == {f"linear_cross_entropy{end}" for end in ends}

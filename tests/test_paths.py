@@ -18,6 +18,7 @@ from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, Choice, Situation, choice_
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 HALF = [torch.bfloat16, torch.float16]
+SMOOTHED_AND_CAPPED = {"label_smoothing": 0.1, "softcap": 5.0}
 
 
 def running(text):
@@ -54,6 +55,36 @@ def test_the_reason_names_what_rules_out_the_paths_before():
     op = "linear_cross_entropy_with_grad"
     expected = "cuda tensors in torch.bfloat16 (triton expects no label smoothing under a softcap)"
     assert Choice(op, choose(KERNELS[op], situation), situation).reason() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [({"label_smoothing": 0.1}, "with_grad"), ({"softcap": 5.0}, "with_grad"), (SMOOTHED_AND_CAPPED, "forward")],
+    ids=str,
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_smoothing_under_a_softcap_recomputes_where_triton_would(options, op, reduction, monkeypatch):
+    """An NVIDIA GPU is pretended where the path is chosen; the operators run on the CPU."""
+    monkeypatch.setattr(
+        "flce_ops.ops.paths.loss_situation",
+        lambda *operands, **known: Situation("cuda", torch.bfloat16, wants_gradient=True, **known),
+    )
+    inputs = make_inputs((24, 16, 50))
+    token_weight = torch.rand(24) if reduction == "sum" else None
+    flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction, token_weight=token_weight, **options)
+    assert flce_ops.last_path().op == f"linear_cross_entropy_{op}"
+
+
+def test_probabilities_have_their_smoothing_in_them():
+    """So it keeps their operators from no path, whatever the softcap."""
+    situation = Situation("cuda", torch.bfloat16, wants_gradient=True, **SMOOTHED_AND_CAPPED)
+    assert choose(LOSS["a scalar loss"], situation).name == "recompute"
+    inputs = make_inputs((24, 16, 50), dtype=torch.bfloat16)
+    call = (*inputs.args[:2], torch.rand(24, 50))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["flce_ops.explain"], "situation_of_call", lambda call: situation)
+        text = explain(flce_ops.linear_cross_entropy, *call, **SMOOTHED_AND_CAPPED)
+    assert running(text) == {"a scalar loss": "one pass", "flce::linear_kl_div_with_grad": "triton"}
 
 
 def test_a_kernel_called_by_itself_was_chosen_by_no_table():
@@ -167,7 +198,8 @@ def test_every_table_ends_in_a_path_without_conditions(paths):
         ("forward", Situation("cuda", torch.float16, label_smoothing=True, softcap=True), True),
         ("forward", Situation("cuda", torch.float32), False),
         ("backward", Situation("cuda", torch.float16), True),
-        ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True), False),
+        ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True), True),
+        ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True), False),
     ],
 )
 def test_kernels_that_triton_takes(op, situation, triton):

@@ -112,6 +112,24 @@ def test_the_third_call_launches_what_was_written_down_at_its_own_addresses(on_a
     assert replay.repeated(step, x, (y, y.new_zeros(6))) == "result"
 
 
+def test_calls_with_more_results_of_their_own_are_another_kind(on_any_device, spy):
+    """An operator's results, and those of one like it that writes to an argument in place of the last."""
+    kernel = replay.Kernel(spy)
+
+    def step(x, *results):
+        kernel[(1,)](results[-1] if len(results) > 1 else x, 0)
+
+    x = torch.zeros(4)
+    for _ in range(4):
+        loss, grad = torch.zeros(1), torch.zeros(4)
+        for results, written in (((loss, grad), grad), ((loss,), x)):
+            spy.seen.clear()
+            replay.repeated(step, x, fresh=results)
+            ((_, (address, *_), _),) = spy.seen
+            assert address == written.data_ptr()
+    assert [type(known) for known in replay._known.values()] == [replay.Replay] * 2
+
+
 def test_memory_in_use_together_is_apart_and_other_memory_is_shared(on_any_device, spy):
     kernel = replay.Kernel(spy)
 
@@ -412,5 +430,32 @@ def test_repeated_steps_give_the_bits_of_a_step_as_it_is_written(options, shape,
     for of_call, should in zip(found, expected):
         for one, other in zip(of_call, should):
             assert torch.equal(one, other) or torch.equal(one.isnan(), other.isnan())
-    if options in ("plain", "z_loss, token_weight", "none") and workspace == 512 << 20:
+    if options in ("plain", "z_loss, token_weight", "smoothing", "none") and workspace == 512 << 20:
         assert any(isinstance(known, replay.Replay) for known in replay._known.values())
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str
+)
+def test_repeated_losses_of_given_logits_in_place_and_not_in_turn(options, poisoned_memory):
+    """Two operators, whose arguments are alike."""
+    target = torch.randint(1003, (300,), device="cuda")
+    calls = [torch.randn(300, 1003, device="cuda", requires_grad=True) for _ in range(4)]
+
+    def gradients(logits):
+        found = []
+        for inplace_backward in (False, True):
+            loss = flce_ops.cross_entropy(logits * 2.0, target, inplace_backward=inplace_backward, **options)
+            found += [loss.detach().clone(), *torch.autograd.grad(loss.sum(), logits)]
+        return found
+
+    expected = []
+    for logits in calls:
+        replay._known.clear()
+        expected.append(gradients(logits))
+    replay._known.clear()
+    for logits, right in zip(calls, expected):
+        assert all(map(torch.equal, gradients(logits), right))
+    assert any(isinstance(known, replay.Replay) for known in replay._known.values())

@@ -85,7 +85,7 @@ def test_nothing_is_retained_where_nothing_is_differentiated_or_backward_is_far(
     inputs = make_inputs((N, D, V))
 
     def rows_of(*args):
-        return flce.linear_cross_entropy_forward(*args)[7].shape[0]
+        return flce.linear_cross_entropy_forward(*args)[-1].shape[0]
 
     assert rows_of(*inputs.args) == N
     with torch.no_grad():

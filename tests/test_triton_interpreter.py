@@ -103,6 +103,21 @@ def test_one_pass_kernels_agree_with_float64(shape, options, poisoned_memory):
     assert_one_pass(args, options, [True, True, args[3] is not None])
 
 
+def test_smoothing_reads_no_ignored_token(poisoned_memory):
+    """And its sum over classes is as right as one of float32 logits, where these are far from 0 too."""
+    args = list(operands((97, 35, 1200), torch.float32, {"bias": True, "class_weight": True}))
+    args[1] += 3.0
+    args[0] += 0.5
+    args.append(None)
+    options = {"output_mask": [True, True, True], "label_smoothing": 0.1}
+    exact, plain = aten.with_grad(*double(*args), **options), aten.with_grad(*args, **options)
+    found = launch_with_grad(*args, **options)
+    assert error(found[1], exact[1]) <= 1.2 * error(plain[1], exact[1])  # the losses of tokens; seen: 0.8 to 0.9
+    args[0][args[2] == -100] = torch.nan
+    for ours, same in zip(launch_with_grad(*args, **options), found, strict=True):
+        assert torch.equal(ours, same)
+
+
 @pytest.mark.parametrize("mask", [[False, True, False], [True, False, False]], ids=["dW only", "dX only"])
 def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memory):
     found = assert_one_pass(operands(RAGGED, torch.float32, {}), {}, mask)
@@ -228,6 +243,8 @@ def test_weighted_column_sums_agree_with_float64():
     matrix, factor = torch.randn(2100, 131), torch.randn(2100)
     assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
     assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6
+    tall = torch.randn(40000, 1)  # two steps, and one more
+    assert error(weighted_column_sum(tall, None), tall.double().sum(0)) <= 1e-6
     kept = weighted_column_sum(matrix, factor, kept_of(1300, 2100))
     assert error(kept, factor[:1300].double() @ matrix[:1300].double()) <= 1e-6
 

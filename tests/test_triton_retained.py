@@ -32,7 +32,7 @@ def gradients(launch_or_aten, rows, args, cotangents, **options):
     *cotangents, of_expected = cotangents
     if of_expected is not None:
         options |= {"grad_expected_logit": of_expected, "expected_logit": rows[3]}
-    return launch_or_aten(*cotangents, *args, rows[1], lse_rest=rows[6], output_mask=MASK, **options)
+    return launch_or_aten(*cotangents, *args, rows[1], lse_rest=rows[8], output_mask=MASK, **options)
 
 
 def case(shape, dtype, wanted, ignored=0.3):
@@ -54,7 +54,7 @@ WANTED = [("al", 300), ("s", 128), ("alms", 128)]
 def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
     args, cotangents, truth = case(RAGGED, dtype, wanted)
     rows = launch_forward(*args, logit_sum=True, expected_logit=True, retain=retain)
-    found = gradients(launch_backward, rows, args, cotangents, retained=rows[7])
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     again = gradients(launch_backward, rows, args, cotangents)
     for ours, made_again, right in zip(found, again, truth, strict=True):
         assert error(ours, right) <= TOLERANCE[dtype]
@@ -66,7 +66,7 @@ def test_forward_and_backward_in_slices(poisoned_memory):
     args, cotangents, truth = case((450, 20, 600), torch.float32, "alms")
     with flce_ops.workspace(1):
         rows = launch_forward(*args, logit_sum=True, expected_logit=True, retain=200)
-        found = gradients(launch_backward, rows, args, cotangents, retained=rows[7])
+        found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
         assert flce_ops.last_path().chunks == 4
     whole = launch_forward(*args, logit_sum=True, expected_logit=True, retain=450)
     for part, other in zip(rows[:4], whole[:4], strict=True):
@@ -98,8 +98,8 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
     valid = args[2] != -100
     cotangents = [torch.randn(len(valid)).masked_fill(~valid, torch.nan) for _ in range(2)]
     mask = {"output_mask": [True, True, case != CASES[0]]}
-    found = launch_backward(*cotangents, None, *args, rows[1], lse_rest=rows[6], retained=rows[7], **mask)
-    right = aten.backward(*double(*cotangents), None, *double(*args), truth[1], lse_rest=truth[6], **mask)
+    found = launch_backward(*cotangents, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], **mask)
+    right = aten.backward(*double(*cotangents), None, *double(*args), truth[1], lse_rest=truth[8], **mask)
     for ours, exact in zip(found, right, strict=True):
         assert ours.isfinite().all()
         assert error(ours, exact) <= TOLERANCE[torch.float32]
@@ -114,8 +114,8 @@ def test_a_shard_of_the_vocabulary(cut, poisoned_memory):
     rows, truth = launch_forward(*args, retain=256, **shard), aten.forward(*double(*args), **shard)
     cotangents = [-torch.rand(RAGGED[0]), torch.rand(RAGGED[0]), None]
     options = {"vocab_start": cut, "output_mask": MASK}
-    found = launch_backward(*cotangents, *args, rows[1], lse_rest=rows[6], retained=rows[7], **options)
-    right = aten.backward(*double(*cotangents), *double(*args), truth[1], lse_rest=truth[6], **options)
+    found = launch_backward(*cotangents, *args, rows[1], lse_rest=rows[8], retained=rows[9], **options)
+    right = aten.backward(*double(*cotangents), *double(*args), truth[1], lse_rest=truth[8], **options)
     for ours, exact in zip(found, right, strict=True):
         assert error(ours, exact) <= TOLERANCE[torch.float32]
 
@@ -124,7 +124,7 @@ def test_nan_in_a_row_stays_in_that_rows_gradient():
     args, cotangents, _ = case(RAGGED, torch.float32, "al", ignored=0.0)
     args[0][3] = torch.nan
     rows = launch_forward(*args, retain=RAGGED[0])
-    grad_input, grad_weight, _ = gradients(launch_backward, rows, args, cotangents, retained=rows[7])
+    grad_input, grad_weight, _ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     of_row = grad_input.isnan().any(1)
     assert of_row[3] and of_row.sum() == 1 and grad_weight.isnan().all()
 
@@ -141,7 +141,7 @@ def test_operands_with_features_of_zeros_leave_retained_logits_whole(monkeypatch
     args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
     rows = launch_forward(*args, retain=150)
     assert "3 features of zeros added" in flce_ops.last_path().reason
-    found = gradients(launch_backward, rows, args, cotangents, retained=rows[7])
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     for ours, right in zip(found, truth, strict=True):
         assert error(ours, right) <= TOLERANCE[torch.float16]
 

@@ -32,9 +32,11 @@ from flce_ops.triton.tiles import (
 from flce_ops.triton.weight_gradient import weight_gradient_kernel
 
 # the pointers of each epilogue, what may be absent being absent
+EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 7)
 OPERANDS = {
-    "exp_sum": ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 5),
-    "codes": ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 4, Coding("*fp32", "i32", "i32")),
+    "exp_sum": EXP_SUM,
+    "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32"),
+    "codes": EXP_SUM._replace(coding=Coding("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
 }
@@ -128,18 +130,20 @@ def gradient_blocks(tiles: Tiles) -> dict[str, int]:
     return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
 
 
-# Of several chunks of tokens: FIRST, LAST, MARKED
+# Of several chunks of tokens: FIRST, LAST, MARKED; "main_grad" adds to a float32 buffer
 WEIGHT_CHUNKS = {
     "only": (True, True, False),
     "first": (True, False, False),
     "later": (False, False, False),
     "marked": (False, False, True),
     "last": (False, True, False),
+    "main_grad": (True, True, False),
 }
 
 
 def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     first, last, marked = WEIGHT_CHUNKS[chunk]
+    adds = chunk == "main_grad"
     of_rows = [tiles.block_k, tiles.block_n]
     blocks = {
         "exponentials_ptr": ("bf16", [tiles.block_k, tiles.block_m]),
@@ -147,19 +151,26 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
-    types |= {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
+    types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
     else:
         types["stored_ptr"] = "constexpr"
-    if marked or not tiles.tma:
+    if marked or adds or not tiles.tma:
         types["map_ptr"] = "constexpr"
         del blocks["map_ptr"]
     if first and last:
         types |= {"exponent_ptr": "constexpr", "guard_ptr": "constexpr"}
     else:
         types |= {"exponent_ptr": "*u8", "guard_ptr": "*i32"}
-    constants = {"FIRST": first, "LAST": last, "MARKED": marked, "GROUP": tiles.group, **gradient_blocks(tiles)}
+    constants = {
+        "FIRST": first,
+        "LAST": last,
+        "MARKED": marked,
+        "ADDS": adds,
+        "GROUP": tiles.group,
+        **gradient_blocks(tiles),
+    }
     constants["FLATTEN"] = tiles.flatten and not marked
     name = f"weight, {chunk}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
@@ -180,7 +191,7 @@ def input_variant(tiles: Tiles, *, whole: bool) -> Variant:
 def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
     weight_tiles = WEIGHT_TILES["hopper" if tma else "ampere"]
     for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
-        if (every or chunk == "later") and (tma or not marked):
+        if (every or chunk in ("later", "main_grad")) and (tma or not marked):
             yield weight_variant(weight_tiles, chunk)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:

@@ -41,12 +41,14 @@ FILES = {
     "cce_kahan_full_c": "cce",
     "cce_exact": "cce",
     "trl": "trl",
+    "verl": "verl",
     "liger_cutedsl": "liger",
     "liger_cutedsl_scaled": "liger",
     "liger_cutile": "liger",
     "liger_cute": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
+LOG_PROBS_FILES = ("floor", "ours", "torch_dense", "trl", "verl")  # that have the entropy, differentiable
 QUICK_LEAVES_OUT = ("quack_autotuned",)
 
 
@@ -65,6 +67,8 @@ def choose(patterns: str, *, without: str = "") -> list[str]:
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     """May raise anything: the libraries are not ours."""
+    if mode.reduction == "log_probs" and FILES[name] not in LOG_PROBS_FILES:
+        raise Unavailable("no entropy beside log-probabilities")
     return _module(name).provide(name, problem, mode)
 
 

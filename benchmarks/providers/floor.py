@@ -4,7 +4,7 @@
     fwd_bwd    x @ W.T           G @ W            G.T @ x
     fwd        x @ W.T
     lora       x @ W.T           G @ W
-    none       x @ W.T           G @ W            G.T @ x
+    none       x @ W.T           G @ W            G.T @ x       log_probs likewise
 
 n kept tokens, D hidden, V vocabulary. G (n, V) is the problem's real gradient of the logits, made once: what the bits
 are decides how much power the card draws and so how fast it runs (zeros: 13 % faster than random numbers).

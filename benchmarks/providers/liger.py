@@ -64,7 +64,7 @@ def _triton(name: str, mode: Mode) -> Loss:
 
 
 def _cutedsl(problem: Problem, mode: Mode) -> Loss:
-    if mode.reduction == "none":
+    if mode.per_token:
         raise Unavailable("mean and sum only")
     if problem.shape.N % 128 or problem.shape.V % 256:
         raise Unavailable("N must be a multiple of 128, V of 256")
@@ -91,7 +91,7 @@ def _cutedsl_scaled(problem: Problem, mode: Mode) -> Loss:
 
 
 def _cutile(problem: Problem, mode: Mode) -> Loss:
-    if mode.reduction == "none":
+    if mode.per_token:
         raise Unavailable("mean and sum only")
     _need("cuda.tile")
     function = importlib.import_module(f"{OPS}.cutile.ops.fused_linear_cross_entropy")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
-from ..modes import Loss, Mode, Step, step_of
+from ..modes import MODES, Loss, Mode, Step, step_of
+from ..policy import in_one_call
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
@@ -26,6 +27,8 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 
 def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
     """The kept rows were gathered before the step; it puts their gradients where they belong."""
+    if mode.reduction == "log_probs":
+        raise Unavailable("not in this mode")
     rows = problem.kept.nonzero()[:, 0]
     if rows.shape[0] > 0.9 * problem.shape.N:
         raise Unavailable("few tokens are ignored")
@@ -77,8 +80,16 @@ def _captured_step(plain: Step, problem: Problem) -> Step:
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     import flce_ops
 
-    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
+        if reduction == "log_probs":
+            found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True)
+            return found.log_probs, found.entropy
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
+
+    if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
+        if name == "ours_compacted":
+            raise Unavailable("one call for all tokens in this mode")
+        loss, mode = in_one_call(problem), MODES["fwd_bwd"]
 
     if name == "ours":
         return step_of(loss, problem, mode)
@@ -87,8 +98,8 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     if name == "ours_captured":
         return _captured_step(step_of(loss, problem, mode), problem)
     if name == "ours_recompute":
-        if mode.name == "fwd":
-            raise Unavailable("the same as ours in this mode")
+        if mode.name in ("fwd", "log_probs"):
+            raise Unavailable("not in this mode")
         return step_of(_recompute_loss, problem, mode)
 
     if name == "ours_compacted":

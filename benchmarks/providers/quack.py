@@ -45,7 +45,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     n, _, v = problem.shape
     if problem.input.device.type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise Unavailable("needs a Hopper or Blackwell GPU")
-    if mode.reduction == "none":
+    if mode.per_token:
         raise Unavailable('no reduction="none" without the logits')
     if n % 8 or v % 8:
         raise Unavailable("N and V must be multiples of 8")

@@ -32,7 +32,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         raise Unavailable(f"{here} has no override of F.linear_cross_entropy (2.15 has)")
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"{here} has no chunked F.linear_cross_entropy (2.13 has)")
-    if mode.reduction == "none":
+    if mode.per_token:
         raise Unavailable('reduction="none" falls back to the dense pair')
     if name == "torch_override" and not _is_overridden():
         raise Unavailable("needs apache-tvm-ffi and an nvidia-cutlass-dsl that this torch knows")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data import Problem
+from ..data import IGNORE_INDEX, Problem
 from ..modes import Mode, Step, step_of
 
 VERSION_OF = "torch"
@@ -19,8 +19,16 @@ def dense_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: 
     return F.cross_entropy(F.linear(input, linear_weight).float(), target, reduction=reduction)
 
 
+def dense_log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    log_p = F.linear(input, linear_weight).float().log_softmax(-1)
+    log_probs = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    kept = target != IGNORE_INDEX
+    return torch.where(kept, log_probs, 0), torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0)
+
+
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
+    loss = dense_log_probs if mode.reduction == "log_probs" else dense_loss
     if name == "torch_eager":
-        return step_of(dense_loss, problem, mode)
+        return step_of(loss, problem, mode)
     # dynamic=False: kernels for these very sizes, not for symbolic ones after the second shape of a run.
-    return step_of(torch.compile(dense_loss, dynamic=False, fullgraph=True), problem, mode)
+    return step_of(torch.compile(loss, dynamic=False, fullgraph=True), problem, mode)

@@ -21,14 +21,22 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     # Backward imports this module, and with it accelerate, datasets and pandas: without them a reason now.
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+    outputs = ("entropy",) if mode.reduction == "log_probs" else ()
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
         kept = target != IGNORE_INDEX
-        # No bias, temperature 1, no softcap, logits as they are, log-probabilities alone.
-        log_probs, *_ = ChunkedLogProbFunction.apply(
-            input[kept], linear_weight, None, target[kept], 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
+        # No bias, temperature 1, no softcap, logits as they are.
+        log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
+            input[kept], linear_weight, None, target[kept], 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
         )
+        if reduction == "log_probs":
+            return put_back(log_probs, kept), put_back(entropy, kept)
         if reduction == "none":
-            return -log_probs.new_zeros(kept.shape).masked_scatter(kept, log_probs)
+            return -put_back(log_probs, kept)
         return -log_probs.sum() / kept.sum()
 
     return step_of(loss, problem, mode)
+
+
+def put_back(values: Tensor, kept: Tensor) -> Tensor:  # (n,), (N,) -> (N,)
+    return values.new_zeros(kept.shape).masked_scatter(kept, values)

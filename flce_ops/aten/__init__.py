@@ -4,14 +4,15 @@ forward.py, backward.py, with_grad.py, double_backward.py, kl_div.py    one oper
     kept_tokens.py                     which rows they are given: ignored tokens left out, or as zeros
     logits.py                          logits of a chunk, their softmax, the gradient's terms
     chunks.py, gradients.py            how rows are cut; the gradient GEMMs and their sums over chunks
+policy_with_grad.py                    with_grad of a policy's losses
 cross_entropy.py                       of given logits, without a GEMM
 vocab_parallel_with_grad.py            with_grad where ranks share the vocabulary
 second_order.py, backward_tangent.py    what second derivatives share; their derivative along a vector
 """
 
-from flce_ops.aten.backward import backward
+from flce_ops.aten.backward import backward, backward_in_place
 from flce_ops.aten.double_backward import double_backward
 from flce_ops.aten.forward import forward
 from flce_ops.aten.with_grad import with_grad
 
-__all__ = ["backward", "double_backward", "forward", "with_grad"]
+__all__ = ["backward", "backward_in_place", "double_backward", "forward", "with_grad"]

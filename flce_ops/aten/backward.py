@@ -17,7 +17,7 @@ from flce_ops.aten.logits import (
     upcast,
 )
 from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import Backward, takes
+from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
 from flce_ops.meta.outputs import Gradients
 from flce_ops.support.readable import copy_bytes
 
@@ -31,6 +31,14 @@ def backward(call: Backward) -> Gradients:
     return grads
 
 
+@takes(BackwardInPlace)
+def backward_in_place(call: BackwardInPlace) -> Gradients:
+    grads = meta.backward_in_place_outputs(call)
+    main_grad = call.main_grad.data  # its version is counted in ops/autograd.py: where Triton writes, too
+    on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), (ZERO, None, None))
+    return grads
+
+
 def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
@@ -40,11 +48,14 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     linear_bias, weight = upcast(linear_bias, call.lse.dtype), upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
+    # the user's sum; a half one, too, is added to in float32 over several chunks
+    main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
+    sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
     step = rows_beside_gradients(
-        input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
+        input, num_classes, sums, matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
     retained = None if call.retained is None else call.retained.view(input.dtype)
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
+    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
     for chunk, product in chunk_products(call, input, linear_weight, step, retained):
         for rows, block in row_blocks(input, chunk, product):
             logits, slope = activate_with_slope(block, linear_bias, call.logits)

@@ -110,7 +110,7 @@ def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Ten
     """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
     check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), (ZERO, ZERO, NO_CLASS))
-    torch.sum(call.row_scale * losses, dim=0, out=loss)
+    loss.copy_(call.reduction.loss(losses, call.operands.target != call.ignore_index))
 
 
 def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
@@ -118,7 +118,7 @@ def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
     logits, target, weight = call.operands
     dtype = losses.dtype
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
-    scale = zero_where_ignored(logits, call.row_scale).to(dtype)
+    scale = call.reduction.scale_of_tokens(target != call.ignore_index, dtype)
     weight = upcast(weight, dtype)
     loss_of_tokens = terms_of_tokens(column.squeeze(1), weight, logits.shape[1], call.loss, dtype)
     for rows, z, slope in blocks_of(call, call.logits):

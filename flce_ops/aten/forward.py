@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, retain_product, row_blocks, rows_per_chunk
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
-from flce_ops.aten.logits import activate, exponentiate_rows, row_moments, upcast, weighted_logits
+from flce_ops.aten.logits import activate, exponentiate_rows, log_sum_of_squares, row_moments, upcast, weighted_logits
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Forward, takes
@@ -23,19 +23,20 @@ def forward(call: Forward) -> meta.ForwardOutputs:
     outputs = meta.forward_outputs(call)
     target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
     check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
-    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, ZERO, ZERO, ZERO, ZERO, NO_CLASS, ZERO, None))
+    on_kept_tokens(forward_of_rows, call, outputs, (*[ZERO] * 5, NO_CLASS, ZERO, ZERO, ZERO, None))
     return outputs
 
 
 def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
-    target_logit, lse, sums, expected, max_logit, argmax, lse_rest, retained = outputs
+    target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
+    vocab_size = num_classes if call.vocab_size is None else call.vocab_size
     hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     if call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
-    in_block = product_is_rounded(input) + call.expected_logit
+    in_block = product_is_rounded(input) + (call.expected_logit or call.log_sum_sq_probs)
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     products = retained.view(input.dtype)
     if call.retain:
@@ -52,11 +53,15 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
                 sums[rows] = weighted_logits(logits, weight)
             if call.argmax:
                 max_logit[rows], argmax[rows] = logits.max(1)
+            if call.mean_logit:
+                mean_logit[rows] = logits.sum(1) / vocab_size
             if call.expected_logit:
                 row_max, row_sum, first_moment = row_moments(logits)
                 expected[rows] = first_moment / row_sum + row_max
             else:
                 row_max, row_sum = exponentiate_rows(logits)
+            if call.log_sum_sq_probs:
+                squares[rows] = log_sum_of_squares(logits, row_sum)
             total, rest = two_sum(row_max, row_sum.log())
             own_lse.copy_(total)
             own_rest.copy_(rest)

@@ -47,13 +47,15 @@ class GradientAccumulator:
         grads: Sequence[Tensor],  # three, as meta.outputs.Gradients
         mask: list[bool],
         rows: int,  # of a chunk
+        *,
+        adds: bool = False,  # to what grad_linear_weight holds; else it is written
     ) -> None:
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
         accumulate = accumulation_dtype(input.dtype)
-        self.weight_sum = self.grad_linear_weight.zero_()
-        if sums_in_float32(input, self.grad_linear_weight.numel(), -(-input.shape[0] // rows)):
-            self.weight_sum = torch.zeros_like(self.grad_linear_weight, dtype=accumulate)
+        self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
+        if sums_in_float32(input, self.weight_sum.numel(), -(-input.shape[0] // rows)):
+            self.weight_sum = self.weight_sum.to(accumulate)  # itself where it is that already
         self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:

@@ -26,6 +26,7 @@ from flce_ops.meta.arguments import Arguments
 # What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
 MATRICES = {"input": 0.0, "logits": 0.0, "grad_grad_input": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
 VECTORS = {  # (..., N)
+    *("advantages", "old_log_probs", "ref_log_probs"),
     *("target", "row_scale", "lse", "lse_rest", "expected_logit"),
     *("grad", "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
     *("shift", "teacher_shift", "student_kl", "token"),
@@ -41,6 +42,7 @@ class AtIgnored(NamedTuple):
 
 
 ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
+ONE_PASS_FILLS = (None, ZERO, ZERO, None, None, NO_CLASS, ZERO, ZERO, ZERO, ZERO)  # of meta.OnePassOutputs
 
 
 class RowsByChunk:

@@ -122,12 +122,15 @@ def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tenso
 
 
 def row_moments(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """row_max and the row sums of E as exponentiate_rows gives them, and those of E (z - row_max); overwrites z."""
+    """As exponentiate_rows, and the row sums of E (z - row_max)."""
     row_max = finite_maximum(logits)
-    shifted = at_least_finite(logits.sub_(row_max))
-    exponentials = shifted.exp()
-    row_sum = exponentials.sum(1)
-    return row_max.squeeze(1), row_sum, exponentials.mul_(shifted).sum(1)
+    shifted = at_least_finite(logits.sub_(row_max)).clone()
+    return row_max.squeeze(1), logits.exp_().sum(1), shifted.mul_(logits).sum(1)
+
+
+def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor) -> Tensor:  # (n,)
+    """log sum_j p_ij^2. The largest E of a row is 1, so neither sum under- or overflows."""
+    return exponentials.square().sum(1).log_() - 2.0 * row_sum.log()
 
 
 def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:

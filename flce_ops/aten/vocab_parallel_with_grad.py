@@ -8,15 +8,15 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import product_is_rounded, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import ONE_PASS_FILLS, on_kept_tokens
 from flce_ops.aten.logits import (
     add_target_and_sum,
     apply_slope,
     chunk_logits_with_slope,
-    exponentiate_rows,
     weighted_logits,
 )
-from flce_ops.math.shards import Exchange, shard_rows, target_columns
+from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
+from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
 from flce_ops.support.target_range import check_target_range
 
@@ -24,18 +24,16 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad(
-    call: VocabParallelWithGrad,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePassOutputs:
     outputs = meta.vocab_parallel_with_grad_outputs(call)
     check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
     # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
-    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None, NO_CLASS))
+    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, ONE_PASS_FILLS)
     return outputs
 
 
 def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, argmax = outputs
+    loss, losses, *grads, argmax, _, _, _, _ = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, output_mask = call.vocab_start, call.output_mask
     own = linear_weight.shape[0]
@@ -44,7 +42,8 @@ def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Seque
     scale = torch.where(valid, call.row_scale, 0.0).to(accumulate)
     exchange = Exchange(target, weight, call.group, call.ranks, call.vocab_size, call.loss, accumulate)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(accumulate)
-    matrices = product_is_rounded(input) + (call.logits.softcap is not None)
+    own_statistics = statistics_of_shard(call.statistics, losses)
+    matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     step = rows_beside_gradients(input, shard_rows(call.vocab_size, call.ranks), output_mask[1], matrices=matrices)
     gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
     for rows in row_chunks(call, input, step):
@@ -53,13 +52,13 @@ def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Seque
         if call.loss.label_smoothing:
             per_shard.append(weighted_logits(logits, own_weight))
         own_largest = None
-        if call.argmax:
+        if call.statistics.argmax:
             max_logit, own_column = logits.max(1)
             own_largest = (max_logit, own_column + vocab_start)
-        row_max, row_sum = exponentiate_rows(logits)
+        row_max, row_sum = exponentiate_with_statistics(logits, own_statistics, rows, call.vocab_size)
         own_lse = row_max + row_sum.log()
         lse, share, target_logit, logit_sum, column_of_largest = exchange.whole_rows([own_lse, *per_shard], own_largest)
-        if call.argmax:
+        if call.statistics.argmax:
             argmax[rows] = column_of_largest
         terms = exchange.terms.of(rows)
         losses[rows] = torch.where(valid[rows], terms.loss(target_logit, lse, logit_sum), 0.0)
@@ -72,4 +71,5 @@ def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Seque
         gradients.add(rows, apply_slope(grad_logits, slope))
         del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:])
     torch.sum(call.row_scale * losses, dim=0, out=loss)

@@ -18,23 +18,27 @@ from torch.autograd import Function
 
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
-from flce_ops.math.options import Operands, TokenLosses
+from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.ops.autograd import OPERANDS, multiply_by_upstream, save, saved
-from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, sharding_of
+from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, options_in_situation, sharding_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 
-def applies(layout: Layout, operands: Operands, num_classes: int) -> bool:
+def applies(layout: Layout, problem: TokenLosses, num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
-    sharding = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
-    situation = loss_situation(operands.input, operands.linear_weight, operands.linear_bias, **sharding)
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    known = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
+    known |= options_in_situation(problem.loss, problem.logits)
+    situation = loss_situation(input, linear_weight, linear_bias, **known)
     return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
 
 
-def loss(layout: Layout, problem: TokenLosses, num_classes: int, row_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """() with a gradient, and the tokens' losses and argmax, constants."""
+def loss(
+    layout: Layout, problem: TokenLosses, num_classes: int, row_scale: Tensor
+) -> tuple[Tensor, Tensor, TokenStatistics]:
+    """() with a gradient, and the tokens' losses and statistics, constants."""
     dim = layout.vocabulary.index(True)
     start, _ = layout.vocabulary_range(num_classes)
     input, linear_weight, _, linear_bias, _ = problem.operands
@@ -47,9 +51,10 @@ def loss(layout: Layout, problem: TokenLosses, num_classes: int, row_scale: Tens
         vocab_size=num_classes,
         **problem.options,
         output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
-        argmax=problem.argmax,
+        **problem.statistics._asdict(),
     )
-    return VocabParallelFormula.apply(layout, *call.values())
+    loss, losses, *found = VocabParallelFormula.apply(layout, *call.values())
+    return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
 class VocabParallelFormula(Function):
@@ -57,14 +62,14 @@ class VocabParallelFormula(Function):
 
     @staticmethod
     def forward(ctx, layout, *values):
-        loss, losses, *gradients, argmax = VocabParallelWithGrad.run(
-            torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad, values
-        )
-        ctx.mark_non_differentiable(losses, argmax)
+        results = VocabParallelWithGrad.run(torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad, values)
+        loss, losses, *gradients = results[:5]
+        statistics = results[5:]
+        ctx.mark_non_differentiable(losses, *statistics)
         ctx.layout = layout
         ctx.set_materialize_grads(False)
         save(ctx, values, losses, *gradients)
-        return loss, losses, argmax
+        return loss, losses, *statistics
 
     @staticmethod
     def backward(ctx, grad_loss, *_):

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOptions, Operands, TokenLosses
+from flce_ops.math.options import LogitOptions, Operands, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
+from flce_ops.math.statistics import asked_of_forward
 from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -36,27 +37,30 @@ class RowStatistics(NamedTuple):
     logit_sum: Tensor | None
     expected_logit: Tensor | None
     argmax: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logit: Tensor | None
 
 
-def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int) -> tuple[Tensor, Tensor | None]:
-    """(N,), the same on every rank of the vocabulary, 0 where ignored; argmax (N,).
+def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int) -> tuple[Tensor, TokenStatistics]:
+    """(N,), the same on every rank of the vocabulary, 0 where ignored.
 
     `problem` has this rank's (v, D) weight and (v,) bias; targets and class weights count the whole vocabulary.
     """
-    operands = problem.operands
-    target_logit, lse, logit_sum, _, largest = vocab_parallel_rows(
+    operands, asked = problem.operands, problem.statistics
+    rows = vocab_parallel_rows(
         layout,
         operands,
         num_classes=num_classes,
         ignore_index=problem.ignore_index,
         logits=problem.logits,
         logit_sum=problem.loss.label_smoothing != 0.0,
-        argmax=problem.argmax,
+        **asked_of_forward(asked),
     )
-    _, losses, _ = losses_of_rows(
-        operands, problem.ignore_index, problem.loss, num_classes, target_logit, lse, logit_sum
-    )
-    return losses, largest
+    _, losses, valid = losses_of_rows(operands, problem.ignore_index, problem.loss, num_classes, *rows[:3])
+    entropy = rows.lse - rows.expected_logit if asked.entropy else None
+    found = TokenStatistics(None, rows.lse if asked.lse else None, entropy, rows.log_sum_sq_probs, rows.mean_logit)
+    found = found.changed(lambda of_rows: torch.where(valid, of_rows.detach(), 0.0))
+    return losses, found._replace(argmax=rows.argmax)
 
 
 def vocab_parallel_rows(
@@ -69,15 +73,17 @@ def vocab_parallel_rows(
     logit_sum: bool = False,
     expected_logit: bool = False,
     argmax: bool = False,
+    log_sum_sq_probs: bool = False,
+    mean_logit: bool = False,
 ) -> RowStatistics:
     input, linear_weight, target, linear_bias, weight = operands
     start, size = layout.vocabulary_range(num_classes)
-    kinds = 2 + logit_sum + expected_logit + 2 * argmax
+    kinds = 2 + logit_sum + expected_logit + log_sum_sq_probs + mean_logit + 2 * argmax
     if size == 0:
         no_hit = refused_as_elsewhere(target, num_classes, ignore_index)
         per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax) + no_hit
     else:
-        target_logit, lse, sums, expected, max_logit, largest, *_ = torch.ops.flce.linear_cross_entropy_forward(
+        results = torch.ops.flce.linear_cross_entropy_forward(
             input,
             linear_weight,
             target,
@@ -90,24 +96,34 @@ def vocab_parallel_rows(
             vocab_size=num_classes,
             expected_logit=expected_logit,
             argmax=argmax,
+            log_sum_sq_probs=log_sum_sq_probs,
+            mean_logit=mean_logit,
         )
+        target_logit, lse, sums, expected, max_logit, largest, squares, mean, *_ = results
         numbers = [lse, target_logit]
         numbers += [sums] if logit_sum else []
         numbers += [finite_in_empty_rows(expected, lse)] if expected_logit else []
+        numbers += [finite_in_empty_rows(squares, lse)] if log_sum_sq_probs else []
+        numbers += [mean] if mean_logit else []
         numbers += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
         per_shard = torch.stack(numbers)
     gathered = gather_shards(layout, per_shard)
     lse = lse_of_shards(gathered[:, 0])
     target_logit = gathered[:, 1].sum(0)
     sums = gathered[:, 2].sum(0) if logit_sum else None
-    expected = largest = None
+    expected = largest = squares = mean = None
     if expected_logit:
         share = gathered[:, 0].softmax(0)
         expected = (share * gathered[:, 2 + logit_sum]).sum(0)
+    at = 2 + logit_sum + expected_logit
+    if log_sum_sq_probs:
+        squares = (2.0 * gathered[:, 0].detach().log_softmax(0) + gathered[:, at].detach()).logsumexp(0)
+    if mean_logit:
+        mean = gathered[:, at + log_sum_sq_probs].detach().sum(0)
     if argmax:
         largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
         largest = torch.where(target != ignore_index, largest, -1)
-    return RowStatistics(target_logit, lse, sums, expected, largest)
+    return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)

@@ -5,7 +5,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss
 from flce_ops.math.options import RANGES
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
@@ -28,7 +28,7 @@ def check_arguments(call: CrossEntropy) -> None:
     check_head(OP, call)
     if call.weight is not None:
         check_per_class(OP, "weight", call.weight, call.linear_weight.shape[0])
-    check_loss(OP, call, call.input)
+    check_loss(OP, call, call.input, "input")
 
 
 def check_logits(op: str, call: LogitsCrossEntropy) -> None:
@@ -47,15 +47,15 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
         )
     if weight is not None:
         check_per_class(op, "weight", weight, logits.shape[-1], "classes of logits")
-    check_device(op, logits, of="logits", target=target)
+    check_device(op, logits, "logits", target=target)
     check_ranges(op, **call.numbers._asdict())
-    check_loss(op, call, logits)
+    check_loss(op, call, logits, "logits")
 
 
-def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor) -> None:
-    """What a loss of tokens adds up and divides by."""
+def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor, of: str) -> None:
+    """What a loss of tokens adds up and divides by; `of` is the name of input."""
     weight, token_weight = call.weight, call.token_weight
-    check_device(op, input, weight=weight, token_weight=token_weight)
+    check_device(op, input, of, weight=weight, token_weight=token_weight)
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{op}: weight (class weights) gets no gradient; pass weight.detach()")
     check_reduction(op, call.reduction)
@@ -66,10 +66,10 @@ def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor) 
             f"{op}: expected token_weight of shape {tuple(tokens)}, one factor per token, "
             f"got {tuple(token_weight.shape)}"
         )
-    check_normalizer(op, call.normalizer, call.reduction, input)
+    check_normalizer(op, call.normalizer, call.reduction, input, of)
 
 
-def check_head(op: str, call: CrossEntropy | LogProbs) -> None:
+def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
     """The arguments that make logits, and the targets among them."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
@@ -144,7 +144,7 @@ def resolve_ignore_index(op: str, ignore_index: int | None, target: Tensor | Non
     return ignore_index
 
 
-def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor) -> None:
+def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor, of: str = "input") -> None:
     if normalizer is None:
         return
     if reduction == "none":
@@ -154,7 +154,5 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
             f"{op}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
         )
     check_real(op, normalizer=normalizer)
-    if normalizer.device != input.device and normalizer.device.type != "cpu":
-        raise ValueError(
-            f"{op}: expected normalizer on input's device {input.device} or the CPU, got {normalizer.device}"
-        )
+    if normalizer.device.type != "cpu":
+        check_device(op, input, of, normalizer=normalizer)

@@ -25,8 +25,8 @@ from flce_ops.support.workspace import matrix_bytes
 # N tokens, D hidden, V vocabulary
 
 
-def loss_of_probabilities(call: CrossEntropy, argmax: bool) -> Tensor:  # () or (...)
-    if argmax:
+def loss_of_probabilities(call: CrossEntropy, metrics: bool) -> Tensor:  # () or (...)
+    if metrics:
         raise NotImplementedError(
             f"{OP}: return_metrics is not implemented for a target of class probabilities, which names no class; "
             "linear_log_probs(..., argmax=True) finds the largest logit"

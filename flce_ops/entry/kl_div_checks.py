@@ -36,7 +36,7 @@ def check_arguments(
                 f"{OP}: expected {name} of shape {tuple(tokens)}, one entry per token of input, "
                 f"got {tuple(tensor.shape)}"
             )
-    check_device(OP, input, target=target, token_weight=token_weight)
+    check_device(OP, **operands._asdict(), target=target, token_weight=token_weight)
     check_real(OP, token_weight=token_weight)
     check_reduction(OP, reduction)
     check_normalizer(OP, normalizer, reduction, input)

@@ -9,6 +9,7 @@ dtype, and the operators need not know it. A number stays a number, which the ke
 from torch import Tensor
 
 from flce_ops.math.scalars import Number
+from flce_ops.meta.checks import check_device
 from flce_ops.support.dtensor import any_dtensor
 
 
@@ -31,6 +32,7 @@ def apply_learnt_scale(
         logit_scale, temperature = logit_scale / temperature, 1.0
     if isinstance(logit_scale, Tensor):
         check_scale(op, "logit_scale", logit_scale, input)
+        check_device(op, input, linear_bias=linear_bias)
         input = input * logit_scale
         linear_bias = None if linear_bias is None else linear_bias * logit_scale
         logit_scale = 1.0
@@ -47,8 +49,8 @@ def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:
         raise ValueError(f"{op}: expected {name} to be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
     if scale.is_complex():
         raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
-    if scale.device != input.device and scale.device.type != "cpu":
-        raise ValueError(f"{op}: expected {name} on input's device {input.device} or the CPU, got {scale.device}")
+    if scale.device.type != "cpu":
+        check_device(op, input, "input", **{name: scale})
 
 
 def refuse_tensors(op: str, **options: Number | Tensor | None) -> None:

@@ -22,7 +22,7 @@ OP = "linear_log_probs"
 
 
 @takes(LogProbs)
-def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def composite(call: LogProbs) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
     if any_dtensor(call.input, call.linear_weight, call.target, call.linear_bias):
         from flce_ops.entry.log_probs_sharded import dtensor_log_probs  # torch.distributed.tensor: only for its users
@@ -34,7 +34,7 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
     check_head(OP, call)
     target, shape = call.target.reshape(call.target.numel()), call.target.shape
-    target_logit, lse, _, expected, _, argmax, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
+    results = torch.ops.flce.linear_cross_entropy_forward(
         call.input.reshape(target.numel(), input.shape[-1]),
         call.linear_weight,
         target,
@@ -44,7 +44,12 @@ def composite(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         **logit_options(call.numbers, call.input)._asdict(),
         expected_logit=call.entropy,
         argmax=call.argmax,
+        log_sum_sq_probs=call.log_sum_sq_probs,
+        mean_logit=call.mean_logit,
     )
+    target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
     valid = (target != call.ignore_index).reshape(shape)
-    rows = (target_logit, lse, expected if call.entropy else None, argmax if call.argmax else None, lse_rest)
+    found = ((expected, call.entropy), (argmax, call.argmax), (squares, call.log_sum_sq_probs))
+    asked = (of_rows if wanted else None for of_rows, wanted in (*found, (mean_logit, call.mean_logit)))
+    rows = (target_logit, lse, *asked, lse_rest)
     return log_probs_of_rows(valid, *(None if row is None else row.reshape(shape) for row in rows))

@@ -17,7 +17,7 @@ from flce_ops.ops.autocast import autocast_operands
 # N tokens of this rank, D hidden, V vocabulary
 
 
-def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_log_probs when an argument is a DTensor, or a plain target beside some."""
     op = "linear_log_probs"
     layout = layout_of(call.input, call.linear_weight, op, target=call.target, linear_bias=call.linear_bias)
@@ -39,15 +39,16 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             logits=logit_options(call.numbers, input),
             expected_logit=call.entropy,
             argmax=call.argmax,
+            log_sum_sq_probs=call.log_sum_sq_probs,
+            mean_logit=call.mean_logit,
         )
         valid = target != call.ignore_index
-        results = log_probs_of_rows(valid, rows.target_logit, rows.lse, rows.expected_logit, rows.argmax)
+        results = log_probs_of_rows(valid, rows.target_logit, rows.lse, *rows[3:])
     else:
         call.input, call.linear_weight, call.target, call.linear_bias = input, linear_weight, target, linear_bias
         results = LogProbs.run(torch.ops.flce.linear_log_probs, call.values())
-    asked_for = (True, True, call.entropy, call.argmax)
-    log_probs, lse, entropy, argmax = (
+    asked_for = (True, True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit)
+    return tuple(
         per_token(layout, result.reshape(tokens_shape), target_shape) if asked else result
         for result, asked in zip(results, asked_for)
     )
-    return log_probs, lse, entropy, argmax

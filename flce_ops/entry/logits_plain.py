@@ -1,20 +1,23 @@
 """cross_entropy of plain tensors: picks the path, flattens the tokens, reduces in ATen over N numbers.
 
-loss_and_argmax -> weighted_loss -> ..._with_grad_ | ..._with_grad | ..._forward       a scalar loss
+loss_and_argmax -> mean_in_one_pass -> ..._with_grad_ | ..._with_grad                  a training step's loss
+                -> weighted_loss -> ..._with_grad_ | ..._with_grad | ..._forward       another scalar loss
                 -> losses_from_forward -> ..._forward                                  reduction="none"
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_logits
+from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors_are_equal, token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOperands, TokenLosses
+from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import denominator_of_all, quotient, row_factor, weighted_sum
-from flce_ops.math.scalars import logit_options, loss_options
+from flce_ops.math.reduction import Reduction, quotient, row_factor, weighted_sum
 from flce_ops.ops.paths import path_of_given_logits
 from flce_ops.support.differentiated import differentiated
 
@@ -27,16 +30,23 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
     check_logits(OP, call)
     shape, tokens = call.target.shape, call.target.numel()
     logits, copied = rows_of(call.logits, tokens)
-    problem = token_losses(call, LogitOperands(logits, call.target.reshape(tokens), call.weight), argmax)
-    accumulate, valid = accumulation_dtype(logits.dtype), problem.valid
-    token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
+    problem = token_losses(
+        call, LogitOperands(logits, call.target.reshape(tokens), call.weight), Statistics(argmax=argmax)
+    )
+    token_weight = call.token_weight
+    if token_weight is not None:
+        token_weight = token_weight.reshape(tokens).to(accumulation_dtype(logits.dtype))
     if call.reduction == "none":
-        losses, largest = weighted_losses(problem, valid, token_weight)
+        losses, largest = weighted_losses(problem, problem.valid, token_weight)
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
-    target, weight = problem.operands.target, call.weight
-    denominator = denominator_of_all(call.reduction, call.normalizer, valid, accumulate, target, weight)
-    loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, handed_over or copied)
-    return quotient(loss, total, denominator), largest.reshape(shape) if argmax else None
+    with_grad = operator_with_grad(logits, handed_over or copied)
+    if with_grad is not None and token_factors_are_equal(call):
+        loss, largest = mean_in_one_pass(call, problem, partial(losses_with_grad, with_grad))
+    else:
+        denominator = denominator_of(call, problem)
+        loss, total, largest = weighted_loss(problem, problem.valid, token_weight, denominator, with_grad)
+        loss = quotient(loss, total, denominator)
+    return loss, largest.reshape(shape) if argmax else None
 
 
 def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:
@@ -46,12 +56,6 @@ def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:
         return logits.view(shape), False
     except (RuntimeError, ValueError):  # ValueError: a fake tensor's
         return logits.reshape(shape), True
-
-
-def token_losses(call: LogitsCrossEntropy, operands: LogitOperands, argmax: bool) -> TokenLosses:
-    logits = operands.logits
-    loss, options = loss_options(call.numbers, logits), logit_options(call.numbers, logits)
-    return TokenLosses(operands, call.ignore_index, loss, options, argmax)
 
 
 def weighted_losses(problem: TokenLosses, valid: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,7 +73,7 @@ def weighted_loss(
     valid: Tensor,  # (N,)
     token_weight: Tensor | None,  # (N,)
     denominator: Tensor | None,  # ()
-    handed_over: bool,
+    with_grad: torch._ops.OpOverloadPacket | None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
     logits = problem.operands.logits
@@ -79,15 +83,26 @@ def weighted_loss(
         return None, losses.sum(), largest
     row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(logits.dtype))
     problem = without_weightless(problem, token_weight, row_scale, logits.shape[1])
-    path = path_of_given_logits(logits, handed_over)
-    if path == "recompute":
+    if with_grad is None:
         losses, largest = losses_from_forward(problem)
         loss = (row_scale * losses).sum() if wants_gradient else None
         return loss, weighted_sum(valid, token_weight, losses), largest
-    ops = torch.ops.flce
-    with_grad = ops.cross_entropy_with_grad_ if path == "in place" else ops.cross_entropy_with_grad
-    loss, losses, *_, largest = with_grad(*problem.operands, row_scale, **problem.options, argmax=problem.argmax)
+    loss, losses, largest = losses_with_grad(with_grad, problem, Reduction(row_scale))
     return loss, weighted_sum(valid, token_weight, losses), largest
+
+
+def operator_with_grad(logits: Tensor, handed_over: bool) -> torch._ops.OpOverloadPacket | None:
+    """None where backward makes the gradient, or nothing does."""
+    ops = {"in place": torch.ops.flce.cross_entropy_with_grad_, "one pass": torch.ops.flce.cross_entropy_with_grad}
+    return ops.get(path_of_given_logits(logits, handed_over))
+
+
+def losses_with_grad(
+    op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, Tensor]:
+    """() with its gradient, the losses of tokens (N,), and argmax: (N,) or (0,)."""
+    loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=problem.statistics.argmax)
+    return loss, losses, largest
 
 
 def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)
@@ -98,7 +113,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         ignore_index=problem.ignore_index,
         logit_sum=problem.loss.label_smoothing != 0.0,
         **problem.logits._asdict(),
-        argmax=problem.argmax,
+        argmax=problem.statistics.argmax,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
     _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.logits.shape[1], *rows)

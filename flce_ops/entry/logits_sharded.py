@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, describe, splits
 from flce_ops.distributed.local import localize
 from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.logits_plain import OP, token_losses, weighted_loss, weighted_losses
+from flce_ops.entry.logits_plain import OP, operator_with_grad, weighted_loss, weighted_losses
+from flce_ops.entry.plain import token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
-from flce_ops.math.options import LogitOperands
+from flce_ops.math.options import LogitOperands, Statistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, nan_for_nothing
 
@@ -36,7 +37,7 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
     normalizer = localize(layout, call.normalizer, layout.replicated, gradient=layout.placements(tokens=Partial()))
     accumulate = accumulation_dtype(logits.dtype)
     rows = logits.reshape(tokens_shape.numel(), logits.shape[-1])
-    problem = token_losses(call, LogitOperands(rows, target, weight), argmax)
+    problem = token_losses(call, LogitOperands(rows, target, weight), Statistics(argmax=argmax))
     valid = problem.valid
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
     if reduction == "none":
@@ -48,7 +49,8 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
             denominator = sum_over_tokens(layout, denominator).to_local()
             if weight is not None:
                 denominator = nan_for_nothing(denominator)
-        local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, handed_over=False)
+        with_grad = operator_with_grad(rows, handed_over=False)
+        local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, with_grad)
         loss = quotient_over_tokens(layout, local_loss, total, denominator)
     return loss, per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
 

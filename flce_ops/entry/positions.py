@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_normalizer, check_reduction
 from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import denominator_of_all
 from flce_ops.math.scalars import scalar
@@ -20,10 +21,12 @@ from flce_ops.support.dtensor import any_dtensor
 
 # D hidden, V vocabulary; (...) tokens, (d...) positions
 
-Result = tuple[Tensor, Tensor | None]  # the loss, argmax
+Result = tuple[Tensor, TokenStatistics]
 
 
-def losses_of_positions(call: CrossEntropy, argmax: bool, of_matrix: Callable[[CrossEntropy, bool], Result]) -> Result:
+def losses_of_positions(
+    call: CrossEntropy, asked: Statistics, of_matrix: Callable[[CrossEntropy, Statistics], Result]
+) -> Result:
     """`of_matrix` computes a call whose linear_weight is (V, D)."""
     check_positions(call)
     tokens, positions = call.input.shape[:-1], call.linear_weight.shape[1:-1]
@@ -40,12 +43,13 @@ def losses_of_positions(call: CrossEntropy, argmax: bool, of_matrix: Callable[[C
 
     def result_of(k: int) -> Result:
         here = everywhere | {name: parts[k] for name, parts in by_position.items()}
-        return of_matrix(call.changed(lambda name, value: here.get(name, value)), argmax)
+        return of_matrix(call.changed(lambda name, value: here.get(name, value)), asked)
 
-    losses, largest = zip(*(result_of(k) for k in range(len(heads))))
+    losses, statistics = zip(*(result_of(k) for k in range(len(heads))))
     shape = (*tokens, *positions)
     loss = torch.stack(losses, -1).reshape(shape) if call.reduction == "none" else torch.stack(losses).sum()
-    return loss, torch.stack(largest, -1).reshape(shape) if argmax else None
+    stacked = (torch.stack(found, -1).reshape(shape) if found[0] is not None else None for found in zip(*statistics))
+    return loss, TokenStatistics(*stacked)
 
 
 def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()

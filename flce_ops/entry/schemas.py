@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar
+from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.arguments import Arguments
 
@@ -20,7 +20,12 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    main_grad: Tensor | None = None  # (V, D)
     sparse: SparseGradient
+
+
+class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
+    statistics: Statistics
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):
@@ -51,6 +56,29 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     numbers: LogitNumbers
     entropy: bool = False
     argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
+
+
+class PolicyLoss(Arguments, keyword_from="objective"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...)
+    advantages: Tensor  # (...)
+    old_log_probs: Tensor | None = None  # (...)
+    ref_log_probs: Tensor | None = None  # (...)
+    linear_bias: Tensor | None = None  # (V,)
+    objective: str = "ppo"
+    clip_low: Scalar = 0.2
+    clip_high: Scalar = 0.2
+    dual_clip: OptionalScalar = None
+    beta: Scalar = 0.0
+    kl_estimator: str = "k3"
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LogitNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
 
 
 class KlDiv(Arguments, keyword_from="teacher_probs"):

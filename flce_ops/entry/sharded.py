@@ -8,6 +8,8 @@
 The result is Replicate on every mesh dimension for a scalar; for reduction="none" it is sharded as the tokens are.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -19,14 +21,15 @@ from flce_ops.distributed.local import localize, localize_head
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.plain import losses_from_forward, token_losses, weighted_loss
-from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
 from flce_ops.entry.weightless import without_weightless
-from flce_ops.math.options import Operands
+from flce_ops.math.options import Operands, Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import (
     accuracy_of,
     mean_denominator,
     nan_for_nothing,
+    right,
     right_and_valid,
     row_factor,
     weighted_sum,
@@ -36,8 +39,8 @@ from flce_ops.ops.autocast import autocast_operands
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
 
-def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTensor | None]:
-    """flce_ops.entry.plain.loss_and_argmax when an argument is a DTensor.
+def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, TokenStatistics]:
+    """flce_ops.entry.plain.loss_and_statistics when an argument is a DTensor.
 
     All of them are, or plain tensors that are the same on every rank.
     """
@@ -57,7 +60,7 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
     token_weight = localize(layout, call.token_weight, layout.tokens)
     number_gradient = layout.placements(tokens=Partial())
     normalizer = localize(layout, call.normalizer, layout.replicated, gradient=number_gradient)
-    problem = token_losses(call, Operands(input, linear_weight, target, linear_bias, weight), argmax)
+    problem = token_losses(call, Operands(input, linear_weight, target, linear_bias, weight), asked)
     valid = problem.valid
     denominator = None
     if reduction != "none":
@@ -71,30 +74,34 @@ def dtensor_composite(call: CrossEntropy, argmax: bool) -> tuple[DTensor, DTenso
     if layout.splits_vocabulary:
         factor = row_factor(valid, token_weight, denominator, accumulate)
         problem = without_weightless(problem, token_weight, factor, num_classes)
-        if reduction != "none" and one_pass.applies(layout, problem.operands, num_classes):
-            local_loss, losses, largest = one_pass.loss(layout, problem, num_classes, factor)
+        if reduction != "none" and one_pass.applies(layout, problem, num_classes):
+            local_loss, losses, statistics = one_pass.loss(layout, problem, num_classes, factor)
         else:
-            losses, largest = vocab_parallel_losses(layout, problem, num_classes)
+            losses, statistics = vocab_parallel_losses(layout, problem, num_classes)
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
         total = None if reduction == "none" else weighted_sum(valid, token_weight, losses)
     elif reduction == "none":
         factor = row_factor(valid, token_weight, None, accumulate)
-        losses, largest = losses_from_forward(without_weightless(problem, token_weight, factor, num_classes))
+        losses, statistics = losses_from_forward(without_weightless(problem, token_weight, factor, num_classes))
         local_loss = losses * factor
     else:
-        local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator)
-    largest = per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
+        local_loss, total, statistics = weighted_loss(problem, valid, token_weight, denominator)
+    statistics = statistics.changed(lambda local: per_token(layout, local.reshape(tokens_shape), target_shape))
     if reduction != "none":
-        return quotient_over_tokens(layout, local_loss, total, denominator), largest
-    return per_token(layout, local_loss.reshape(tokens_shape), target_shape), largest
+        return quotient_over_tokens(layout, local_loss, total, denominator), statistics
+    return per_token(layout, local_loss.reshape(tokens_shape), target_shape), statistics
 
 
-def dtensor_composite_metrics(call: CrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
+def dtensor_composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     """flce_ops.entry.cross_entropy.composite_metrics when an argument is a DTensor."""
     call.target = target_beside_tokens(call.input, call.linear_weight, call.target)
     target = call.target
-    loss, argmax = dtensor_composite(call, argmax=True)
-    return loss, token_accuracy(argmax, target, call.ignore_index), argmax
+    loss, statistics = dtensor_composite(call, call.statistics)
+    top1: tuple[DTensor | None, DTensor | None] = (None, None)
+    if statistics.argmax is not None:
+        top1 = accuracy_and_top1(cast(DTensor, statistics.argmax), target, call.ignore_index)
+    local = loss.to_local()
+    return loss, *(local.new_zeros(0) if result is None else result for result in (*top1, *statistics))
 
 
 def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (...), sharded as the tokens are
@@ -111,16 +118,20 @@ def target_beside_tokens(input: Tensor, linear_weight: Tensor, target: Tensor) -
     return target
 
 
-def token_accuracy(argmax: DTensor, target: Tensor, ignore_index: int) -> DTensor:  # (...), (...) -> ()
-    """Of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
+def accuracy_and_top1(argmax: DTensor, target: Tensor, ignore_index: int) -> tuple[DTensor, DTensor]:  # (), (...)
+    """The first of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
     mesh, tokens = argmax.device_mesh, argmax.placements
     everywhere = (Replicate(),) * mesh.ndim
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, everywhere, run_check=False)
-    counts = right_and_valid(argmax.to_local(), target.redistribute(mesh, tokens).to_local(), ignore_index)
+    own = target.redistribute(mesh, tokens).to_local()
+    is_top1 = right(argmax.to_local(), own, ignore_index)
+    counts = right_and_valid(is_top1, own, ignore_index)
     shares = [Partial() if splits(placement) else Replicate() for placement in tokens]
     counts = DTensor.from_local(counts, mesh, shares, run_check=False).redistribute(mesh, everywhere)
-    return DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)
+    accuracy = DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)
+    shape, stride = argmax.shape, argmax.stride()
+    return accuracy, DTensor.from_local(is_top1, mesh, tokens, run_check=False, shape=shape, stride=stride)
 
 
 def sum_over_tokens(layout: Layout, local: Tensor) -> DTensor:  # () -> ()

@@ -1,7 +1,7 @@
 """Tokens whose loss is multiplied by 0: the operators leave them out as they do ignored tokens.
 
 They stay in the denominators and in token_accuracy, which go by the target. They are computed where their losses are
-wanted, as the gradient of token_weight; where their argmax is; and over a denominator of 0 or nan, which makes nan of a
+wanted, as the gradient of token_weight; where metrics are; and over a denominator of 0 or nan, which makes nan of a
 weight of 0 as of any other.
 """
 
@@ -25,7 +25,7 @@ def without_weightless(
     problem: TokenLosses, token_weight: Tensor | None, factor: Tensor, num_classes: int
 ) -> TokenLosses:
     """`problem` with ignore_index in place of their targets; one that is out of range stays, to be refused."""
-    out = None if problem.argmax else weightless(token_weight, factor)
+    out = None if any(problem.statistics) else weightless(token_weight, factor)
     if out is None:
         return problem
     target = problem.operands.target

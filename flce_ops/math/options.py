@@ -8,7 +8,7 @@
 Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -67,6 +67,34 @@ class Cotangents(NamedTuple):
         return Cotangents(*(torch.zeros_like(like) if grad is None else grad for grad in self))
 
 
+class Statistics(NamedTuple):
+    """Which by-products of a row of logits are asked for, with p = softmax(z)."""
+
+    argmax: bool = False
+    lse: bool = False
+    entropy: bool = False  # -sum_j p_j log p_j
+    log_sum_sq_probs: bool = False  # log sum_j p_j^2
+    mean_logit: bool = False  # sum_j z_j / V
+
+
+class TokenStatistics(NamedTuple):
+    """The same of every token, (N,) each, 0 where ignored, argmax -1 there; None where not asked for."""
+
+    argmax: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
+        return TokenStatistics(*(None if of_rows is None else change(of_rows) for of_rows in self))
+
+    @classmethod
+    def found(cls, asked: Statistics, results: Sequence[Tensor]) -> "TokenStatistics":
+        """Of an operator's results, which are (0,) where not asked for."""
+        return cls(*(result if wanted else None for result, wanted in zip(results, asked, strict=True)))
+
+
 class TokenLosses(NamedTuple):
     """What the losses of tokens are a function of, one row a token."""
 
@@ -74,7 +102,8 @@ class TokenLosses(NamedTuple):
     ignore_index: int
     loss: LossOptions
     logits: LogitOptions
-    argmax: bool = False
+    statistics: Statistics = Statistics()
+    main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
     sparse: SparseGradient = SparseGradient()
 
     @property
@@ -107,7 +136,10 @@ class LossNumbers(NamedTuple):
 
 
 # Numbers among the options, which the inner operators take as 0-d tensors.
-NUMBERS = ("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap")
+NUMBERS = (
+    *("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap"),
+    *("clip_low", "clip_high", "dual_clip"),
+)
 
 # What a user's number must be: as the message says it, and whether it is.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -115,4 +147,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "softcap": ("expected softcap to be positive or None", lambda value: value > 0.0),
     "teacher_softcap": ("expected teacher_softcap to be positive or None", lambda value: value > 0.0),
     "temperature": ("expected temperature to be positive", lambda value: value > 0.0),
+    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
+    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
+    "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),
 }

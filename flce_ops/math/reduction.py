@@ -139,9 +139,12 @@ class Quotient(Function):
         return tangent.clone()
 
 
-def right_and_valid(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
-    valid = target != ignore_index
-    return torch.stack([(valid & (argmax == target)).sum(), valid.sum()])
+def right(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (...) bool
+    return (target != ignore_index) & (argmax == target)
+
+
+def right_and_valid(is_right: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
+    return torch.stack([is_right.sum(), (target != ignore_index).sum()])
 
 
 def accuracy_of(counts: Tensor) -> Tensor:  # (2,) -> (); nan where no token is valid

@@ -1,12 +1,13 @@
 """Rows whose classes are shared by ranks: what the numbers of the shards come to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.loss import class_weight_of, loss_terms
-from flce_ops.math.options import LossOptions
+from flce_ops.math.options import LossOptions, Statistics, TokenStatistics
+from flce_ops.math.statistics import statistics_of_shards
 from flce_ops.support.exchange import all_gather
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it
@@ -84,6 +85,27 @@ class Exchange:
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         return all_gather(numbers, self.group, self.ranks)
+
+    def finish_statistics(
+        self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
+    ) -> None:
+        """`own`, of statistics_of_shard, into `results`, those of whole rows behind the argmax: one more exchange."""
+        if own.lse is None:
+            return
+        gathered = self.gather(torch.stack([numbers for numbers in own if numbers is not None])).unbind(1)
+        numbers = iter(gathered)
+        whole = statistics_of_shards(asked, own.changed(lambda _: next(numbers)))
+        for result, found in zip(results, whole[1:], strict=True):
+            if found is not None:
+                result.copy_(torch.where(valid, found, 0.0))
+
+
+def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # (N,) each, to be filled in
+    """What a rank tells the others. Its lse is what they are combined by; the argmax goes with each chunk."""
+    if not any(asked[1:]):
+        return TokenStatistics()
+    needed = asked._replace(argmax=False, lse=True)
+    return TokenStatistics(*(torch.empty_like(like) if wanted else None for wanted in needed))
 
 
 def target_columns(

@@ -7,6 +7,8 @@ shapes, dtypes and refusals cannot drift apart between eager, compiled and meta 
 from flce_ops.meta.outputs import (
     ForwardOutputs,
     Gradients,
+    OnePassOutputs,
+    backward_in_place_outputs,
     backward_outputs,
     double_backward_outputs,
     forward_outputs,
@@ -18,6 +20,8 @@ from flce_ops.meta.outputs import (
 __all__ = [
     "ForwardOutputs",
     "Gradients",
+    "backward_in_place_outputs",
+    "OnePassOutputs",
     "backward_outputs",
     "double_backward_outputs",
     "forward_outputs",

@@ -17,7 +17,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands
+from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands, Statistics
+from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.support.path import Choice, NoChoice
@@ -175,7 +176,10 @@ class Forward(Arguments, keyword_from="ignore_index"):
     vocab_size: OptionalSymInt = None
     expected_logit: bool = False
     argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False  # of a shard: its logits' part of the mean over the classes of all shards
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
+    main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -192,6 +196,16 @@ class Backward(Arguments, keyword_from="ignore_index"):
     retained: Tensor | None = None  # (R, ...), what forward retained of these operands
 
 
+class BackwardInPlace(Backward, keyword_from="ignore_index"):
+    """grad_linear_weight is added to main_grad."""
+
+    main_grad: Tensor  # (V, D)
+
+    @classmethod
+    def schema(cls) -> str:
+        return super().schema().replace("Tensor main_grad", "Tensor(a!) main_grad", 1)
+
+
 class WithGrad(Arguments, keyword_from="ignore_index"):
     operands: Operands
     reduction: Reduction
@@ -199,7 +213,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     loss: LossOptions
     logits: LogitOptions
     output_mask: OutputMask
-    argmax: bool = False
+    statistics: Statistics
     sparse: SparseGradient
 
 
@@ -216,7 +230,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     loss: LossOptions
     logits: LogitOptions
     output_mask: OutputMask
-    argmax: bool = False
+    statistics: Statistics
 
 
 class GradGrads(NamedTuple):
@@ -257,7 +271,7 @@ class LogitsBackward(Arguments, keyword_from="ignore_index"):
 
 class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
     operands: LogitOperands
-    row_scale: Tensor  # (N,)
+    reduction: Reduction
     ignore_index: int = -100
     loss: LossOptions
     logits: LogitOptions
@@ -291,4 +305,14 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
     operands: kl_div.Operands
     row_scale: Tensor  # (N,)
     options: kl_div.Options
+    output_mask: OutputMask
+
+
+class PolicyWithGrad(Arguments, keyword_from="ignore_index"):
+    operands: PolicyOperands
+    tokens: PolicyTokens
+    reduction: Reduction
+    ignore_index: int = -100
+    policy: PolicyOptions
+    logits: LogitOptions
     output_mask: OutputMask

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands
+from flce_ops.math.reduction import Reduction
 
 # N tokens, D hidden, V vocabulary
 
@@ -151,10 +152,23 @@ def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_wei
 def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{op}: expected {name} on {of}'s device {input.device}, got {tensor.device}")
+            raise ValueError(
+                f"{op}: expected {name} on the device of {of}, {input.device}, got {tensor.device}; pass "
+                f"{name}.to({of}.device), or {of}.to({name}.device)"
+            )
 
 
-def check_per_row(op: str, input: Tensor, **tensors: Tensor | None) -> None:
+def check_per_row(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
+    check_device(op, input, of, **tensors)
+
+
+def check_denominator(op: str, reduction: Reduction) -> None:
+    row_scale, denominator = reduction
+    if denominator is not None and (row_scale is not None or denominator.dim() != 0):
+        raise ValueError(
+            f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
+            f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
+        )

@@ -7,6 +7,7 @@ from flce_ops.math.options import LogitOperands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
 from flce_ops.meta.checks import (
+    check_denominator,
     check_dense,
     check_device,
     check_per_class,
@@ -25,10 +26,10 @@ def check_operands(op: str, operands: LogitOperands) -> None:
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
-    check_per_row(op, logits, target=target)
+    check_per_row(op, logits, "logits", target=target)
     if weight is not None:
         check_per_class(op, "weight", weight, logits.shape[1], "logits.T")
-    check_device(op, logits, of="logits", target=target, weight=weight)
+    check_device(op, logits, "logits", target=target, weight=weight)
 
 
 @takes(LogitsForward)
@@ -51,7 +52,7 @@ def backward_outputs(call: LogitsBackward) -> Tensor:
     """grad_logits (N, V), contiguous."""
     op, logits = "cross_entropy_backward", call.operands.logits
     check_operands(op, call.operands)
-    check_per_row(op, logits, **call.cotangents._asdict(), lse=call.lse, lse_rest=call.lse_rest)
+    check_per_row(op, logits, "logits", **call.cotangents._asdict(), lse=call.lse, lse_rest=call.lse_rest)
     return logits.new_empty(logits.shape)
 
 
@@ -71,7 +72,8 @@ def with_grad_in_place_outputs(call: LogitsWithGradInPlace) -> tuple[Tensor, Ten
 def row_outputs(op: str, call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor]:
     check_operands(op, call.operands)
     logits = call.operands.logits
-    check_per_row(op, logits, row_scale=call.row_scale)
+    check_denominator(op, call.reduction)
+    check_per_row(op, logits, "logits", row_scale=call.reduction.row_scale)
     dtype, rows = accumulation_dtype(logits.dtype), logits.shape[0]
     return (
         logits.new_empty((), dtype=dtype),

@@ -26,8 +26,7 @@ def check_operands(op: str, operands: Operands, options: Options) -> None:
             f"{op}: expected valid of shape ({input.shape[0]},) and dtype bool, got {tuple(operands.valid.shape)} in "
             f"{operands.valid.dtype}"
         )
-    devices = {name: tensor for name, tensor in operands._asdict().items() if name != "input"}
-    check_device(op, input, **devices)
+    check_device(op, **operands._asdict())
 
 
 def check_teacher(op: str, operands: Operands) -> None:
@@ -64,7 +63,7 @@ def check_teacher(op: str, operands: Operands) -> None:
     if teacher_weight.shape[0] != classes:
         raise ValueError(
             f"{op}: student and teacher must have one vocabulary, but linear_weight has {classes} rows and "
-            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass weight[:V] of the smaller V"
+            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass vocab_size, the classes of both"
         )
 
 

@@ -6,8 +6,17 @@ from torch import Tensor
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import Backward, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad, takes
-from flce_ops.meta.checks import check_operands, check_per_row
+from flce_ops.meta.arguments import (
+    Backward,
+    BackwardInPlace,
+    DoubleBackward,
+    Forward,
+    VocabParallelWithGrad,
+    WithGrad,
+    takes,
+)
+from flce_ops.meta.checks import check_denominator, check_operands, check_per_row
+from flce_ops.meta.main_grad import check_main_grad
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 
 # N tokens, D hidden, V vocabulary
@@ -15,7 +24,9 @@ from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 
 
-ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# loss (), losses (N,), the three gradients, and the fields of Statistics, (N,) each or (0,)
+OnePassOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
 
@@ -32,11 +43,11 @@ def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
 
 @takes(Forward)
 def forward_outputs(call: Forward) -> ForwardOutputs:
-    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest: (N,), or (0,) if not asked for.
-
-    And retained logits, (R, columns) int16.
+    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, log_sum_sq_probs, mean_logit, lse_rest: (N,), or
+    (0,) if not asked for. And retained logits, (R, columns) int16.
     """
     check_operands("linear_cross_entropy_forward", call.operands)
+    check_main_grad("linear_cross_entropy_forward", call.operands, call.main_grad)
     input = call.operands.input
     dtype = accumulation_dtype(input.dtype)
     rows = input.shape[0]
@@ -47,6 +58,8 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
         input.new_empty(rows if call.expected_logit else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
+        input.new_empty(rows if call.log_sum_sq_probs else 0, dtype=dtype),
+        input.new_empty(rows if call.mean_logit else 0, dtype=dtype),
         input.new_empty(rows, dtype=dtype),
         input.new_empty(
             call.retain, retained_columns(call.operands.linear_weight.shape[0], input.dtype), dtype=torch.int16
@@ -56,7 +69,23 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
 
 @takes(Backward)
 def backward_outputs(call: Backward) -> Gradients:
-    op = "linear_cross_entropy_backward"
+    check_backward("linear_cross_entropy_backward", call)
+    return gradient_outputs(call.operands, call.output_mask)
+
+
+@takes(BackwardInPlace)
+def backward_in_place_outputs(call: BackwardInPlace) -> Gradients:
+    """grad_linear_weight is (0,)."""
+    op = "linear_cross_entropy_backward_"
+    check_backward(op, call)
+    check_main_grad(op, call.operands, call.main_grad)
+    want_input, want_weight, want_bias = call.output_mask
+    if not want_weight:
+        raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
+    return gradient_outputs(call.operands, [want_input, False, want_bias])
+
+
+def check_backward(op: str, call: Backward) -> None:
     check_operands(op, call.operands)
     if (call.grad_expected_logit is None) != (call.expected_logit is None):
         raise ValueError(f"{op}: expected grad_expected_logit and expected_logit together, got one of them")
@@ -70,7 +99,6 @@ def backward_outputs(call: Backward) -> Gradients:
         lse_rest=call.lse_rest,
     )
     check_retained(op, call.operands, call.retained)
-    return gradient_outputs(call.operands, call.output_mask)
 
 
 def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None:
@@ -85,24 +113,17 @@ def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None
 
 
 @takes(WithGrad)
-def with_grad_outputs(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss (), losses (N,), the three gradients, argmax (N,) or (0,)."""
-    op, (row_scale, denominator) = "linear_cross_entropy_with_grad", call.reduction
-    if denominator is not None and (row_scale is not None or denominator.dim() != 0):
-        raise ValueError(
-            f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
-            f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
-        )
+def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
+    op = "linear_cross_entropy_with_grad"
+    check_denominator(op, call.reduction)
     check_sparse_options(op, call.sparse)
     if call.sparse.gradient_threshold:
         check_sparse(op, call.sparse, call.operands.input, call.loss.label_smoothing, call.logits.softcap)
-    return one_pass_outputs(op, call, call.operands, row_scale)
+    return one_pass_outputs(op, call, call.operands, call.reduction.row_scale)
 
 
 @takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad_outputs(
-    call: VocabParallelWithGrad,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def vocab_parallel_with_grad_outputs(call: VocabParallelWithGrad) -> OnePassOutputs:
     # the class weights are those of all ranks
     op = "linear_cross_entropy_vocab_parallel_with_grad"
     return one_pass_outputs(op, call, call.operands._replace(weight=None), call.row_scale)
@@ -110,16 +131,20 @@ def vocab_parallel_with_grad_outputs(
 
 def one_pass_outputs(
     op: str, call: WithGrad | VocabParallelWithGrad, operands: Operands, row_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> OnePassOutputs:
     check_operands(op, operands)
-    input = operands.input
+    input, asked = operands.input, call.statistics
     check_per_row(op, input, row_scale=row_scale)
     dtype = accumulation_dtype(input.dtype)
     return (
         input.new_empty((), dtype=dtype),
         input.new_empty(input.shape[0], dtype=dtype),
         *gradient_outputs(operands, call.output_mask),
-        input.new_empty(input.shape[0] if call.argmax else 0, dtype=torch.int64),
+        input.new_empty(input.shape[0] if asked.argmax else 0, dtype=torch.int64),
+        input.new_empty(input.shape[0] if asked.lse else 0, dtype=dtype),
+        input.new_empty(input.shape[0] if asked.entropy else 0, dtype=dtype),
+        input.new_empty(input.shape[0] if asked.log_sum_sq_probs else 0, dtype=dtype),
+        input.new_empty(input.shape[0] if asked.mean_logit else 0, dtype=dtype),
     )
 
 

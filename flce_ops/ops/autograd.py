@@ -21,10 +21,11 @@ from torch.autograd import Function
 
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import NUMBERS, Cotangents
-from flce_ops.meta.arguments import Arguments, Backward, DoubleBackward, Forward, GradGrads, WithGrad
+from flce_ops.math.options import NUMBERS, Cotangents, Statistics, TokenStatistics
+from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
+from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads, WithGrad
 from flce_ops.ops.paths import choice_of, retained_rows
-from flce_ops.support.differentiated import has_tangent
+from flce_ops.support.differentiated import differentiated, has_tangent
 from flce_ops.support.torch_private import (
     apply_function,
     below_autograd,
@@ -110,6 +111,7 @@ def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
     return [ctx.needs_input_grad[arguments.index[name]] for name in names]
 
 
+CONSTANTS = ("denominator", "main_grad")  # tensors that a gradient is refused for
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
 
 
@@ -118,7 +120,7 @@ def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str,
 
 
 class ForwardFormula(Formula):
-    """target_logit, lse, logit_sum and expected_logit have a gradient; the others have none."""
+    """target_logit, lse, logit_sum and expected_logit have a gradient; the others are constants."""
 
     arguments = Forward
     op = "linear_cross_entropy_forward"
@@ -131,13 +133,16 @@ class ForwardFormula(Formula):
     @staticmethod
     def setup_context(ctx, inputs, output):
         call = Forward.of(inputs)
-        _, lse, logit_sum, expected_logit, max_logit, argmax, lse_rest, retained = output
+        _, lse, logit_sum, expected_logit, *others = output
         ctx.set_materialize_grads(False)
-        constants = [max_logit, argmax, lse_rest, retained]
+        *constants, lse_rest, retained = others
+        constants += [lse_rest, retained]
         constants += [] if call.logit_sum else [logit_sum]
         constants += [] if call.expected_logit else [expected_logit]
         ctx.mark_non_differentiable(*constants)
-        save(ctx, inputs, lse, expected_logit, lse_rest, *([retained] if call.retain else []))
+        # Not saved: autograd would refuse it once the backward of another micro-batch has added to it.
+        ctx.main_grad, call.main_grad = call.main_grad, None
+        save(ctx, call.values(), lse, expected_logit, lse_rest, *([retained] if call.retain else []))
 
     @staticmethod
     def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit, *_):
@@ -153,7 +158,13 @@ class ForwardFormula(Formula):
                 expected_logit = finite_in_empty_rows(expected_logit, lse)
             lse = finite_in_empty_rows(lse, lse)
         mask = wanted(ctx, Forward, *OPERANDS)
-        gradients = torch.ops.flce.linear_cross_entropy_backward(
+        backward, into = torch.ops.flce.linear_cross_entropy_backward, {}
+        if ctx.main_grad is not None and mask[1]:
+            # as .grad, it stays as it is in a backward that was asked for other gradients alone
+            mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
+            if mask[1]:
+                backward, into = torch.ops.flce.linear_cross_entropy_backward_, {"main_grad": ctx.main_grad}
+        gradients = backward(
             *cotangents,
             *call.operands,
             lse,
@@ -165,7 +176,13 @@ class ForwardFormula(Formula):
             expected_logit=expected_logit,
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
+            **into,
         )
+        if into:
+            mask[1] = False
+            # Not a tracer's: a compiled graph saves the buffer, and has to find its version of forward in backward.
+            if type(ctx.main_grad) is Tensor:
+                torch.autograd.graph.increment_version(ctx.main_grad)
         return Forward.gradients(**where_wanted(gradients, mask))
 
 
@@ -213,6 +230,22 @@ class BackwardFormula(Formula):
         return Backward.gradients(**{name: grad if need else None for name, grad, need in zip(names, found, needs)})
 
 
+class BackwardInPlaceFormula(Formula):
+    """None: what was added to main_grad has no derivative."""
+
+    arguments = BackwardInPlace
+    op = "linear_cross_entropy_backward_"
+
+    @classmethod
+    def check(cls, op, values):
+        tensors = (value for value in values if isinstance(value, Tensor))
+        if differentiated(*tensors):
+            raise NotImplementedError(
+                "linear_cross_entropy: a backward that adds to main_grad cannot be differentiated (create_graph=True); "
+                "leave main_grad out where a second derivative is wanted"
+            )
+
+
 class WithGradFormula(Formula):
     """loss of linear_cross_entropy_with_grad; its other results carry no gradient.
 
@@ -253,20 +286,21 @@ def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[T
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
-    call.argmax = False  # it is known
+    call.statistics = Statistics()  # they are known
     forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
     return recomputed_step(call, forward, backward, grad_loss)[:2]
 
 
 def recomputed_step(
     call: WithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """The gradients, times grad_loss, the losses and the argmax of `call`, from the forward and backward operators."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, TokenStatistics]:
+    """The gradients, times grad_loss, losses and statistics of `call`, from the forward and backward operators."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    target_logit, lse, logit_sum, _, _, argmax, lse_rest, retained = forward(
-        *operands, logit_sum=call.loss.label_smoothing != 0.0, argmax=call.argmax, **logits
+    found = forward(
+        *operands, logit_sum=call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics), **logits
     )
+    target_logit, lse, logit_sum, *_, lse_rest, retained = found
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(
         operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
@@ -282,7 +316,7 @@ def recomputed_step(
         lse_rest=lse_rest,
         retained=retained if retained.shape[0] else None,
     )
-    return gradients, losses, argmax
+    return gradients, losses, statistics_of_forward(call.statistics, found)
 
 
 class DoubleBackwardFormula(Formula):
@@ -369,7 +403,7 @@ def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
     """The kernel of `op` on the autograd keys: its formula where a gradient can flow, else straight down."""
     arguments = formula.arguments
     # constants of an operator; flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient
-    numbers = [(index, name) for name, index in arguments.index.items() if name in (*NUMBERS, "denominator")]
+    numbers = [(index, name) for name, index in arguments.index.items() if name in (*NUMBERS, *CONSTANTS)]
 
     def run(*args, **kwargs):
         values = arguments.values_of(args, kwargs)

@@ -47,12 +47,14 @@ def double_backward(grad_grad_input, grad_grad_linear_weight, *shapes, **options
 FORMULAS: dict[str, Any] = {
     "linear_cross_entropy_forward": logits,
     "linear_cross_entropy_backward": with_gradients(logits, first=3),
+    "linear_cross_entropy_backward_": with_gradients(logits, first=3),
     "linear_cross_entropy_with_grad": with_gradients(logits),
     "linear_cross_entropy_vocab_parallel_with_grad": with_gradients(logits),
     "linear_cross_entropy_double_backward": double_backward,
     "linear_kl_div_forward": both_logits,
     "linear_kl_div_backward": with_gradients(both_logits, first=1),
     "linear_kl_div_with_grad": with_gradients(both_logits),
+    "linear_policy_loss_with_grad": with_gradients(logits),
 }
 for _name, _formula in FORMULAS.items():
     register_flop_formula(getattr(torch.ops.flce, _name))(_formula)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import LogitOperands
+from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Backward, Forward
+from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.torch_private import (
     comes_from_outside_a_traced_graph,
@@ -47,6 +47,7 @@ class Situation(NamedTuple):
     label_smoothing: bool = False
     softcap: bool = False
     wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
@@ -84,17 +85,22 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
-NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
 RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
+RANK_ONE_IN_TRITON = Condition(  # whatever the sizes, which ranks may not share
+    f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
+)
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
+# A forward without a backward must leave it alone, and the factor of what is added is known in backward.
+NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
+ALL_CLASSES = Condition("the whole vocabulary on each rank", lambda s: s.vocabulary_dimensions == 0)
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
@@ -113,13 +119,16 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 # A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
 # By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
 # D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice;
-# torch.func's backward always asks for a graph, which gradients made in advance do not have.
+# torch.func's backward always asks for a graph, which gradients made in advance do not have. Label smoothing under a
+# softcap goes into the epilogue that makes G, not into one that makes exponentials: 4 passes in Triton take 0.43 of the
+# time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
+OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
-        Path("one pass", MADE_IN_FORWARD, why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
         Path(
             "sparse",
             (IN_FORWARD[0], WANTS_GRADIENT, NO_FUNCTORCH, SPARSE),
@@ -130,10 +139,18 @@ LOSS = {
     "a scalar loss over a sharded vocabulary": (
         Path(
             "one pass",
-            (ONE_DIMENSION, EVERY_RANK, *MADE_IN_FORWARD),
+            (ONE_DIMENSION, EVERY_RANK, *OF_OPERANDS),
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+    ),
+    "a scalar loss of a policy": (
+        Path(
+            "one pass",
+            (ALL_CLASSES, WANTS_GRADIENT, *IN_FORWARD),
+            why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
+        ),
+        Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
     ),
     "a scalar loss of given logits": (
         Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
@@ -169,6 +186,10 @@ KERNELS = {
         Path("triton", TRITON, "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
     ),
+    "linear_cross_entropy_backward_": (
+        Path("triton", TRITON, "flce_ops.triton:launch_backward_in_place"),
+        Path("aten", (), "flce_ops.aten:backward_in_place"),
+    ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
         Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
@@ -177,7 +198,7 @@ KERNELS = {
     "linear_cross_entropy_vocab_parallel_with_grad": (
         Path(
             "triton",
-            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, NOT_SMOOTHED),  # nothing that differs between ranks
+            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE),  # nothing that differs between ranks
             "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
@@ -198,6 +219,10 @@ KERNELS = {
     "cross_entropy_with_grad_": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
         Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
+    ),
+    "linear_policy_loss_with_grad": (
+        Path("triton", (*TRITON, NOT_FLOAT16), "flce_ops.triton.policy_with_grad:launch_policy_with_grad"),
+        Path("aten", (), "flce_ops.aten.policy_with_grad:policy_with_grad"),
     ),
     "linear_kl_div_forward": (
         Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
@@ -236,6 +261,8 @@ def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
     else:
         return ()
     note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
     expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
     return (f"{note} (expects {', '.join(expected)})" if expected else note,)
 
@@ -266,19 +293,13 @@ def situation_of(call: Any) -> Situation:
     if isinstance(call.operands, kl_div.Operands):
         return kl_div_situation(call.operands, call.options)
     operands, groups = call.operands, vars(call)
-    loss, logits = groups.get("loss"), groups.get("logits")
     if isinstance(operands, LogitOperands):
         input, num_classes = operands.logits, operands.logits.shape[1]
     else:
         input, num_classes = operands.input, operands.linear_weight.shape[0]
-    return Situation(
-        input.device.type,
-        input.dtype,
-        input.numel() == 0,
-        num_classes == 1,
-        loss is not None and loss.label_smoothing != 0.0,
-        logits is not None and logits.softcap is not None,
-    )
+    situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
+    options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
+    return situation._replace(**options)
 
 
 def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
@@ -294,8 +315,8 @@ def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situ
     return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
 
 
-def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **others) -> Situation:
-    """Of a scalar loss, before its operator is known."""
+def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> Situation:
+    """Of a scalar loss, before its operator is known, and what else is known of it."""
     return Situation(
         device=input.device.type,
         dtype=input.dtype,
@@ -303,7 +324,7 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
         functorch=functorch_is_active(),
         saved_tensor_hooks=saved_tensor_hooks_are_active(),
         checkpoint=tracing_a_checkpointed_region(),
-        **others,
+        **known,
     )
 
 
@@ -333,12 +354,21 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def gradients_in_the_same_pass(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, sparse: bool = False
-) -> bool:
+def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    situation = loss_situation(input, linear_weight, linear_bias, sparse=sparse)
+    situation = loss_situation(input, linear_weight, linear_bias, **known)
     return choose(LOSS["a scalar loss"], situation).name != "recompute"
+
+
+def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
+    return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+    """The same of a policy's, of plain tensors or of tokens that ranks share."""
+    return (
+        choose(LOSS["a scalar loss of a policy"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
+    )
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:

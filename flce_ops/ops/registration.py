@@ -2,10 +2,12 @@
 
     flce::linear_cross_entropy_forward           (target_logit, lse, ...) per token
     flce::linear_cross_entropy_backward          gradients from the cotangents of those
+    flce::linear_cross_entropy_backward_         which adds that of linear_weight to a buffer
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, of divergences
+    flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
     flce::cross_entropy_with_grad_               which writes the gradient over them
     flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: autograd.py
@@ -14,7 +16,7 @@ All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
-    Autograd                           formulas: autograd.py, kl_div_autograd.py, cross_entropy_autograd.py
+    Autograd                           formulas: autograd.py, kl_div_, policy_ and cross_entropy_autograd.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
@@ -28,14 +30,16 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.meta import arguments, cross_entropy, kl_div
+from flce_ops.math.options import Statistics
+from flce_ops.meta import arguments, cross_entropy, kl_div, policy
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths
+from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths, policy_autograd
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
 
 GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
+STATISTICS = ", ".join(f"Tensor {name}" for name in Statistics._fields)
 
 
 class Operator(NamedTuple):
@@ -51,7 +55,7 @@ OPERATORS = {
     "linear_cross_entropy_forward": Operator(
         arguments.Forward,
         "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_logit, Tensor max_logit, Tensor argmax, "
-        "Tensor lse_rest, Tensor retained",
+        "Tensor log_sum_sq_probs, Tensor mean_logit, Tensor lse_rest, Tensor retained",
         meta.forward_outputs,
         autograd.ForwardFormula,
         autocast=True,
@@ -59,16 +63,19 @@ OPERATORS = {
     "linear_cross_entropy_backward": Operator(
         arguments.Backward, GRADIENTS, meta.backward_outputs, autograd.BackwardFormula
     ),
+    "linear_cross_entropy_backward_": Operator(
+        arguments.BackwardInPlace, GRADIENTS, meta.backward_in_place_outputs, autograd.BackwardInPlaceFormula
+    ),
     "linear_cross_entropy_with_grad": Operator(
         arguments.WithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor argmax",
+        f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.with_grad_outputs,
         autograd.WithGradFormula,
         autocast=True,
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": Operator(
         arguments.VocabParallelWithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor argmax",
+        f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.vocab_parallel_with_grad_outputs,  # its formula knows the mesh: flce_ops/distributed/one_pass.py
     ),
     "linear_cross_entropy_double_backward": Operator(
@@ -92,6 +99,13 @@ OPERATORS = {
         f"Tensor loss, Tensor divergence, {GRADIENTS}",
         kl_div.with_grad_outputs,
         kl_div_autograd.WithGradFormula,
+        autocast=True,
+    ),
+    "linear_policy_loss_with_grad": Operator(
+        arguments.PolicyWithGrad,
+        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor log_probs",
+        policy.policy_with_grad_outputs,
+        policy_autograd.PolicyWithGradFormula,
         autocast=True,
     ),
     "cross_entropy_forward": Operator(

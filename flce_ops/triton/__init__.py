@@ -36,15 +36,24 @@
     cross_entropy.py                          of given logits: one program a row
         cross_entropy_kernels.py
         logit_rows.py                         a row in groups of 16 bytes
+    policy_with_grad.py                       linear_policy_loss_with_grad, of one_pass_step.py's chunks
+        finish_policy_rows.py                 per row, and the losses of tokens
+            row_policy.py                     the loss of a token and its slope
     sum_losses.py, upstream.py                the scalar loss; the scalar that arrives in backward
     replay.py, driver_launch.py               a step's launches, repeated
 
 Imported only when a CUDA kernel of an operator runs.
 """
 
-from flce_ops.triton.backward import launch_backward
+from flce_ops.triton.backward import launch_backward, launch_backward_in_place
 from flce_ops.triton.forward import launch_forward
 from flce_ops.triton.upstream import launch_scale_in_place
 from flce_ops.triton.with_grad import launch_with_grad
 
-__all__ = ["launch_backward", "launch_forward", "launch_scale_in_place", "launch_with_grad"]
+__all__ = [
+    "launch_backward",
+    "launch_backward_in_place",
+    "launch_forward",
+    "launch_scale_in_place",
+    "launch_with_grad",
+]

@@ -8,14 +8,14 @@
         grad_input[rows] = sum
 
 All rows take one range where their float32 sum fits half the workspace. Then each slice of grad_linear_weight comes
-whole; over several ranges of rows it is a sum as over chunks.
+whole; over several ranges of rows it is a sum as over chunks. What is added to main_grad needs no sum beside it.
 """
 
 import torch
 
 from flce_ops import meta
 from flce_ops.math.options import Cotangents
-from flce_ops.meta.arguments import Backward, takes
+from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.chunks import (
     MULTIPLE,
@@ -50,6 +50,18 @@ PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts, at
 @with_even_features
 def launch_backward(call: Backward) -> meta.Gradients:
     outputs = meta.backward_outputs(call)
+    run_over_tokens(call, outputs)
+    return outputs
+
+
+@takes(BackwardInPlace)
+def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
+    outputs = meta.backward_in_place_outputs(call)
+    run_over_tokens(call, outputs)
+    return outputs
+
+
+def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     input, linear_weight = call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
@@ -59,12 +71,13 @@ def launch_backward(call: Backward) -> meta.Gradients:
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
     record_chunks(call, linear_weight, row_slices)
-    return outputs
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
     kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
     gradients = wanted_gradients(outputs, call.output_mask)
+    if isinstance(call, BackwardInPlace):
+        gradients = gradients._replace(linear_weight=call.main_grad)
     row_slices = run_backward(call, kept, gradients, None)
     finish_gradients(outputs, gradients, kept, place)
     return row_slices
@@ -87,7 +100,8 @@ def run_backward(
     tile = tiles_for(input).block_n
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
-        weight_gradient = WeightGradient(grad_weight, chunks=len(row_slices))
+        adds = isinstance(call, BackwardInPlace)
+        weight_gradient = WeightGradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)

@@ -41,10 +41,10 @@ def rows_of_chunks(
     *,
     want_input: bool,
     sum_bytes: int,  # what a sum of grad_linear_weight over chunks takes beside it, 0 where it is not wanted
-    argmax: bool,
+    sum_pairs: int,  # numbers a row and tile beside the two of any step, by twos
 ) -> int:
     """Rows of a one-pass chunk that fit."""
-    reserved = small_bytes() * argmax  # argmax takes two more numbers a tile
+    reserved = small_bytes() * sum_pairs
     row_bytes = 0 if want_input else hidden * itemsize  # the kept tokens wait in grad_input
     fitting = rows_that_fit(tokens, columns, itemsize, reserved, row_bytes)
     if fitting < tokens:

@@ -1,4 +1,4 @@
-"""sum_i factor_i matrix_ij in float32, in a fixed order: the bias gradient and the rank-1 terms of label smoothing."""
+"""sum_i factor_i matrix_ij in float32, in a fixed order: the bias gradient, label smoothing, sums over tiles."""
 
 import torch
 import triton
@@ -8,7 +8,10 @@ from torch import Tensor
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 
-# n rows, C columns
+# n rows, C columns, S slices of the rows
+
+PROGRAMS = 1024  # some eight a multiprocessor
+ROWS_AT_LEAST = 128  # of a slice
 
 
 @Kernel
@@ -17,13 +20,13 @@ def weighted_column_sum_kernel(
     matrix_ptr,  # (n, C)
     factor_ptr,  # (n,) float32
     partial_ptr,  # (S, C) out
-    kept,  # Kept, of the rows; None for all
+    kept,  # Kept, whose rows are summed; None for all
     n,
     C,
     stride_r,
     stride_c,
     rows_per_split,
-    HAS_FACTOR: tl.constexpr,
+    GATHERED: tl.constexpr,  # the rows stand in the order of the kept tokens
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -35,28 +38,38 @@ def weighted_column_sum_kernel(
     if kept is not None:
         rows_to_sum = kept_rows(kept, n)
     last = tl.minimum(first + rows_per_split, rows_to_sum)
-    acc = tl.zeros((BLOCK_C,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(first, last, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         mask = (rows[:, None] < last) & (cols[None, :] < C)
+        places = rows
+        if not GATHERED:
+            places = tl.load(kept.order + rows, mask=rows < last, other=0)
         values = tl.load(
-            matrix_ptr + rows[:, None].to(tl.int64) * stride_r + cols[None, :].to(tl.int64) * stride_c,
+            matrix_ptr + places[:, None].to(tl.int64) * stride_r + cols[None, :].to(tl.int64) * stride_c,
             mask=mask,
             other=0.0,
         ).to(tl.float32)
-        if HAS_FACTOR:
-            factor = tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]
-            values = tl.where(factor == 0.0, 0.0, values * factor)  # whatever an ignored token's row holds
-        acc += tl.sum(values, 0)
-    tl.store(partial_ptr + split.to(tl.int64) * C + cols, acc, mask=cols < C)
+        if factor_ptr is not None:
+            values *= tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]
+        acc += values
+    tl.store(partial_ptr + split.to(tl.int64) * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
-def weighted_column_sum(matrix: Tensor, factor: Tensor | None, kept: Kept | None = None) -> Tensor:  # (C,) float32
+def weighted_column_sum(
+    matrix: Tensor,  # (n, C)
+    factor: Tensor | None,  # (n,) float32; None for 1
+    kept: Kept | None = None,  # the rows to sum; None for all
+    *,
+    gathered: bool = True,  # the rows stand in the order of the kept tokens, as `factor` does in any case
+) -> Tensor:  # (C,) float32
+    """In two steps, as many parts as keep a GPU's memory busy. Their sum is the sum of a matrix again."""
     rows, columns = matrix.shape
     block_r, block_c = 32, 128
-    splits = max(1, min(16, rows // 1024))
+    column_blocks = triton.cdiv(columns, block_c)
+    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
     partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
-    weighted_column_sum_kernel[(triton.cdiv(columns, block_c), splits)](
+    weighted_column_sum_kernel[(column_blocks, splits)](
         matrix,
         factor,
         partial,
@@ -65,9 +78,9 @@ def weighted_column_sum(matrix: Tensor, factor: Tensor | None, kept: Kept | None
         columns,
         *matrix.stride(),
         triton.cdiv(rows, splits),
-        HAS_FACTOR=factor is not None,
+        GATHERED=gathered,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=4,
     )
-    return partial.sum(0)
+    return partial[0] if splits == 1 else weighted_column_sum(partial, None)

@@ -1,5 +1,6 @@
 """Kernels of the operators of given logits: the tile of a row, the launches (cross_entropy_kernels.py)."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import triton
 from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOperands
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta import cross_entropy as meta
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
 from flce_ops.support.path import record_run
@@ -15,13 +17,14 @@ from flce_ops.triton.chunks import contiguous
 from flce_ops.triton.cross_entropy_kernels import (
     ForwardNumbers,
     LossNumbers,
-    finish_kernel,
     gradient_kernel,
     rows_kernel,
 )
+from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.sum_losses import launch_sum_losses
 from flce_ops.triton.target import interpreted
 
 # N tokens, V vocabulary
@@ -67,29 +70,56 @@ def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> T
 @takes(LogitsForward)
 def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.forward_outputs(call)
-    numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
-    with_unit_rows(call)
-    launch_rows(call, numbers, call.logit_sum)
+    launch(call, forward_step, (), outputs)
     return outputs
+
+
+def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
+    keep_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
+    numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
+    launch_rows(call, numbers, call.logit_sum)
 
 
 @takes(LogitsWithGrad)
 def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
-    with_unit_rows(call)
-    launch_loss(call, LossNumbers(losses, argmax if call.argmax else None), loss, grad_logits)
+    launch_loss(call, loss, losses, argmax, grad_logits)
     return outputs
 
 
 @takes(LogitsWithGradInPlace)
 def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
-    loss, losses, argmax = outputs = meta.with_grad_in_place_outputs(call)
+    outputs = meta.with_grad_in_place_outputs(call)
     given = call.operands.logits
-    with_unit_rows(call)
-    launch_loss(call, LossNumbers(losses, argmax if call.argmax else None), loss, None)
+    launch_loss(call, *outputs)
     if call.operands.logits is not given:
         given.copy_(call.operands.logits)
     return outputs
+
+
+def launch_loss(call: LogitsWithGrad, *outputs: Tensor) -> None:
+    weight, row_scale = call.operands.weight, call.reduction.row_scale
+    if row_scale is not None:
+        call.reduction = Reduction(row_scale.float().contiguous())
+    launch(call, loss_step, (None if weight is None else weight.float().sum(),), outputs)
+
+
+def loss_step(
+    call: LogitsWithGrad,
+    weight_sum: Tensor | None,  # (), of the class weights
+    in_range: Tensor,  # () out
+    loss: Tensor,  # () out
+    losses: Tensor,  # (N,) out
+    argmax: Tensor,  # (N,) out, or (0,)
+    grad_logits: Tensor | None = None,  # (N, V) out; None for over the logits
+) -> None:
+    logits, target, _ = call.operands
+    kept, _ = keep_tokens(target, call.ignore_index, logits.shape[1], in_range)
+    row_loss = RowLoss(weight_sum, logits.shape[1], call.loss)
+    numbers = LossNumbers(losses, argmax if call.argmax else None)
+    gradient = logits if grad_logits is None else grad_logits
+    launch_rows(call, numbers, bool(call.loss.label_smoothing), gradient, row_loss, call.reduction, kept)
+    launch_sum_losses(losses, call.reduction, kept.total, loss)
 
 
 @takes(LogitsBackward)
@@ -99,7 +129,7 @@ def launch_backward(call: LogitsBackward) -> Tensor:
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
     with torch.cuda.device_of(grad_logits):
-        repeated(run_backward, call, grad_logits)
+        repeated(run_backward, call, fresh=(grad_logits,))
     record_run(call, 1, grad_logits.shape[0])
     return grad_logits
 
@@ -114,52 +144,36 @@ def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> Non
     call.operands = LogitOperands(logits, target, weight)
 
 
-def launch_loss(call: LogitsWithGrad, numbers: LossNumbers, loss: Tensor, grad_logits: Tensor | None) -> None:
-    """`grad_logits` None: over the logits."""
-    weight = call.operands.weight
-    call.row_scale = call.row_scale.contiguous()
-    weight_sum = None if weight is None else weight.sum()
-    launch_rows(call, numbers, bool(call.loss.label_smoothing), loss, grad_logits, weight_sum)
-
-
-def launch_rows(
-    call: LogitsForward | LogitsWithGrad,
-    numbers: ForwardNumbers | LossNumbers,
-    logit_sum: bool,
-    loss: Tensor | None = None,
-    grad_logits: Tensor | None = None,
-    weight_sum: Tensor | None = None,
+def launch(
+    call: LogitsForward | LogitsWithGrad, step: Callable[..., None], given: tuple[Tensor | None, ...], outputs: Any
 ) -> None:
+    with_unit_rows(call)
     logits, target, _ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(logits):
-        repeated(run_rows, call, numbers, logit_sum, loss, grad_logits, weight_sum, in_range)
+        repeated(step, call, *given, fresh=(in_range, *outputs))
         assert_in_range(in_range, target, logits.shape[1], call.ignore_index)
     record_run(call, 1, logits.shape[0])
 
 
-def run_rows(
+def launch_rows(
     call: Any,  # LogitsForward, or LogitsWithGrad with LossNumbers
     numbers: Any,
     logit_sum: bool,
-    loss: Tensor | None,  # () out; None where the numbers of the rows are all that is wanted
-    grad_logits: Tensor | None,  # (N, V) out; None for over the logits
-    weight_sum: Tensor | None,  # (), of the class weights
-    in_range: Tensor,  # () out
+    grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
+    row_loss: RowLoss | None = None,
+    reduction: Reduction | None = None,
+    kept: Kept | None = None,
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
-    row_loss = row_scale = losses = None
-    if loss is not None:
-        grad_logits = logits if grad_logits is None else grad_logits
-        row_loss = RowLoss(weight_sum, num_classes, call.loss)
-        row_scale, losses = call.row_scale, numbers.losses
-    tile = tile_for(logits, loss is not None, call.logits.softcap is not None, weight is not None)
+    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None, weight is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
         target,
-        row_scale,
+        reduction,
+        kept,
         numbers,
         weight,
         row_loss,
@@ -174,9 +188,6 @@ def run_rows(
         HELD=tile.held,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-    )
-    finish_kernel[(1,)](
-        target, losses, row_scale, loss, in_range, tokens, call.ignore_index, num_classes, BLOCK=4096, num_warps=8
     )
 
 

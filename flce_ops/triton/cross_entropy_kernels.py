@@ -32,6 +32,7 @@ from flce_ops.triton.logit_rows import (
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import row_loss
+from flce_ops.triton.sum_losses import scale_of_rows
 
 # N tokens, V vocabulary
 
@@ -141,7 +142,8 @@ def rows_kernel(
     logits,  # Matrix
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
     target_ptr,  # (N,)
-    row_scale_ptr,  # (N,); None without grad_logits
+    reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without grad_logits
+    kept,  # Kept
     outputs,  # ForwardNumbers, or with grad_logits LossNumbers
     class_weight_ptr,  # (V,) float32
     loss,  # RowLoss; None without grad_logits
@@ -223,7 +225,7 @@ def rows_kernel(
             surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
             value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
             tl.store(outputs.losses + i, value)
-            scale = tl.load(row_scale_ptr + i).to(tl.float32) * logit_scale
+            scale = scale_of_rows(reduction, kept, i, valid) * logit_scale
             factor = scale * d_lse / row_sum
             sum_factor = None
             if LOGIT_SUM:
@@ -323,31 +325,3 @@ def gradient_kernel(
         )  # fmt: skip
     else:
         store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
-
-
-@Kernel
-@triton.jit
-def finish_kernel(
-    target_ptr,  # (N,)
-    losses_ptr,  # (N,); None where only the targets are looked at
-    row_scale_ptr,  # (N,)
-    loss_ptr,  # () out, sum_i row_scale_i losses_i
-    in_range_ptr,  # () bool, out
-    N,
-    ignore_index,
-    V,
-    BLOCK: tl.constexpr,
-):
-    """One program, in a fixed order, as sum_losses_kernel."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    wrong = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, N, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + i, mask=i < N, other=0).to(tl.int64)
-        wrong |= ((target != ignore_index) & ((target < 0) | (target >= V))).to(tl.int32)
-        if losses_ptr is not None:
-            losses = tl.load(losses_ptr + i, mask=i < N, other=0.0)
-            total += losses * tl.load(row_scale_ptr + i, mask=i < N, other=0.0).to(tl.float32)
-    tl.store(in_range_ptr, tl.max(wrong, 0) == 0)
-    if losses_ptr is not None:
-        tl.store(loss_ptr, tl.sum(total, 0))

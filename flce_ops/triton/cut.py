@@ -57,13 +57,13 @@ class Cut:
 
 
 def cut_tokens(
-    input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, argmax: bool = False
+    input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, sum_pairs: int = 0
 ) -> Cut:
-    return best_cut(problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, argmax=argmax))
+    return best_cut(problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, sum_pairs=sum_pairs))
 
 
 def problem_of(
-    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, argmax: bool
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, sum_pairs: int
 ) -> "Problem":
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape
@@ -75,7 +75,7 @@ def problem_of(
         want_input,
         want_weight,
         smoothed,
-        argmax,
+        sum_pairs,
         get_workspace(),
         RECOMPUTE_BELOW,
         multiprocessors(linear_weight),
@@ -94,7 +94,7 @@ class Problem(NamedTuple):
     want_input: bool
     want_weight: bool
     smoothed: bool
-    argmax: bool
+    sum_pairs: int
     workspace: int
     recompute_below: int
     programs: int
@@ -113,7 +113,7 @@ class Problem(NamedTuple):
             self.itemsize,
             want_input=self.want_input,
             sum_bytes=self.sum_bytes(),
-            argmax=self.argmax,
+            sum_pairs=self.sum_pairs,
         )
 
     def product_bytes(self, rows: int) -> int:
@@ -170,7 +170,7 @@ def fewest_steps(problem: Problem) -> tuple[Lead | None, list[slice]]:
                 problem.vocab,
                 problem.itemsize,
                 sum_bytes=problem.sum_bytes() if rows < tokens else 0,
-                argmax=problem.argmax,
+                sum_pairs=problem.sum_pairs,
                 want_input=problem.want_input,
             )
             if found is None:

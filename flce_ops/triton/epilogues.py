@@ -1,7 +1,8 @@
 """What the logits GEMM (logits_gemm.py) does with a tile z of logits, in float32 and in base 2 (z log2 e).
 
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
-                and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column
+                and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
+                                            sum_cols E^2;   sum_cols z
                 or the codes of z in place of E, and max_cols z for these                          (logit_codes.py)
     max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
@@ -50,6 +51,8 @@ class ExpSum(NamedTuple):
     expected: Tensor | None = None  # (T, n) out, sum_cols E (z - reference)
     row_max: Tensor | None = None  # (T, n) out
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
+    squares: Tensor | None = None  # (T, n) out, sum_cols E^2
+    total: Tensor | None = None  # (T, n) out, sum_cols z
     coding: Coding | None = None  # its maxima out
 
     def of(self, tiles: slice, columns: slice) -> "ExpSum":
@@ -63,6 +66,8 @@ class ExpSum(NamedTuple):
             expected=part(self.expected),
             row_max=part(self.row_max),
             argmax=part(self.argmax),
+            squares=part(self.squares),
+            total=part(self.total),
         )
 
 
@@ -86,6 +91,10 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         # a bias of -inf has exponential 0, whose product is 0
         shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
         tl.store(operands.expected + partial_offset, tl.sum(shifted, 1), mask=row_mask)
+    if operands.squares is not None:
+        tl.store(operands.squares + partial_offset, tl.sum(result * result, 1), mask=row_mask)
+    if operands.total is not None:
+        tl.store(operands.total + partial_offset, tl.sum(in_vocabulary(z, col_mask, 0.0, EVEN_V), 1), mask=row_mask)
     if operands.coding is not None:
         largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
         largest = tl.where(largest == float("-inf"), 0.0, largest)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
+from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.epilogues import ExpSum, MaxSum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logit_codes import LogitCodes, coding
@@ -33,7 +34,7 @@ from flce_ops.triton.target import tiles_for
 def sum_tiles_kernel(
     partial_ptr,  # (T, n)
     row_sum_ptr,  # (n,) out
-    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED
+    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED; None for neither
     kept,  # Kept
     n,
     T,
@@ -54,7 +55,7 @@ def sum_tiles_kernel(
     total = tl.sum(acc, 0)
     # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
     tl.store(row_sum_ptr + rows, total, mask=rows < tl.where(end > 0, count, 0))
-    if not GUARDED:
+    if not GUARDED and guard_ptr is not None:
         bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(guard_ptr, tl.max(tl.where(rows < count, bits, 0), 0))
 
@@ -123,22 +124,26 @@ class RowSums(NamedTuple):
     expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None  # z2
     argmax: Tensor | None  # int64, the first of equals
+    squares: Tensor | None = None  # of exp2(z2 - reference_logit)^2
+    total: Tensor | None = None  # of z2
 
 
 def launch_exponentials(
     input: Tensor,  # (n, D) of the kept tokens
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    class_weight: Tensor | None,  # (V,) float32, for the logit sum
     kept: Kept,
     *,
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     guard: Tensor,  # () int32, 0
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     codes: LogitCodes | None = None,  # out, where E itself is not asked for
-    logit_sum: bool,
+    logit_sum: bool = False,
+    class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     expected: bool = False,
     argmax: bool = False,
+    squares: bool = False,
+    total: bool = False,
     logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
 ) -> RowSums:
@@ -160,6 +165,8 @@ def launch_exponentials(
         expected=per_tile_if(expected),
         row_max=per_tile_if(argmax),
         argmax=per_tile_if(argmax, torch.int32),
+        squares=per_tile_if(squares),
+        total=per_tile_if(total),
         coding=None if codes is None else coding(codes, input.dtype),
     )
 
@@ -191,7 +198,7 @@ def launch_exponentials(
         input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard
     )
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **blocks)
-    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected), guard)
+    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)
     sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=True, **blocks)
     max_logit = columns = None
     if argmax:
@@ -199,5 +206,11 @@ def launch_exponentials(
         # no column where the maximum is nan
         last = linear_weight.shape[0] - 1
         columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-    logit_sums, expectations = (None if part is None else part.sum(0) for part in (sums.logit_sum, sums.expected))
-    return RowSums(row_sum, reference_logit, logit_sums, expectations, max_logit, columns)
+
+    def over_tiles(part: Tensor | None) -> Tensor | None:
+        return None if part is None else weighted_column_sum(part, None)
+
+    found = map(over_tiles, (sums.squares, sums.total))
+    return RowSums(
+        row_sum, reference_logit, over_tiles(sums.logit_sum), over_tiles(sums.expected), max_logit, columns, *found
+    )

@@ -16,7 +16,7 @@ from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss, row_loss
-from flce_ops.triton.sum_losses import divisor_of_mean
+from flce_ops.triton.sum_losses import scale_of_rows
 
 # n rows of a chunk, V vocabulary
 
@@ -91,10 +91,7 @@ def store_losses(
         target_weight = tl.load(tokens.target_weight + token, mask=mask, other=0.0)
     value, d_lse, d_target = row_loss(surprisal2, lse2, logit_sum2, target_weight, loss)
     tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)  # 0 where ignored
-    if tokens.reduction.row_scale is not None:
-        row_scale = tl.load(tokens.reduction.row_scale + token, mask=mask, other=0.0)
-    else:
-        row_scale = tl.div_rn(1.0, divisor_of_mean(tokens.reduction, tokens.kept.total))
+    row_scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
     scaled = row_scale * d_lse
     no_gradient = (d_lse == 0.0) & (d_target == 0.0)
     d_lse = tl.where(tl.abs(d_lse) > 1e-20, d_lse, 1e-20)

@@ -34,7 +34,7 @@ LARGEST_EXPONENT = tl.constexpr(90.0)
 def shard_numbers_kernel(
     tokens,  # Tokens
     sums,  # RowSums
-    numbers_ptr,  # (k, n) out: lse2 of this rank's classes, z2 of the target or 0
+    numbers_ptr,  # (k, n) out: lse2 of this rank's classes, z2 of the target or 0, and their logit sum if it is there
     n,
     BLOCK_N: tl.constexpr,
 ):
@@ -43,12 +43,14 @@ def shard_numbers_kernel(
     row_sum, _, reference_logit, target_logit, hit = sums_of_rows(tokens, sums, i, mask)
     tl.store(numbers_ptr + i, reference_logit + tl.log2(row_sum), mask=mask)
     tl.store(numbers_ptr + n + i, tl.where(hit, target_logit, 0.0), mask=mask)
+    if sums.logit_sum is not None:
+        tl.store(numbers_ptr + 2 * n + i, tl.load(sums.logit_sum + i, mask=mask, other=0.0), mask=mask)
 
 
 def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
-    """(k, n), to be exchanged. With argmax k = 4, and the caller fills in the maximum and its column."""
+    """(k, n), to be exchanged: 2, 3 with logit sums. With argmax 2 more, which the caller fills in behind them."""
     n = tokens.column.shape[0]
-    numbers = tokens.losses.new_empty(2 if sums.argmax is None else 4, n)
+    numbers = tokens.losses.new_empty(2 + (sums.logit_sum is not None) + 2 * (sums.argmax is not None), n)
     shard_numbers_kernel[(triton.cdiv(n, BLOCK_N),)](tokens, sums, numbers, n, BLOCK_N=BLOCK_N, num_warps=2)
     return numbers
 
@@ -105,6 +107,8 @@ def launch_finish_shard_rows(
     logit_scale: Tensor | None,  # ()
 ) -> FinishedRows:
     finished, n = empty_rows(tokens, dtype), tokens.column.shape[0]
+    if sums.logit_sum is not None:
+        sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
     finish_shard_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
         lse_of_shards(gathered[:, 0], torch.exp2, torch.log2),
         gathered[:, 1].sum(0),

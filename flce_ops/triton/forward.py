@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops import meta
+from flce_ops.math.options import TokenStatistics
 from flce_ops.meta.arguments import Forward, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
@@ -17,6 +18,7 @@ from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logit_codes import clear_unused, codes_of
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
+from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
@@ -95,14 +97,19 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
     operands = call.operands
     input, linear_weight, _, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
-    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax
+    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax + call.log_sum_sq_probs + call.mean_logit
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
-    *results, retained = outputs
+    *results, squares, mean_logit, lse_rest, retained = outputs
+    statistics = TokenStatistics(
+        log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
+        mean_logit=mean_logit if call.mean_logit else None,
+    )
     codes = codes_of(retained, linear_weight.shape[0])
     chunks = forward_chunks(kept.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
-    wanted = tuple(out if out.numel() else None for out in results)
+    wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
+    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = memory[:n]
@@ -111,7 +118,6 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             rows,
             linear_weight,
             linear_bias,
-            class_weight,
             here,
             reference_logit=at_target.reference,
             guard=at_target.guard,
@@ -119,11 +125,15 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             expected=call.expected_logit,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
+            class_weight=class_weight,
             argmax=call.argmax,
+            squares=call.log_sum_sq_probs,
+            total=call.mean_logit,
         )
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
         )
+        launch_row_statistics(sums, statistics, here, num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, kept)
     return chunks
 

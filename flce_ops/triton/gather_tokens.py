@@ -8,7 +8,8 @@
            └─────────┘        └─────────┘       └─────────┘
             input              rows              linear_weight
 
-And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue.
+And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue; and where asked
+for, the logit sum, which takes one more product of the row (smoothing.py).
 """
 
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.smoothing import ClassSum
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -34,6 +36,7 @@ class AtTarget(NamedTuple):
     column: Tensor  # int64, the target's, -1 if it is not here
     reference: Tensor  # a copy of `logit`, for a rescue to change
     guard: Tensor  # () int32, 0
+    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, where asked for
 
 
 @Kernel
@@ -50,6 +53,8 @@ def gather_tokens_kernel(
     guard_ptr,  # () int32 out, 0
     dz_du_ptr,  # (n,) out, dz/du / logit_scale; written with a softcap
     column_ptr,  # (n,) out, int64: the target's among these columns, -1 elsewhere
+    class_sum,  # ClassSum; its fields None where no logit sum is asked for
+    logit_sum_ptr,  # (n,) out, or None
     n,
     V,
     D,
@@ -74,12 +79,15 @@ def gather_tokens_kernel(
         tl.store(column_ptr + row, tl.where(hit, column, -1))
         column = tl.where(hit, column, 0)
         acc = tl.zeros((BLOCK_D,), tl.float32)
+        summed = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, D, BLOCK_D):
             d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
             x = tl.load(input_ptr + token * stride_input_n + d * stride_input_d, mask=d < D, other=0.0)
             w = tl.load(weight_ptr + column * stride_weight_v + d * stride_weight_d, mask=d < D, other=0.0)
             tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, x, mask=d < D)
             acc += x.to(tl.float32) * w.to(tl.float32)
+            if logit_sum_ptr is not None:
+                summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + column).to(tl.float32)
@@ -89,6 +97,12 @@ def gather_tokens_kernel(
         tl.store(reference_ptr + row, z2)
         if logit_options.softcap is not None:
             tl.store(dz_du_ptr + row, dz_du)
+        if logit_sum_ptr is not None:
+            bias_sum = None
+            if class_sum.bias is not None:
+                bias_sum = tl.load(class_sum.bias)
+            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_options, logit_scale, softcap)
+            tl.store(logit_sum_ptr + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
@@ -103,6 +117,7 @@ def launch_gather_tokens(
     rows: Tensor,  # (n, D) out
     *,
     vocab_start: int,
+    class_sum: ClassSum | None = None,
 ) -> AtTarget:
     assert rows.stride(1) == 1
     input, linear_weight, target, linear_bias, _ = operands
@@ -110,6 +125,8 @@ def launch_gather_tokens(
     logit, reference = input.new_empty(2, n, dtype=torch.float32).unbind()
     guard = input.new_empty((), dtype=torch.int32)
     dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
+    logit_sum = None if class_sum is None else torch.empty_like(logit)
+    assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     column = input.new_empty(n, dtype=torch.int64)
     gather_tokens_kernel[(n,)](
         kept,
@@ -123,6 +140,8 @@ def launch_gather_tokens(
         guard,
         dz_du,
         column,
+        class_sum or ClassSum(None, None),
+        logit_sum,
         n,
         linear_weight.shape[0],
         hidden,
@@ -134,4 +153,4 @@ def launch_gather_tokens(
         BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
         num_warps=4,
     )
-    return AtTarget(logit, dz_du, column, reference, guard)
+    return AtTarget(logit, dz_du, column, reference, guard, logit_sum)

@@ -46,7 +46,7 @@ def lead_chunk(
     itemsize: int,
     *,
     sum_bytes: int,
-    argmax: bool,
+    sum_pairs: int,
     want_input: bool,
 ) -> Lead | None:
     """A lead chunk of so many of the tokens, or None where the memory does not hold it."""
@@ -54,9 +54,13 @@ def lead_chunk(
         return None
     rows_apart = not want_input or tokens < 2 * rows
     tiles = triton.cdiv(vocab, BLOCK_V)
-    maxima = SUM_BYTES * tiles * rows * argmax
+    more_sums = SUM_BYTES * tiles * rows * sum_pairs
     left = (
-        matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - sum_bytes - maxima - rows * hidden * itemsize * rows_apart
+        matrix_bytes(tokens, TOKEN_BYTES)
+        - small_bytes()
+        - sum_bytes
+        - more_sums
+        - rows * hidden * itemsize * rows_apart
     )
     # at least two slices, so that the last one's place is free
     first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))

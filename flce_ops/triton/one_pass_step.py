@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.math.options import LogitOptions, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
@@ -28,6 +28,7 @@ from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces, float32_memory
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.lead import Lead, places, scratch_of
+from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.smoothing import SmoothingTerms
@@ -46,7 +47,7 @@ class StepTokens(NamedTuple):
     weight: Tensor | None  # float32, the class weight of the target
     reduction: Reduction
     losses: Tensor
-    argmax: Tensor | None  # if it is asked for
+    statistics: TokenStatistics
 
 
 class OnePassStep:
@@ -63,8 +64,10 @@ class OnePassStep:
         finish_rows: FinishRows,
         smoothing: SmoothingTerms | None = None,
         vocab_start: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         self.operands, self.vocab_start = operands, vocab_start
+        self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
         self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
         self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
@@ -104,26 +107,35 @@ class OnePassStep:
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
-        kept, (weight, reduction, losses, argmax) = self.kept.of(chunk), self.per_token
-        at_target = launch_gather_tokens(kept, self.operands, self.logit_options, rows, vocab_start=self.vocab_start)
+        kept, (weight, reduction, losses, statistics) = self.kept.of(chunk), self.per_token
+        at_target = launch_gather_tokens(
+            kept,
+            self.operands,
+            self.logit_options,
+            rows,
+            vocab_start=self.vocab_start,
+            class_sum=None if self.smoothing is None else self.smoothing.class_sum,
+        )
         tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, reduction, losses)
         sums = launch_exponentials(
             rows,
             self.operands.linear_weight,
             self.operands.linear_bias,
-            None if self.smoothing is None else self.smoothing.class_weight,
             kept,
             reference_logit=at_target.reference,
             guard=at_target.guard,
             pieces=pieces,
-            logit_sum=self.smoothing is not None,
-            argmax=argmax is not None,
+            expected=statistics.entropy is not None,
+            argmax=statistics.argmax is not None,
+            squares=statistics.log_sum_sq_probs is not None,
+            total=statistics.mean_logit is not None,
             logit_options=self.logit_options,
             scratch=scratch,
         )
-        finished, columns = self.finish_rows(tokens, sums)
-        if argmax is not None:
-            store_by_token(argmax, columns, kept)
+        finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
+        if statistics.argmax is not None:
+            store_by_token(statistics.argmax, columns, kept)
+        launch_row_statistics(sums, statistics, kept, self.vocab_size)
         for cols, piece in pieces:
             launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
             if self.bias_sum is not None:
@@ -143,8 +155,9 @@ class OnePassStep:
             self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last)
         if few:
             ((_, piece),) = pieces
-            outer = None if self.smoothing is None else self.smoothing.weight_terms()
-            launch_target_rows(self.weight_gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
+            gradient = self.weight_gradient
+            outer = gradient.class_factor, gradient.outer
+            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor

@@ -4,10 +4,14 @@ Four GEMM passes instead of three, but grad_linear_weight is summed over many ro
 H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 rows, 1.4 times by this path.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from flce_ops import meta
 from flce_ops.math.loss import losses_of_rows
+from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Backward, Forward, WithGrad
 from flce_ops.triton.backward import run_backward
 from flce_ops.triton.forward import run_forward
@@ -18,6 +22,10 @@ from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n of them here
 
+# Of target_logit, lse, logit_sum and lse_rest: what has the cotangents of LossTerms, the numbers that stand for the
+# losses, 0 where ignored, and which tokens are not.
+LossesOfRows = Callable[..., tuple[Any, torch.Tensor, torch.Tensor]]
+
 
 def recompute_step(
     call: WithGrad,  # of N tokens
@@ -26,25 +34,29 @@ def recompute_step(
     per_token: StepTokens,
     gradients: Gradients,  # input: (n, D), in the order of `kept`
     weight_gradient: WeightGradient | None,
+    losses_of: LossesOfRows | None = None,  # None for call.loss
 ) -> list[slice]:
     """The ranges of rows it took."""
     operands = call.operands
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    forward = Forward.bind(
-        *operands, logit_sum=bool(call.loss.label_smoothing), argmax=per_token.argmax is not None, **logits
-    )
+    asked = asked_of_forward(call.statistics)
+    forward = Forward.bind(*operands, logit_sum=bool(call.loss.label_smoothing), **asked, **logits)
     outputs = meta.forward_outputs(*forward.values())
     run_forward(forward, kept, outputs)
-    target_logit, lse, logit_sum, _, _, columns, lse_rest, _ = outputs
+    target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     here = place >= kept.start
     rows = (target_logit, lse, logit_sum, lse_rest)
-    terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
-    )
+    if losses_of is not None:
+        terms, losses, valid = losses_of(*rows)
+    else:
+        terms, losses, valid = losses_of_rows(
+            operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+        )
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
-    if per_token.argmax is not None:
-        per_token.argmax.copy_(torch.where(mine, torch.where(valid, columns, -1), per_token.argmax))
+    for out, found in zip(per_token.statistics, statistics_of_forward(call.statistics, outputs)):
+        if found is not None:
+            out.copy_(torch.where(mine, found, out))
     scale = torch.where(here, call.reduction.scale_of_tokens(valid, torch.float32), 0.0)
     cotangents = terms.cotangents(target_logit, lse, scale)
     backward = Backward.bind(

@@ -221,10 +221,10 @@ _recording: ContextVar[Recording | None] = ContextVar("flce_ops recording", defa
 def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
     """step(*arguments, *fresh), whose result holds no tensors. All memory it writes to, but its own, is in these.
 
-    `fresh` was allocated for this call, and its shapes follow from the arguments.
+    `fresh` was allocated for this call, and its shapes follow from the arguments and from how many it is.
     """
     tensors: list[Tensor] = []
-    features: list[Hashable] = [step, get_workspace()]
+    features: list[Hashable] = [step, get_workspace(), len(fresh)]
     describe(arguments, tensors, features)
     tensors += fresh
     if not on_gpu(tensors[0]) or watched():

@@ -1,4 +1,7 @@
-"""The scalar loss from the losses of tokens, in float32 and in a fixed order: one launch, ATen takes more."""
+"""The scalar loss from the losses of tokens, in float32 and in a fixed order: one launch, ATen takes more.
+
+And what a reduction is to a kernel of rows.
+"""
 
 import triton
 import triton.language as tl
@@ -39,6 +42,15 @@ def divisor_of_mean(reduction, kept_total_ptr):
     if reduction.denominator is not None:
         return tl.load(reduction.denominator).to(tl.float32)
     return tl.load(kept_total_ptr).to(tl.float32)
+
+
+@triton.jit
+def scale_of_rows(reduction, kept, token, mask):
+    """g of these tokens."""
+    if reduction.row_scale is not None:
+        return tl.load(reduction.row_scale + token, mask=mask, other=0.0)
+    else:
+        return tl.div_rn(1.0, divisor_of_mean(reduction, kept.total))
 
 
 def launch_sum_losses(losses: Tensor, reduction: Reduction, kept_total: Tensor, loss: Tensor) -> None:

@@ -34,6 +34,13 @@ def weight_tiles_for(grad_weight: Tensor) -> Tiles:
     return WEIGHT_TILES["hopper" if takes_tma(grad_weight) else "ampere"]
 
 
+def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
+    """Of the weight's gradient where it is added to a buffer: tensor maps bring the half operands alone."""
+    if interpreted(main_grad):
+        return WEIGHT_TILES["interpreter"]
+    return WEIGHT_TILES["hopper" if on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0 else "ampere"]
+
+
 def input_tiles_for(linear_weight: Tensor) -> Tiles:
     if interpreted(linear_weight):
         return INPUT_TILES["interpreter"]

@@ -77,10 +77,10 @@ def launch_target_rows(
     rest: Tensor,  # (n, D)
     column: Tensor,  # (n,)
     kept: Kept,
-    outer: tuple[Tensor | None, Tensor] | None,  # (V,), (D,)
+    outer: tuple[Tensor | None, Tensor | None],  # (V,), (D,); None for 1, None for none
 ) -> None:
     assert rest.stride() == rows.stride()
-    (n, hidden), (class_factor, outer_columns) = rows.shape, outer or (None, None)
+    (n, hidden), (class_factor, outer_columns) = rows.shape, outer
     target_rows_kernel[(triton.cdiv(n, BLOCK_M), triton.cdiv(hidden, BLOCK_N))](
         exponentials,
         rows,

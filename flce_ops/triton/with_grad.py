@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
+from flce_ops.math.options import TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
@@ -25,6 +26,7 @@ from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.recompute import recompute_step
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
+from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.smoothing import SmoothingTerms
 from flce_ops.triton.sparse_step import run_spans
 from flce_ops.triton.sum_losses import launch_sum_losses
@@ -34,7 +36,7 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 @takes(WithGrad)
 @with_even_features
-def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     input, linear_weight, target, _, weight = call.operands = with_contiguous_vectors(call.operands)
     if call.reduction.row_scale is not None:
@@ -43,7 +45,7 @@ def launch_with_grad(call: WithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     with torch.cuda.device_of(input):
         class_weights = None
         if weight is not None:
-            class_weight = weight.float()
+            class_weight = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
             class_weights = ClassWeights(
                 class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
             )
@@ -66,30 +68,31 @@ def with_grad_step(
     *outputs: Tensor,  # of the operator
 ) -> tuple[list[slice], list[str]]:
     """The chunks it took, and notes on them."""
-    loss, losses, *grads, columns = outputs
+    loss, losses, *grads = outputs[:5]
+    statistics = TokenStatistics.found(call.statistics, outputs[5:])
     operands, reduction, loss_options, logit_options = call.operands, call.reduction, call.loss, call.logits
     input, linear_weight, target, _, _ = operands
     num_classes = linear_weight.shape[0]
     cut = cut_tokens(
-        input, linear_weight, call.output_mask, smoothed=bool(loss_options.label_smoothing), argmax=call.argmax
+        input,
+        linear_weight,
+        call.output_mask,
+        smoothed=bool(loss_options.label_smoothing),
+        sum_pairs=sum_pairs(call.statistics),
     )
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
     gradients = wanted_gradients(grads, call.output_mask)
     target_weight, class_weight, class_weight_sum = class_weights or (None, None, None)
     smoothing = None
-    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
-        d_sum = reduction.scale_of_tokens(target != call.ignore_index, torch.float32)
-        d_sum *= -loss_options.label_smoothing / num_classes
-        if logit_options.logit_scale is not None:
-            d_sum = d_sum * logit_options.logit_scale
-        smoothing = SmoothingTerms(input, linear_weight, class_weight, d_sum)
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
+    if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
+        smoothing = SmoothingTerms(operands, class_weight, kept, reduction, row_loss, logit_options.logit_scale)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
         finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
         return finished, sums.argmax
 
-    per_token = StepTokens(target_weight, reduction, losses, columns if call.argmax else None)
+    per_token = StepTokens(target_weight, reduction, losses, statistics)
     chunks, weight_gradient = cut.chunks, None
     if call.sparse.gradient_threshold:
         chunks = run_spans(call, kept, per_token, gradients, finish_rows)
@@ -116,4 +119,5 @@ def with_grad_step(
     finish_gradients(grads, gradients, kept, place)
     launch_sum_losses(losses, reduction, kept.total, loss)
     lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
-    return lead + chunks, cut.notes
+    sparse = "a sparse gradient, dense where its lists are long"
+    return lead + chunks, cut.notes + [sparse] * (call.sparse.gradient_threshold > 0.0)

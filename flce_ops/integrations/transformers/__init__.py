@@ -15,6 +15,7 @@ From then on `model(input_ids, labels=labels).loss` is the operator's; without l
     transform_head.py         a head that ends in a linear layer
     output_hooks.py           finds hooks that need the logits which the head would make
     no_logits.py              what an output has in place of the logits
+    output_metrics.py         by-products of the loss that it has as further fields
     trainer.py                tells a model when Trainer takes its logits
 """
 

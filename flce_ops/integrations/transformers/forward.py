@@ -17,21 +17,23 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
+from flce_ops.entry.shifted_target import next_labels
 from flce_ops.integrations.transformers.head import makers_of_logits, prepare_head
 from flce_ops.integrations.transformers.instance_forward import name_of
 from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
 from flce_ops.integrations.transformers.output_hooks import wants_logits
+from flce_ops.integrations.transformers.output_metrics import Metrics, with_metrics
 from flce_ops.integrations.transformers.read_head import Head, read
 
 # B batch, T tokens, D hidden, V vocabulary
 
 ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is in force
 EVAL_LOGITS = "_flce_eval_logits"  # of an instance or a class: what the user said to patch
+METRICS = "_flce_metrics"  # likewise
 TAKEN_BY_TRAINER = "_flce_logits_taken_by_trainer"  # of an instance, while Trainer takes predictions from it
 
 
@@ -59,6 +61,8 @@ class WithoutLogits:
         self.flce_head = head
         self.flce_with_logits = with_logits
         self.flce_hidden: Tensor | None = None
+        # Trainer takes all that stands beside the loss for predictions
+        self.flce_metrics = Metrics(() if getattr(model, TAKEN_BY_TRAINER, False) else getattr(model, METRICS, ()))
         setattr(self, head.name, KeepHidden(self, getattr(model, head.name)))
         if head.bias is not None and not with_logits:
             setattr(self, head.bias, getattr(model, head.bias)[..., :0])
@@ -82,7 +86,7 @@ class WithoutLogits:
         if self.flce_model.loss_function is ForCausalLMLoss:
             target = shift_labels
             if target is None:
-                target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # position t predicts token t + 1
+                target = next_labels(labels, ignore_index)
         return self.flce_loss(target, vocab_size, ignore_index, num_items_in_batch)
 
     def flce_cross_entropy(self, logits: Tensor, target: Tensor, vocab_size: int | None) -> Tensor:  # ()
@@ -109,6 +113,8 @@ class WithoutLogits:
             "softcap": self.flce_head.softcap_of(model),
             "logit_scale": self.flce_head.logit_scale(model),
         }
+        if self.flce_metrics.names:
+            options["metrics"] = self.flce_metrics
         if self.flce_head.bias is not None:
             options["logits_bias"] = getattr(model, self.flce_head.bias)
         if isinstance(count, Tensor):
@@ -164,15 +170,17 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
         name = type(self).__name__
         if wants_logits(makers_of_logits(getattr(self, head.name), name), head.modules_of_loss(self), name):
             return original(self, *args, **kwargs)
-        if gives_logits(self):
-            return without_cross_entropy(WithoutLogits(self, head, with_logits=True), *args, **kwargs)
+        with_logits = gives_logits(self)
+        stand_in = WithoutLogits(self, head, with_logits)
+        if with_logits and not stand_in.flce_metrics.names:
+            return without_cross_entropy(stand_in, *args, **kwargs)
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = self.config.return_dict
         if not return_dict:
             kwargs["return_dict"] = True  # the logits can only be told from the rest by name
-        output = without_cross_entropy(WithoutLogits(self, head, with_logits=False), *args, **kwargs)
-        output = without_logits(output)
+        output = without_cross_entropy(stand_in, *args, **kwargs)
+        output = with_metrics(output if with_logits else without_logits(output), stand_in.flce_metrics.found)
         return output if return_dict else output.to_tuple()
 
     forward.flce_original = original  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
+from flce_ops.integrations.transformers.output_metrics import Metrics
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
@@ -36,6 +37,7 @@ def linear_or_loss(
     reduction: str = "mean",
     normalizer: Tensor | int | None = None,
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
+    metrics: Metrics | None = None,  # filled in
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)
@@ -48,7 +50,7 @@ def linear_or_loss(
     if logits_bias is not None:
         logits_bias = logits_bias.flatten().to(input.dtype)
         bias = logits_bias if bias is None else bias + logits_bias
-    loss = linear_cross_entropy(
+    result = linear_cross_entropy(
         input,
         self.weight,
         target,
@@ -58,8 +60,13 @@ def linear_or_loss(
         softcap=softcap,
         logit_scale=logit_scale,
         normalizer=normalizer,
+        return_metrics=False if metrics is None else metrics.names,
     )
-    return cast(Tensor, loss)  # a pair only with return_metrics
+    if metrics is None:
+        return cast(Tensor, result)
+    loss, found = cast(tuple[Tensor, dict[str, Tensor]], result)
+    metrics.put(found)
+    return loss
 
 
 linear_or_loss.flce_original = nn.Linear.forward  # type: ignore[attr-defined]

@@ -1,14 +1,15 @@
 """Puts the forward without logits in place, on a model or on a class, and takes it away."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from flce_ops.entry.metrics import NAMES, checked_names
 from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.forward import ACTIVE, EVAL_LOGITS, check_loss, forward_without_logits
+from flce_ops.integrations.transformers.forward import ACTIVE, EVAL_LOGITS, METRICS, check_loss, forward_without_logits
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
 from flce_ops.integrations.transformers.instance_forward import (
     BoundForward,
@@ -23,7 +24,7 @@ from flce_ops.integrations.transformers.trainer import announce_predictions
 Model = nn.Module | type[PreTrainedModel]
 
 
-def patch(model_or_class: Model, *, eval_logits: bool = False) -> Model:
+def patch(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence[str] = ()) -> Model:
     """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
 
     With labels, the output has the loss, and in place of the logits an object that raises when it is used; without
@@ -35,6 +36,9 @@ def patch(model_or_class: Model, *, eval_logits: bool = False) -> Model:
     Args:
         model_or_class: a Transformers model, one wrapped by PEFT, or a model class, for all of its instances.
         eval_logits: give logits beside the loss in eval mode, for an evaluation other than Trainer's.
+        metrics: names of `linear_cross_entropy`'s return_metrics, as ("token_accuracy", "entropy"): further fields of
+            the output beside the loss. The number of a position belongs to the label that its logits predict, so that
+            a causal model's last is 0. Not among the predictions that Trainer takes.
 
     Returns:
         model_or_class.
@@ -44,13 +48,15 @@ def patch(model_or_class: Model, *, eval_logits: bool = False) -> Model:
             stand for.
         TypeError: not a Transformers model.
     """
+    names = checked_names("patch", metrics, NAMES, "metrics")
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
-        setattr(model_or_class, EVAL_LOGITS, eval_logits)
+        patched: Model = model_or_class
     else:
-        model = base_model_of(model_or_class)
-        patch_instance(model)
-        setattr(model, EVAL_LOGITS, eval_logits)
+        patched = base_model_of(model_or_class)
+        patch_instance(patched)
+    setattr(patched, EVAL_LOGITS, eval_logits)
+    setattr(patched, METRICS, names)
     announce_predictions()
     return model_or_class
 
@@ -63,6 +69,7 @@ def unpatch(model_or_class: Model) -> Model:
             raise ValueError(f"{model_or_class.__name__} is not patched")
         del model_or_class.forward
         delattr(model_or_class, EVAL_LOGITS)
+        delattr(model_or_class, METRICS)
         if model_or_class.forward is not original:  # unless it was inherited
             model_or_class.forward = original
         return model_or_class
@@ -73,13 +80,14 @@ def unpatch(model_or_class: Model) -> Model:
     restore_forward(model)
     restore_head(getattr(model, head_of(type(model)).name))
     delattr(model, EVAL_LOGITS)
+    delattr(model, METRICS)
     return model_or_class
 
 
 @contextlib.contextmanager
-def patched(model_or_class: Model, *, eval_logits: bool = False) -> Iterator[Model]:
+def patched(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence[str] = ()) -> Iterator[Model]:
     """`patch` for the duration of a with block."""
-    patch(model_or_class, eval_logits=eval_logits)
+    patch(model_or_class, eval_logits=eval_logits, metrics=metrics)
     try:
         yield model_or_class
     finally:

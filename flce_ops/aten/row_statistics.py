@@ -1,0 +1,36 @@
+"""A one-pass kernel's rows of logits become exponentials, and on the way the by-products that are asked for."""
+
+import torch
+from torch import Tensor
+
+from flce_ops.aten.logits import exponentiate_rows, log_sum_of_squares, row_moments
+from flce_ops.math.options import Statistics, TokenStatistics
+
+# N tokens, n rows of a chunk or of a block of one, V vocabulary, v of them here
+
+
+def extra_matrices(asked: Statistics) -> int:
+    """Of the size of a block that exist beside it: z - row_max or E^2."""
+    return int(asked.entropy or asked.log_sum_sq_probs)
+
+
+def exponentiate_with_statistics(
+    logits: Tensor,  # (n, v), E in the end
+    out: TokenStatistics,  # (N,) each
+    rows: slice,  # of `out`
+    num_classes: int,  # V
+) -> tuple[Tensor, Tensor]:  # row_max and the row sums of E, (n,)
+    if out.argmax is not None:
+        out.argmax[rows] = logits.argmax(1)
+    if out.mean_logit is not None:
+        torch.sum(logits, 1, out=out.mean_logit[rows]).div_(num_classes)
+    if out.entropy is not None:
+        row_max, row_sum, first_moment = row_moments(logits)
+        out.entropy[rows] = row_sum.log() - first_moment / row_sum
+    else:
+        row_max, row_sum = exponentiate_rows(logits)
+    if out.log_sum_sq_probs is not None:
+        out.log_sum_sq_probs[rows] = log_sum_of_squares(logits, row_sum)
+    if out.lse is not None:
+        out.lse[rows] = row_max + row_sum.log()
+    return row_max, row_sum

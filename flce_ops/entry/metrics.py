@@ -1,0 +1,46 @@
+"""return_metrics by name: what the entry operator is asked for, and which of its results, or what of them, that is."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flce_ops.math.options import Statistics
+from flce_ops.math.scalars import Number
+
+# of torch.ops.flce.linear_cross_entropy_metrics, behind the loss
+RESULTS = ("token_accuracy", "is_top1", *Statistics._fields)
+OF_ARGMAX = ("token_accuracy", "is_top1", "argmax")
+OF_LSE = ("lse", "z_loss")
+NAMES = (*RESULTS, "z_loss")
+OF_LOG_PROBS = ("log_sum_sq_probs", "mean_logit")
+
+
+def metric_names(op: str, return_metrics: bool | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(return_metrics, bool):
+        return OF_ARGMAX if return_metrics else ()
+    return checked_names(op, return_metrics, NAMES)
+
+
+def checked_names(
+    op: str, names: Sequence[str], known: tuple[str, ...], argument: str = "return_metrics"
+) -> tuple[str, ...]:
+    if isinstance(names, (str, bool)) or not isinstance(names, Sequence):
+        raise TypeError(f"{op}: expected {argument} to be a sequence of names, got {names!r}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{op}: expected {argument} to name some of {', '.join(known)}; got {name!r}")
+    return tuple(names)
+
+
+def statistics_for(names: Sequence[str]) -> Statistics:
+    asked = {name: name in names for name in Statistics._fields}
+    asked["argmax"] = any(name in names for name in OF_ARGMAX)
+    asked["lse"] = any(name in names for name in OF_LSE)
+    return Statistics(**asked)
+
+
+def by_name(names: Sequence[str], results: Sequence[Tensor], z_loss: Number) -> dict[str, Tensor]:
+    found = dict(zip(RESULTS, results, strict=True))
+    if "z_loss" in names:
+        found["z_loss"] = found["lse"].square() * z_loss
+    return {name: found[name] for name in names}

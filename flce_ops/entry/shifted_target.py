@@ -1,0 +1,63 @@
+"""Labels of a causal language model, unshifted: position t is scored against the label of position t + 1.
+
+    labels    a b c d        target    b c d ignored        of each sequence, the last dimension of labels
+
+One small tensor is made, of labels; hidden states, logits and results stay as long as they are. The last position is an
+ignored token like any other.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.meta.checks import check_dense
+from flce_ops.support.dtensor import any_dtensor
+
+# T tokens of a sequence, D hidden, V vocabulary
+
+
+def shifted_target(
+    op: str,
+    shift: bool,
+    labels: Tensor,  # (..., T)
+    rows: Tensor,  # (..., T, D) hidden states, or (..., T, V) logits
+    ignore_index: int | None,
+) -> Tensor:  # (..., T)
+    if shift is not True:
+        raise TypeError(f"{op}: expected shift to be True or False, by one position or not at all, got {shift!r}")
+    check_dense(op, target=labels)
+    if labels.is_floating_point() or labels.dim() == 0 or labels.dim() != rows.dim() - 1:
+        raise ValueError(
+            f"{op}: shift=True expects target to be class indices of shape (..., T), one per token of "
+            f"{tuple(rows.shape)}, got {labels.dtype} of shape {tuple(labels.shape)}; shift other targets yourself"
+        )
+    ignore_index = resolve_ignore_index(op, ignore_index, labels)
+    return shifted_shards(op, labels, ignore_index) if any_dtensor(labels) else next_labels(labels, ignore_index)
+
+
+def next_labels(labels: Tensor, ignore_index: int) -> Tensor:  # (..., T) -> (..., T)
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # in this order for T = 0
+
+
+def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
+    """Of a DTensor whose ranks hold whole sequences; where input's tokens are does not matter here."""
+    from torch.distributed.tensor import DTensor, Shard  # only for its users
+
+    from flce_ops.distributed.layout import describe, splits
+
+    assert isinstance(labels, DTensor)
+    for ranks, placement in zip(labels.device_mesh.shape, labels.placements):
+        if ranks > 1 and splits(placement) and cast(Shard, placement).dim % labels.dim() == labels.dim() - 1:
+            raise NotImplementedError(
+                f"{op}: shift=True needs the label of the next position, which another rank may hold: target is "
+                f"{describe(labels)}; pass the labels of whole sequences, as a plain tensor that is the same on every "
+                "rank or as a DTensor that is not sharded along them, or shift before you shard"
+            )
+    local = next_labels(labels.to_local(), ignore_index)
+    stride = torch.empty(labels.shape, device="meta").stride()
+    return DTensor.from_local(
+        local.contiguous(), labels.device_mesh, labels.placements, run_check=False, shape=labels.shape, stride=stride
+    )

@@ -1,0 +1,63 @@
+"""Megatron's gradient_accumulation_fusion: the head's gradient goes to `weight.main_grad`, inside the GEMM.
+
+    from flce_ops.integrations.megatron import linear_cross_entropy
+
+    loss = linear_cross_entropy(hidden, output_layer.weight, labels, reduction="sum")
+
+Megatron's DDP gives each parameter a buffer `main_grad`, mostly float32, and a flag `grad_added_to_main_grad`. Its
+hook adds `.grad` to the buffer unless the flag says that this is done, and expects some `.grad` where it overlaps the
+reduction with backward. A layer that adds by itself sets the flag and hands autograd a gradient that nobody reads:
+zeros where the parameter has `zero_out_wgrad`, since the hook then adds it (an embedding shares the parameter).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_ops import functional
+
+# D hidden, V vocabulary
+
+
+class AddedToMainGrad(torch.autograd.Function):
+    """linear_weight itself; backward, where no gradient arrives, is the mark that Megatron's hook reads."""
+
+    @staticmethod
+    def forward(ctx, linear_weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.linear_weight = linear_weight
+        return linear_weight.view_as(linear_weight)
+
+    @staticmethod
+    def backward(ctx, _: None) -> Tensor | None:
+        linear_weight = ctx.linear_weight
+        if not hasattr(linear_weight, "grad_added_to_main_grad"):
+            return None
+        linear_weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(linear_weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(linear_weight, requires_grad=False)
+
+
+def linear_cross_entropy(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    linear_bias: Tensor | None = None,  # (V,)
+    **options: Any,
+) -> Any:
+    """flce_ops.linear_cross_entropy that adds the gradient of linear_weight to linear_weight.main_grad.
+
+    Args:
+        linear_weight: a parameter that has `main_grad`. One of a vocabulary that tensor parallelism shards is not
+            supported: the targets must be its rows.
+        options: of flce_ops.linear_cross_entropy, but for main_grad.
+
+    Raises:
+        AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model.
+    """
+    parameter: Any = linear_weight
+    if torch.is_grad_enabled() and linear_weight.requires_grad:
+        options["main_grad"] = parameter.main_grad
+        linear_weight = AddedToMainGrad.apply(linear_weight)
+    return functional.linear_cross_entropy(input, linear_weight, target, linear_bias, **options)

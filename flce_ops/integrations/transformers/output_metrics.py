@@ -1,0 +1,55 @@
+"""By-products of the loss in a model's output: return_metrics of linear_cross_entropy, as further fields.
+
+Fields, of a class made for it, not attributes: who makes an output anew of its entries (accelerate's mixed precision,
+pytrees) would lose those. They stand last, so that the entries of a tuple keep their places.
+"""
+
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.utils import ModelOutput
+
+CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}  # of outputs that were seen; torch.compile cannot make a class
+
+
+class Metrics:
+    """What to ask for, and a place for it. Hooks that cast or copy arguments take it for a leaf and leave it alone."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.found: dict[str, Tensor] = {}
+
+    def put(self, found: dict[str, Tensor]) -> None:
+        for name, values in found.items():
+            self.found[name] = values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def with_metrics(output: ModelOutput, found: dict[str, Tensor]) -> ModelOutput:
+    if not found:
+        return output
+    key = (type(output), tuple(found))
+    if key not in CLASSES:
+        CLASSES[key] = class_with(*key)
+    return CLASSES[key](**dict(output.items()), **found)
+
+
+@torch.compiler.disable(reason="it makes a class of outputs with metrics, which the first loss must do in eager mode")
+def class_with(base: type, names: tuple[str, ...]) -> type:
+    taken = {known.name for known in fields(base)} & set(names)
+    if taken:
+        raise ValueError(f"patch: expected metrics for which {base.__name__} has no field, got {sorted(taken)}")
+    extra = [(name, Tensor | None, field(default=None)) for name in names]
+    return make_dataclass(f"{base.__name__}WithMetrics", extra, bases=(base,), namespace={"__reduce__": reduce})
+
+
+def reduce(output: Any) -> tuple[Any, ...]:
+    """For pickle and copies, which look for a class by its name."""
+    base = type(output).__bases__[0]
+    known = {one.name for one in fields(base)}
+    own = [one.name for one in fields(output) if one.name not in known]
+    of_base = base(**{name: value for name, value in output.items() if name in known})
+    return with_metrics, (of_base, {name: getattr(output, name) for name in own})

@@ -1,0 +1,59 @@
+"""By-products of rows of logits: what the forward operator is asked for them, and what its numbers come to.
+
+With z the row of logits, scaled, capped and divided by the temperature, p = softmax(z), V classes:
+
+    lse               log sum_j exp z_j
+    entropy           -sum_j p_j log p_j  =  lse - sum_j p_j z_j
+    log_sum_sq_probs  log sum_j p_j^2     =  logsumexp_j 2 z_j - 2 lse
+    mean_logit        sum_j z_j / V
+
+Of a vocabulary that ranks share, with s_r = exp(lse_r - lse) the part of the softmax's denominator on rank r:
+
+    entropy           sum_r s_r (entropy_r - log s_r)
+    log_sum_sq_probs  log sum_r s_r^2 exp(log_sum_sq_probs_r)
+    mean_logit        sum_r of their parts
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.options import Statistics, TokenStatistics
+
+# N tokens, R ranks that share the vocabulary
+
+
+def asked_of_forward(asked: Statistics) -> dict[str, bool]:
+    """Its lse needs no asking."""
+    return {
+        "expected_logit": asked.entropy,
+        "argmax": asked.argmax,
+        "log_sum_sq_probs": asked.log_sum_sq_probs,
+        "mean_logit": asked.mean_logit,
+    }
+
+
+def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:
+    """Constants, of the forward operator's results."""
+    _, lse, _, expected_logit, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
+    entropy = lse - expected_logit if asked.entropy else expected_logit
+    found = TokenStatistics.found(asked, (argmax, lse, entropy, log_sum_sq_probs, mean_logit))
+    return found.changed(torch.Tensor.detach)
+
+
+def statistics_of_shards(asked: Statistics, per_shard: TokenStatistics) -> TokenStatistics:  # (R, N) -> (N,)
+    """`per_shard` has every rank's lse, and what is asked for of entropy, log_sum_sq_probs and mean_logit."""
+    lse, entropy, squares, mean_logit = per_shard[1:]
+    log_share = lse.log_softmax(0)
+    share = log_share.exp()
+    if asked.entropy:  # a rank without classes, or whose bias of -inf switches off all of them, has a share of 0
+        entropy = torch.where(share == 0.0, 0.0, share * (entropy - log_share)).sum(0)
+    if asked.log_sum_sq_probs:
+        squares = torch.where(share == 0.0, -torch.inf, 2.0 * log_share + squares).logsumexp(0)
+    return TokenStatistics(
+        lse=lse.logsumexp(0) if asked.lse else None,
+        entropy=entropy,
+        log_sum_sq_probs=squares,
+        mean_logit=mean_logit.sum(0) if asked.mean_logit else None,
+    )

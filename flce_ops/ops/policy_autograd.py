@@ -1,0 +1,85 @@
+"""What linear_policy_loss_with_grad saves and what comes back: as linear_cross_entropy_with_grad, autograd.py.
+
+with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.math.policy import policy_losses, policy_slopes
+from flce_ops.math.policy_arguments import CONSTANTS
+from flce_ops.meta.arguments import PolicyWithGrad
+from flce_ops.meta.policy import check_constants
+from flce_ops.ops.autograd import OPERANDS, Formula, multiply_by_upstream, save, saved, wanted, where_wanted
+
+# N tokens, D hidden, V vocabulary
+
+FORWARD_MODE_REFUSAL = (
+    "linear_policy_loss: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; use "
+    "reverse mode (grad, jacrev)"
+)
+
+
+class PolicyWithGradFormula(Formula):
+    """loss; the other results carry no gradient."""
+
+    arguments = PolicyWithGrad
+    op = "linear_policy_loss_with_grad"
+    forward_mode_refusal = FORWARD_MODE_REFUSAL
+
+    @classmethod
+    def check(cls, op, values):
+        constants = {name: values[PolicyWithGrad.index[name]] for name in CONSTANTS}
+        check_constants(op._schema.name.removeprefix("flce::"), **constants)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        save(ctx, inputs, *output[1:5])
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        if grad_loss is None:
+            return PolicyWithGrad.gradients()
+        call, (losses, *made) = saved(ctx, PolicyWithGrad)
+        *needs, needs_row_scale = wanted(ctx, PolicyWithGrad, *OPERANDS, "row_scale")
+        if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
+            flce = torch.ops.flce
+            forward, backward = flce.linear_cross_entropy_forward, flce.linear_cross_entropy_backward
+            gradients, losses, _ = recomputed_policy_step(call, forward, backward, grad_loss)
+        else:
+            leaf = getattr(call.operands, OPERANDS[needs.index(True)]) if any(needs) else call.operands.input
+            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
+        grad_row_scale = losses * grad_loss if needs_row_scale else None
+        return PolicyWithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
+
+
+def recomputed_policy_step(
+    call: PolicyWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """The gradients, times grad_loss, the losses and the log-probabilities, from the forward and backward operators."""
+    input, linear_weight, target, linear_bias = call.operands
+    operands = (input, linear_weight, target, linear_bias, None)
+    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
+    target_logit, lse, *_, lse_rest, retained = forward(*operands, **logits)
+    valid = target != call.ignore_index
+    log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
+    tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
+    scale = call.reduction.scale_of_tokens(valid, lse.dtype)
+    cotangent = policy_slopes(log_probs, tokens, call.policy) * (scale if grad_loss is None else scale * grad_loss)
+    gradients = backward(
+        cotangent,
+        -cotangent,
+        None,
+        *operands,
+        lse,
+        **logits,
+        output_mask=call.output_mask,
+        lse_rest=lse_rest,
+        retained=retained if retained.shape[0] else None,
+    )
+    return gradients, torch.where(valid, policy_losses(log_probs, tokens, call.policy), 0.0), log_probs

@@ -1,0 +1,111 @@
+"""CUDA kernel of linear_policy_loss_with_grad: with_grad.py with the losses of row_policy.py.
+
+What a step keeps of every token is its log-probability, in the place of its loss: one small kernel makes the losses of
+all tokens of these in the end.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.math.options import Cotangents, Operands, TokenStatistics
+from flce_ops.math.policy import policy_slopes
+from flce_ops.math.reduction import Reduction
+from flce_ops.meta.arguments import PolicyWithGrad, WithGrad, takes
+from flce_ops.meta.policy import policy_with_grad_outputs
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.chunks import contiguous, record_chunks
+from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.even_features import with_even_features
+from flce_ops.triton.exponentials import RowSums
+from flce_ops.triton.finish_policy_rows import launch_finish_policy_rows, launch_policy_losses
+from flce_ops.triton.finish_rows import FinishedRows, Tokens
+from flce_ops.triton.gradients import finish_gradients, wanted_gradients
+from flce_ops.triton.kept_tokens import keep_tokens
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
+from flce_ops.triton.recompute import recompute_step
+from flce_ops.triton.replay import repeated
+from flce_ops.triton.row_policy import policy_of
+from flce_ops.triton.sum_losses import launch_sum_losses
+
+# N tokens, D hidden, V vocabulary
+
+
+@takes(PolicyWithGrad)
+@with_even_features
+def launch_policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = policy_with_grad_outputs(call)
+    input, linear_weight, target, linear_bias = call.operands
+    target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
+    call.operands = call.operands._replace(target=target, linear_bias=linear_bias)
+    call.reduction = Reduction(row_scale, call.reduction.denominator)
+    call.tokens = call.tokens.map(lambda values: values.float().contiguous())
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(input):
+        chunks, notes = repeated(policy_step, call, fresh=(in_range, *outputs))
+        assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
+    record_chunks(call, linear_weight, chunks, *notes)
+    return outputs
+
+
+def policy_step(
+    call: PolicyWithGrad,
+    in_range: Tensor,  # () bool, out
+    *outputs: Tensor,  # of the operator
+) -> tuple[list[slice], list[str]]:
+    """The chunks it took, and notes on them."""
+    loss, losses, *grads, log_probs = outputs
+    operands, reduction, logit_options = Operands(*call.operands), call.reduction, call.logits
+    input, linear_weight, target, _, _ = operands
+    policy, names = policy_of(call.tokens, call.policy)
+    cut = cut_tokens(input, linear_weight, call.output_mask)
+    kept, place = keep_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
+    gradients = wanted_gradients(grads, call.output_mask)
+
+    def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, None]:
+        scale = logit_options.logit_scale
+        return launch_finish_policy_rows(tokens, sums, policy, names, input.dtype, logit_scale=scale), None
+
+    def log_probs_of(target_logit: Tensor, lse: Tensor, _: Tensor, lse_rest: Tensor) -> tuple[Any, Tensor, Tensor]:
+        valid = place >= 0
+        found = log_probs_of_targets(valid, target_logit, lse, lse_rest)
+        slopes = policy_slopes(found, call.tokens, call.policy)
+        return PolicyTerms(torch.where(valid, slopes, 0.0)), found, valid
+
+    per_token = StepTokens(None, reduction, log_probs, TokenStatistics())
+    chunks, weight_gradient = cut.chunks, None
+    if cut.lead is not None or not cut.recompute:
+        step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows)
+        if cut.lead is not None:
+            step.run_lead(cut.lead)
+        if not cut.recompute:
+            step.run_chunks(chunks)
+        weight_gradient = step.weight_gradient
+    if cut.recompute:
+        (rows,) = chunks
+        options = {"ignore_index": call.ignore_index, **logit_options._asdict(), "output_mask": call.output_mask}
+        chunks = recompute_step(
+            WithGrad.bind(*operands, *reduction, **options),
+            kept.of(rows),
+            place,
+            per_token,
+            gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
+            weight_gradient,
+            log_probs_of,
+        )
+    finish_gradients(grads, gradients, kept, place)
+    launch_policy_losses(log_probs, place, losses, policy, names)
+    launch_sum_losses(losses, reduction, kept.total, loss)
+    lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
+    return lead + chunks, cut.notes
+
+
+class PolicyTerms(NamedTuple):
+    """LossTerms of flce_ops/math/loss.py, of a policy."""
+
+    slopes: Tensor  # (N,)
+
+    def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
+        return Cotangents(self.slopes * scale, -self.slopes * scale, None)

@@ -1,0 +1,427 @@
+"""linear_policy_loss: values and gradients of every objective and KL estimator against the plain formulas."""
+
+# N tokens, D hidden, V vocabulary; B sequences of T tokens
+
+import itertools
+import math
+
+import pytest
+import torch
+from reference_loss import error
+from reference_policy import make_policy, plain_policy_loss, run_policy, token_losses
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+from flce_ops import explain
+from flce_ops.aten.kept_tokens import with_zeroed_rows
+from flce_ops.aten.policy_with_grad import FILLS, policy_with_grad, policy_with_grad_of_rows
+from flce_ops.math.policy import policy_losses, policy_slopes
+from flce_ops.math.policy_arguments import KL_ESTIMATORS, PolicyOptions, PolicyTokens
+from flce_ops.meta.arguments import PolicyWithGrad
+from flce_ops.meta.policy import policy_with_grad_outputs
+
+RAGGED = (61, 33, 97)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+OBJECTIVES = {
+    "ppo": {},
+    "clip higher": {"clip_high": 0.28},
+    "dual clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+    "no lower bound": {"clip_low": math.inf},
+    "unbounded": {"clip_low": math.inf, "clip_high": math.inf},
+    "cispo": {"objective": "cispo", "clip_low": math.inf, "clip_high": 0.5},
+    "cispo of both bounds": {"objective": "cispo"},
+}
+KL = [{}, *({"beta": 0.3, "kl_estimator": name} for name in KL_ESTIMATORS)]
+
+
+def inner_options(objective="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, beta=None, kl_estimator="k3"):
+    numbers = [None if n is None else torch.tensor(n, dtype=torch.float64) for n in (clip_low, clip_high, dual_clip)]
+    beta = None if beta is None else torch.tensor(beta, dtype=torch.float64)
+    return PolicyOptions(objective, *numbers, beta, kl_estimator)
+
+
+# ---------------------------------------------------------------- the loss of a token
+
+
+@pytest.mark.parametrize("kl", KL, ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_slopes_are_the_derivative_of_the_losses_which_are_the_plain_formula(objective, kl):
+    """Ratios below, at and above every bound, advantages of both signs and 0; the second derivative too."""
+    options = objective | kl
+    ratios = torch.tensor([0.01, 0.5, 0.79, 0.81, 0.999, 1.0, 1.001, 1.19, 1.21, 1.27, 1.29, 1.49, 1.51, 2.9, 3.1, 50])
+    ratio, advantage = torch.cartesian_prod(ratios.double(), torch.tensor([-2.0, -0.5, 0.0, 0.7]).double()).T
+    log_probs = (-1 - torch.rand_like(ratio)).requires_grad_()
+    others = (advantage, (log_probs - ratio.log()).detach(), log_probs.detach() + torch.randn_like(ratio))
+    for old in (others[1], None):
+        tokens = PolicyTokens(advantage, old, others[2])
+        plain = token_losses(log_probs, advantage, old, others[2], **options)
+        losses = policy_losses(log_probs, tokens, inner_options(**options))
+        slopes = policy_slopes(log_probs, tokens, inner_options(**options))
+        torch.testing.assert_close(losses, plain)
+        (exact,) = torch.autograd.grad(plain.sum(), log_probs, create_graph=True)
+        (found,) = torch.autograd.grad(losses.sum(), log_probs, create_graph=True)
+        torch.testing.assert_close(slopes, exact)
+        torch.testing.assert_close(found, exact)
+        if exact.requires_grad:
+            (second,) = torch.autograd.grad(exact.sum(), log_probs)
+            for of in (slopes, found):
+                torch.testing.assert_close(torch.autograd.grad(of.sum(), log_probs)[0], second)
+
+
+def test_bounds_belong_to_the_inside():
+    """Where the ratio is its bound, torch's clamp has derivative 1."""
+    bounds = torch.tensor([0.75, 1.25, 4.0], dtype=torch.float64)
+    advantage = torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64)
+    options = inner_options(clip_low=0.25, clip_high=0.25, dual_clip=4.0)
+    log_probs = bounds.log()
+    exactly = log_probs.exp() == bounds
+    slopes = policy_slopes(log_probs, PolicyTokens(advantage, torch.zeros_like(bounds)), options)
+    torch.testing.assert_close(slopes[exactly], (-advantage * bounds)[exactly])
+
+
+@pytest.mark.parametrize("objective", ["ppo", "clip higher", "dual clip", "cispo", "unbounded"])
+def test_an_overflowing_ratio_gives_the_plain_value_and_a_clipped_token_no_gradient(objective):
+    """log_prob - old is 100: exp is inf in float32. Autograd of the plain formula has 0 * inf where it is clipped."""
+    options = OBJECTIVES[objective]
+    log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    advantage, old = torch.tensor([2.0, -2.0]), torch.tensor([-101.0, -101.0])
+    plain = token_losses(log_probs, advantage, old, None, **options)
+    losses = policy_losses(log_probs, PolicyTokens(advantage, old), inner_options(**options))
+    torch.testing.assert_close(losses, plain.double(), check_dtype=False)
+    slopes = policy_slopes(log_probs, PolicyTokens(advantage, old), inner_options(**options))
+    (found,) = torch.autograd.grad(losses.sum(), log_probs)
+    torch.testing.assert_close(found.double(), slopes, check_dtype=False)
+    (exact,) = torch.autograd.grad(plain.sum(), log_probs)
+    finite = exact.isfinite()
+    torch.testing.assert_close(found[finite], exact[finite])
+    if objective in ("ppo", "clip higher", "dual clip"):
+        assert exact.isnan().all() or objective != "dual clip"
+        assert found[0] == 0.0
+        assert found[1] == (0.0 if objective == "dual clip" else math.inf)
+
+
+# ---------------------------------------------------------------- loss and gradients
+
+UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SAMPLED, CAPPED = {"temperature": 0.7}, {"softcap": 4.0, "logit_scale": 1.3}
+ARGUMENTS = {
+    **{f"{name}, {kl.get('kl_estimator', 'no KL')}": ({}, o | kl) for (name, o), kl in zip(OBJECTIVES.items(), KL * 2)},
+    "on policy": ({"on_policy": True}, {"beta": 0.04}),
+    "on policy, cispo": ({"on_policy": True}, {"objective": "cispo"}),
+    "sampling": ({"bias": True, "logits": SAMPLED}, {**SAMPLED, "dual_clip": 3.0}),
+    "capped": ({"logits": CAPPED}, {**CAPPED, "objective": "cispo", "beta": 0.1}),
+    "token_weight": ({"token_weight": True}, {"clip_high": 0.28, "beta": 0.1}),
+    "normalizer": ({"token_weight": True}, {"normalizer": 37.5}),
+}
+
+
+def cases():
+    for name, dtype in itertools.product(ARGUMENTS, DTYPES):
+        for reduction in ("mean", "sum", "none"):
+            # the same losses: one reduction for a dtype and name in turn, all of them for float32
+            turn = (list(ARGUMENTS).index(name) + DTYPES.index(dtype)) % 3 == ("mean", "sum", "none").index(reduction)
+            if (dtype == torch.float32 or turn) and not (name == "normalizer" and reduction == "none"):
+                yield pytest.param(name, reduction, dtype, id=f"{name}-{reduction}-{dtype}")
+
+
+@pytest.mark.parametrize("name, reduction, dtype", list(cases()))
+def test_loss_and_gradients_are_no_worse_than_plain_torch(device, name, reduction, dtype, poisoned_memory):
+    made, options = ARGUMENTS[name]
+    call = make_policy(RAGGED, device=device, dtype=dtype, **made)
+    cotangent = torch.randn(RAGGED[0], device=device) if reduction == "none" else None
+    options = {**options, "reduction": reduction}
+    exact = run_policy(plain_policy_loss, call, cotangent, dtype=torch.float64, **options)
+    plain = run_policy(plain_policy_loss, call, cotangent, **options)
+    ours = run_policy(flce_ops.linear_policy_loss, call, cotangent, **options)
+    assert ours["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    slack = {torch.float64: 64, torch.float32: 6, torch.bfloat16: 0.5, torch.float16: 0.5}
+    per_token = run_policy(plain_policy_loss, call, dtype=torch.float64, **options | {"reduction": "none"})["loss"]
+    for key, found in ours.items():
+        ours_error, plain_error = error(found, exact[key]), error(plain[key], exact[key])
+        unit = slack[dtype] * UNIT[dtype]
+        if key == "loss" and reduction != "none":  # losses of both signs cancel in it
+            unit *= per_token.abs().sum() / per_token.sum().abs()
+        assert ours_error <= 1.25 * plain_error + unit, (key, ours_error, plain_error)
+
+
+def test_one_pass_and_recomputing_agree(device):
+    call = make_policy((300, 16, 61), device=device, dtype=torch.float64, bias=True, token_weight=True)
+    options = {"clip_high": 0.28, "beta": 0.1}
+    expected = run_policy(plain_policy_loss, call, **options)
+    with flce_ops.workspace(1):
+        found = run_policy(flce_ops.linear_policy_loss, call, **options)
+        if device == "cpu":
+            assert flce_ops.last_path().op == "linear_policy_loss_with_grad" and flce_ops.last_path().chunks > 1
+    for name, result in found.items():
+        assert error(result, expected[name]) < 1e-13, name
+
+    def inside(**fresh):
+        return checkpoint(lambda: flce_ops.linear_policy_loss(**fresh, **options), use_reentrant=False)
+
+    found = run_policy(inside, call)
+    assert flce_ops.last_path().op == "linear_cross_entropy_backward"
+    for name, result in found.items():
+        assert error(result, expected[name]) < 1e-13, name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_clipped_tokens_have_gradient_0_and_ignored_ones_may_hold_anything(device, reduction):
+    call = make_policy(RAGGED, device=device)
+    log_probs = plain_policy_loss(**call)[1]
+    call["old_log_probs"] = log_probs - math.log(1.5)
+    call["advantages"] = call["advantages"].abs()
+    call["advantages"][::2] *= -1
+    ignored = call["target"] == -100
+    expected = run_policy(flce_ops.linear_policy_loss, call, reduction=reduction)
+    clipped = (call["advantages"] > 0) & ~ignored
+    assert clipped.any() and not expected["input"][clipped | ignored].any()
+    assert expected["input"][~clipped & ~ignored].abs().amax(-1).gt(0).all()
+    for name in ("input", "advantages", "old_log_probs", "ref_log_probs"):
+        call[name] = call[name].clone()
+        call[name][ignored] = math.nan
+    found = run_policy(flce_ops.linear_policy_loss, call, beta=0.0, reduction=reduction)
+    for name, result in found.items():
+        assert torch.equal(result, expected[name]), name
+    assert not found["log_probs"][ignored].any()
+    found = run_policy(flce_ops.linear_policy_loss, call, beta=0.1, kl_estimator="k2", reduction=reduction)
+    assert all(result.isfinite().all() for result in found.values())
+
+
+def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
+    """As on a GPU in ATen. Their stand-in, class 0, may have log-probability -inf."""
+    call = make_policy(RAGGED, dtype=torch.float64, bias=True)
+    call["linear_bias"][0] = -math.inf
+    call["target"][call["target"] == 0] = 1
+    ignored = call["target"] == -100
+    for name in ("input", "advantages", "old_log_probs", "ref_log_probs"):
+        call[name][ignored] = math.nan
+    names = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
+    options = inner_options(beta=0.1)._asdict() | {"output_mask": [True, True, True]}
+    inner = PolicyWithGrad.bind(*(call[name] for name in names), None, **options)
+    outputs = policy_with_grad_outputs(inner)
+    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, FILLS, ignored)
+    for found, expected in zip(outputs, policy_with_grad(inner), strict=True):
+        assert error(found, expected) < 1e-12
+
+
+def test_tokens_of_weight_0_are_left_out(device):
+    call = make_policy(RAGGED, device=device)
+    weight = (torch.rand(RAGGED[0], device=device) < 0.5).float()
+    kept = call | {"target": torch.where(weight == 0, -100, call["target"])}
+    found = flce_ops.linear_policy_loss(**call, token_weight=weight, reduction="sum")
+    expected = flce_ops.linear_policy_loss(**kept, reduction="sum")
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert torch.equal(found.log_probs, expected.log_probs)
+
+
+def test_no_token_at_all(device):
+    call = make_policy((5, 8, 11), device=device)
+    call["target"] = torch.full_like(call["target"], -100)
+    assert flce_ops.linear_policy_loss(**call).loss.isnan()
+    assert flce_ops.linear_policy_loss(**call, normalizer=torch.tensor(1.0)).loss == 0.0
+    empty = {name: None if t is None else t[:0] if name != "linear_weight" else t for name, t in call.items()}
+    assert flce_ops.linear_policy_loss(**empty, reduction="sum").loss == 0.0
+
+
+# ---------------------------------------------------------------- sequences
+
+B, T, MOST = 4, 9, 12
+
+
+def sequences():
+    call = make_policy((B * T, 16, 61), dtype=torch.float64, ignored=0.0)
+    call = {k: t if t is None or k == "linear_weight" else t.view(B, T, *t.shape[1:]) for k, t in call.items()}
+    lengths = torch.tensor([9, 3, 1, 6])
+    mask = (torch.arange(T) < lengths[:, None]).double()
+    call["target"] = torch.where(mask.bool(), call["target"], -100)
+    return call, mask
+
+
+# name: (token_weight, normalizer, the plain sum of the token losses l under the mask m)
+LENGTHS = {
+    "GRPO": (lambda m: m / m.sum(-1, keepdim=True), lambda m: B, lambda l, m: ((l * m).sum(-1) / m.sum(-1)).mean()),  # noqa: E741
+    "Dr. GRPO": (lambda m: None, lambda m: B * MOST, lambda l, m: (l * m).sum() / (B * MOST)),  # noqa: E741
+    "DAPO": (lambda m: None, lambda m: None, lambda l, m: (l * m).sum() / m.sum()),  # noqa: E741
+    "sums of sequences": (lambda m: None, lambda m: B, lambda l, m: (l * m).sum(-1).mean()),  # noqa: E741
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sequences_are_averaged_as_the_plain_formula_does(name):
+    weight_of, normalizer_of, average = LENGTHS[name]
+    call, mask = sequences()
+
+    def plain(**fresh):
+        losses, log_probs = plain_policy_loss(**fresh, reduction="none", beta=0.04)
+        return average(losses, mask), log_probs
+
+    def ours(**fresh):
+        options = {"token_weight": weight_of(mask), "normalizer": normalizer_of(mask), "beta": 0.04}
+        return flce_ops.linear_policy_loss(**fresh, **options)
+
+    expected = run_policy(plain, call)
+    for key, result in run_policy(ours, call).items():
+        assert error(result, expected[key]) < 1e-12, key
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_three_gemm_passes_and_what_explain_says(device):
+    call = make_policy((256, 16, 61), device=device)
+    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
+    with FlopCounterMode(display=False) as flops:
+        flce_ops.linear_policy_loss(**leaves).loss.backward()
+    assert flops.get_total_flops() == 3 * 2 * 256 * 16 * 61
+    said = explain(flce_ops.linear_policy_loss, **leaves)
+    assert "a scalar loss of a policy\n  one pass      runs" in said
+    assert flce_ops.last_path().op == "linear_policy_loss_with_grad" and f"flce::{flce_ops.last_path().op}" in said
+    said = explain(flce_ops.linear_policy_loss, **leaves, reduction="none")
+    assert "flce::linear_cross_entropy_forward" in said and "of 256 tokens retained" in said
+    half = {name: t.half() if name in ("input", "linear_weight") else t for name, t in leaves.items()}
+    assert "one pass      ruled out: expects another dtype than float16" in explain(flce_ops.linear_policy_loss, **half)
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        flce_ops.linear_policy_loss(**leaves)
+    assert flops.get_total_flops() == 2 * 256 * 16 * 61
+
+
+def test_a_retained_graph_and_an_upstream_gradient(device):
+    call = make_policy(RAGGED, device=device, token_weight=True)
+    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
+    wanted = leaves["input"], leaves["linear_weight"]
+    loss = flce_ops.linear_policy_loss(**leaves).loss
+    once = torch.autograd.grad(loss, wanted, retain_graph=True)
+    thrice = torch.autograd.grad(3.0 * loss, wanted)
+    for one, three in zip(once, thrice):
+        torch.testing.assert_close(3.0 * one, three)
+
+
+@pytest.mark.parametrize("objective", ["dual clip", "cispo"])
+def test_second_derivatives_are_the_plain_formulas(device, objective):
+    call = make_policy((11, 5, 13), device=device, dtype=torch.float64, token_weight=True)
+    options = OBJECTIVES[objective] | {"beta": 0.3}
+    names = ("input", "linear_weight", "token_weight")
+    results = []
+    for function in (plain_policy_loss, flce_ops.linear_policy_loss):
+        leaves = {n: t if t is None else t.clone().requires_grad_(n in names) for n, t in call.items()}
+        wanted = [leaves[name] for name in names]
+        gradients = torch.autograd.grad(function(**leaves, **options)[0], wanted, create_graph=True)
+        results.append([*gradients, *torch.autograd.grad(sum(g.square().sum() for g in gradients), wanted)])
+    for plain, ours in zip(*results, strict=True):
+        assert error(ours, plain) < 1e-12
+
+
+def test_torch_func(device):
+    call = make_policy((3, 7, 5, 13)[1:], device=device, dtype=torch.float64)
+    x, w = call.pop("input"), call.pop("linear_weight")
+
+    def of(function):
+        return lambda x, w: function(input=x, linear_weight=w, **call, beta=0.1)[0]
+
+    found = torch.func.grad(of(flce_ops.linear_policy_loss), argnums=(0, 1))(x, w)
+    exact = torch.func.grad(of(plain_policy_loss), argnums=(0, 1))(x, w)
+    for ours, plain in zip(found, exact):
+        assert error(ours, plain) < 1e-13
+    xs = torch.stack([x, x + 0.1])
+    found = torch.vmap(of(flce_ops.linear_policy_loss), in_dims=(0, None))(xs, w)
+    assert error(found, torch.stack([of(plain_policy_loss)(x, w) for x in xs])) < 1e-13
+
+
+def test_compiled_in_one_graph_for_any_numbers(device):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(clip_high, beta, **fresh):
+        return flce_ops.linear_policy_loss(**fresh, clip_high=clip_high, beta=beta)
+
+    for clip_high, beta in ((0.28, 0.04), (0.3, 0.05), (0.35, 0.06), (0.4, 0.07)):
+        call = make_policy(RAGGED, device=device)
+        expected = run_policy(flce_ops.linear_policy_loss, call, clip_high=clip_high, beta=beta)
+        found = run_policy(step, call, clip_high=clip_high, beta=beta)
+        for name, result in found.items():
+            torch.testing.assert_close(result, expected[name])
+    assert counter.frame_count <= 2  # numbers that changed are inputs of the second
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_is_that_of_the_plain_formula(device, half):
+    call = make_policy(RAGGED, device=device)
+
+    def under(function):
+        def run(**fresh):
+            with torch.autocast(device, half):
+                return function(**fresh)
+
+        return run
+
+    exact = run_policy(plain_policy_loss, call, dtype=torch.float64)
+    plain, ours = (run_policy(under(f), call) for f in (plain_policy_loss, flce_ops.linear_policy_loss))
+    for name, found in ours.items():
+        assert found.dtype == torch.float32
+        assert error(found, exact[name]) <= 1.25 * error(plain[name], exact[name]) + 0.5 * UNIT[half], name
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "cispo", "beta": 0.1, "softcap": 5.0}], ids=["plain", "options"])
+def test_opcheck(device, options):
+    call = make_policy((12, 11, 31), device=device, bias=bool(options), token_weight=bool(options))
+    # a positive loss: opcheck's upstream gradient is its sign, by which the gradients among the results are multiplied
+    call["advantages"] = -call["advantages"].abs()
+    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
+    names = ("input", "linear_weight", "target", "advantages", "old_log_probs", "ref_log_probs", "linear_bias")
+    args = [leaves[name] for name in names]
+    opcheck(torch.ops.flce.linear_policy_loss.default, args, options | {"token_weight": leaves.get("token_weight")})
+    numbers = {"clip_low": torch.tensor(0.2), "clip_high": torch.tensor(0.2), "dual_clip": None, "kl_estimator": "k1"}
+    inner = {"objective": "ppo", **numbers, "beta": torch.tensor(0.1), "output_mask": [True, True, False]}
+    row_scale = torch.rand(12) if options else None
+    args = [*args[:3], None, *args[3:6], row_scale]
+    opcheck(torch.ops.flce.linear_policy_loss_with_grad.default, args, inner)
+
+
+@pytest.mark.parametrize("name", ["dual clip", "cispo"])
+def test_an_exported_programs_decomposition_gives_the_operators_results(name):
+    call = make_policy((12, 11, 31), dtype=torch.float64, bias=True)
+    operands = [call[n] for n in ("input", "linear_weight", "target", "linear_bias")]
+    args = [*operands, *(call[n] for n in ("advantages", "old_log_probs", "ref_log_probs"))]
+    options = inner_options(**OBJECTIVES[name], beta=0.1)._asdict() | {"output_mask": [True, True, True]}
+    found = flce_ops.decompositions.policy_with_grad(*args, None, **options)
+    for ours, truth in zip(found, torch.ops.flce.linear_policy_loss_with_grad(*args, None, **options), strict=True):
+        assert error(ours, truth) < 1e-13
+
+
+# ---------------------------------------------------------------- refusals
+
+
+REFUSALS = {
+    "an unknown objective": ({"objective": "reinforce"}, ValueError, "expected objective to be one of ppo, cispo"),
+    "GRPO by name": ({"objective": "grpo"}, ValueError, "objective='ppo', token_weight and normalizer"),
+    "a sequence's ratio": ({"objective": "gspo"}, ValueError, "linear_log_probs"),
+    "pairs": ({"objective": "dpo"}, ValueError, "linear_log_probs"),
+    "an unknown estimator": ({"kl_estimator": "k4"}, ValueError, "kl_estimator to be one of k1, k2, k3"),
+    "no reference": ({"beta": 0.1, "ref_log_probs": None}, ValueError, "needs ref_log_probs"),
+    "dual clip of cispo": ({"objective": "cispo", "dual_clip": 3.0}, ValueError, "dual_clip bounds the ratio"),
+    "a small dual clip": ({"dual_clip": 1.0}, ValueError, "dual_clip to be greater than 1"),
+    "a negative clip": ({"clip_low": -0.1}, ValueError, "clip_low"),
+    "a tensor": ({"beta": torch.tensor(0.1)}, TypeError, "beta to be a number"),
+    "one advantage a sequence": ({"advantages": torch.randn(3)}, ValueError, "expand_as"),
+    "a reduction": ({"reduction": "batchmean"}, ValueError, "reduction"),
+    "a normalizer of none": ({"reduction": "none", "normalizer": 3.0}, ValueError, "normalizer"),
+}
+
+
+@pytest.mark.parametrize("options, kind, match", REFUSALS.values(), ids=REFUSALS)
+def test_refusals_name_the_argument(options, kind, match):
+    with pytest.raises(kind, match=match):
+        flce_ops.linear_policy_loss(**(make_policy((7, 5, 11)) | options))
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_log_probs", "ref_log_probs"])
+def test_constants_get_no_gradient(name):
+    call = make_policy((7, 5, 11))
+    call[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name} is a constant"):
+        flce_ops.linear_policy_loss(**call, beta=0.1)
+    with torch.no_grad():
+        flce_ops.linear_policy_loss(**call, beta=0.1)
