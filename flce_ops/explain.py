@@ -85,7 +85,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
         title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
         title += " of a policy" * policy
         tables[title] = LOSS[title]
-        if choose(LOSS[title], situation).name == "one pass":
+        if choose(LOSS[title], situation).name != "recompute":
             op = "vocab_parallel_with_grad" if sharded else "with_grad"
             stem = "linear_policy_loss" if policy else stem
     retaining = op == "forward" and not divergence and situation.wants_gradient
@@ -155,6 +155,7 @@ def situation_of_call(call: dict) -> Situation:
         wants_gradient=situation.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
         slots=has_slots(call),
+        sparse=bool(call.get("gradient_threshold")),
     )
 
 

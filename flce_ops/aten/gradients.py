@@ -64,9 +64,15 @@ class GradientAccumulator:
         self.add_products(rows, grad_logits, input)
 
     def add_block(self, block: Tensor, grad_logits: Tensor) -> None:
-        """G of some rows goes to the bias, and rounded to the place of their logits, where it may have been made."""
+        self.add_bias(grad_logits)
+        self.round_block(block, grad_logits)
+
+    def add_bias(self, grad_logits: Tensor) -> None:
         if self.bias_sum is not None:
             self.bias_sum += grad_logits.sum(0)
+
+    def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
+        """G of some rows, to the place of their logits, where it may have been made."""
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
 

@@ -33,7 +33,7 @@ VECTORS = {  # (..., N)
     *("advantages", "old_log_probs", "ref_log_probs"),
     *("row_scale", "lse", "lse_rest", "expected_logit"),
     *("grad", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
-    *("shift", "teacher_shift", "student_kl"),
+    *("shift", "teacher_shift", "student_kl", "token"),
 }
 BY_SLOT = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache

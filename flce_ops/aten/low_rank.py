@@ -71,8 +71,11 @@ class PairGradients:
             rows,
         )
 
-    def add_block(self, block: Tensor, grad_logits: Tensor) -> None:
-        self.head.add_block(block, grad_logits)
+    def add_bias(self, grad_logits: Tensor) -> None:
+        self.head.add_bias(grad_logits)
+
+    def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
+        self.head.round_block(block, grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         rounded = grad_logits.to(self.head.input.dtype)

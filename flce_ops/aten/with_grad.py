@@ -1,8 +1,10 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -21,6 +23,7 @@ from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_mat
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
+from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -33,11 +36,15 @@ from flce_ops.support.target_range import check_target_range
 def with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS)
+    draws: tuple[Draws, ...] = ()
+    if call.sparse.gradient_threshold:
+        draws = (Draws(torch.arange(call.operands.target.shape[0], device=call.operands.target.device)),)
+        call.notes += ("a sparse gradient",)
+    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws)
     return outputs
 
 
-def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
+def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
@@ -47,7 +54,14 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     )
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     products = chunk_products(call, input, linear_weight, step)
-    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight))
+    keep = None if draws is None else partial(keep_entries_of_rows, call.sparse, draws)
+    loss.copy_(
+        loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight, keep)
+    )
+
+
+def keep_entries_of_rows(sparse: SparseGradient, draws: Draws, grad_logits: Tensor, slope: Tensor, rows: slice) -> None:
+    keep_entries(grad_logits, slope, sparse, draws.of(rows))
 
 
 def rows_of_chunk(
@@ -66,7 +80,9 @@ def rows_of_chunk(
 class Gradients(Protocol):
     """Where the G of chunks goes: a GradientAccumulator, or several."""
 
-    def add_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
+    def add_bias(self, grad_logits: Tensor) -> None: ...
+
+    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
 
@@ -81,6 +97,7 @@ def loss_and_gradients(
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
     target_weight: Tensor | None = None,  # (N, K)
+    keep: Callable[[Tensor, Tensor, slice], None] | None = None,  # makes G of rows, whose slopes it takes, sparse
 ) -> Tensor:  # ()
     input, linear_weight, target, linear_bias, weight = operands
     num_classes = linear_weight.shape[0]
@@ -107,7 +124,10 @@ def loss_and_gradients(
             cotangents = terms.cotangents(target_logit, lse, own_scale)
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
-            gradients.add_block(block, apply_slope(grad_logits, slope))
+            gradients.add_bias(apply_slope(grad_logits, slope))
+            if keep is not None:  # without a softcap: the slope is one number, or none
+                keep(grad_logits, cotangents.grad_lse if slope is None else cotangents.grad_lse * slope, rows)
+            gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

@@ -11,6 +11,7 @@ from flce_ops.entry.class_probabilities import loss_of_probabilities
 from flce_ops.entry.main_grad import check_main_grad
 from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
+from flce_ops.entry.sparse_gradient import refuse_sparse_gradient
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.reduction import accuracy_of, right, right_and_valid
 from flce_ops.meta.arguments import takes
@@ -42,6 +43,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):
         from flce_ops.entry.sharded import dtensor_composite_metrics
 
+        refuse_sparse_gradient(call, "of DTensors")
         return dtensor_composite_metrics(call)
     loss, statistics = loss_and_statistics(call, call.statistics)
     accuracy = is_top1 = None
@@ -53,6 +55,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
 
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
     if call.linear_weight.dim() > 2:
+        refuse_sparse_gradient(call, "of a K-dimensional loss")
         return losses_of_positions(call, asked, of_matrix)
     return of_matrix(call, asked)
 
@@ -60,8 +63,10 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
 def of_matrix(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
     """Of a linear_weight (V, D)."""
     if call.target.is_floating_point():
+        refuse_sparse_gradient(call, "of class probabilities")
         return loss_of_probabilities(call, any(asked)), TokenStatistics()
     if any_dtensor(*call.values()):
+        refuse_sparse_gradient(call, "of DTensors")
         from flce_ops.entry.sharded import dtensor_composite  # torch.distributed.tensor: only for its users
 
         return dtensor_composite(call, asked)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy
+from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
@@ -33,6 +34,7 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
+    check_sparse_gradient(call)
     *shape, hidden = call.input.shape
     tokens = math.prod(shape)  # -1 has no answer in a vmap over nothing
     target, target_weight = (
@@ -41,7 +43,7 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
     )
     input = call.input.reshape(tokens, hidden)
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), asked)
-    problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight)
+    problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
     if token_factors_are_equal(call) and in_one_pass(problem):
         loss, statistics = mean_in_one_pass(call, problem, losses_with_grad)
         return loss, statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
@@ -69,10 +71,9 @@ def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy) -> bool:
 
 def in_one_pass(problem: TokenLosses) -> bool:
     input, linear_weight, _, linear_bias, _ = problem.operands
-    options = options_in_situation(problem.loss, problem.logits)
-    return gradients_in_the_same_pass(
-        input, linear_weight, linear_bias, main_grad=problem.main_grad is not None, **options
-    )
+    known = options_in_situation(problem.loss, problem.logits)
+    known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, **known)
 
 
 def mean_in_one_pass(
@@ -134,11 +135,11 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
     """() with its gradients, and the losses of tokens (N,)."""
     input, linear_weight, _, linear_bias, _ = problem.operands
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
-    asked = problem.statistics
+    asked, options = problem.statistics, problem.options | problem.sparse._asdict()
     loss, losses, _, _, _, *found = torch.ops.flce.linear_cross_entropy_with_grad(
         *problem.operands,
         *reduction,
-        **problem.options,
+        **options,
         output_mask=mask,
         **asked._asdict(),
         target_weight=problem.target_weight,

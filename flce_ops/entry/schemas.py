@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.arguments import Arguments
 
 # N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
@@ -21,6 +22,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     normalizer: Tensor | None = None  # ()
     target_weight: Tensor | None = None  # (..., K)
     main_grad: Tensor | None = None  # (V, D)
+    sparse: SparseGradient
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.slots import tokens_that_count
+from flce_ops.math.sparse_gradient import SparseGradient
 
 # N tokens, K slots, D hidden, V vocabulary (a rank's part of it where it is sharded)
 
@@ -131,6 +132,7 @@ class TokenLosses(NamedTuple):
     statistics: Statistics = Statistics()
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
     target_weight: Tensor | None = None  # (N, K), of a target (N, K)
+    sparse: SparseGradient = SparseGradient()
 
     @property
     def valid(self) -> Tensor:  # (N,)

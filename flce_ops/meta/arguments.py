@@ -28,6 +28,7 @@ from flce_ops.math.options import (
 )
 from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
@@ -223,6 +224,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     output_mask: OutputMask
     statistics: Statistics
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
+    sparse: SparseGradient
 
 
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):

@@ -17,6 +17,7 @@ from flce_ops.meta.arguments import (
 )
 from flce_ops.meta.checks import check_denominator, check_device, check_operands, check_per_row, check_per_slot
 from flce_ops.meta.main_grad import check_main_grad
+from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 
 # N tokens, K slots of a target, D hidden, V vocabulary
 
@@ -124,6 +125,9 @@ def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
         )
     check_per_slot(op, target, target_weight=target_weight)
     check_device(op, call.operands.input, target_weight=target_weight)
+    check_sparse_options(op, call.sparse)
+    if call.sparse.gradient_threshold:
+        check_sparse(op, call.sparse, call.operands.input, call.loss.label_smoothing, call.logits.softcap)
     return one_pass_outputs(op, call, call.operands, call.reduction.row_scale, slots=True)
 
 

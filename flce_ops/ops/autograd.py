@@ -43,6 +43,11 @@ FORWARD_MODE_REFUSAL = (
     "use reverse mode (grad, jacrev, and jacrev of jacrev for a Hessian)"
 )
 
+SPARSE_SECOND_DERIVATIVE_REFUSAL = (
+    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
+    "is a sample; leave gradient_threshold out"
+)
+
 
 class Formula(Function):
     """The derivative of one operator: `arguments` are its own, and each gradient is returned by its name.
@@ -264,6 +269,8 @@ class WithGradFormula(Formula):
         call, (losses, *made) = saved(ctx, WithGrad)
         *needs, needs_row_scale = wanted(ctx, WithGrad, *OPERANDS, "row_scale")
         if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
+            if call.sparse.gradient_threshold:
+                raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
             gradients, losses = differentiable_gradients(call, grad_loss)
         else:
             input, linear_weight, _, linear_bias, _ = call.operands

@@ -59,6 +59,7 @@ class Situation(NamedTuple):
     trains_weight: bool = False  # of a head with a low-rank pair
     slots: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # of a teacher's hidden states
+    sparse: bool = False  # a sparse gradient is asked for
 
 
 class Choice(NamedTuple):
@@ -95,6 +96,7 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
+SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
 # A forward without a backward must leave it alone, and the factor of what is added is known in backward.
 NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
@@ -132,6 +134,11 @@ OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
         Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path(
+            "sparse",
+            (IN_FORWARD[0], WANTS_GRADIENT, NO_FUNCTORCH, SPARSE),
+            why="as one pass, a checkpoint's forward twice: its gradients are not made of logits",
+        ),
         Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
     ),
     "a scalar loss over a sharded vocabulary": (
@@ -362,7 +369,7 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss"], situation).name == "one pass"
+    return choose(LOSS["a scalar loss"], situation).name != "recompute"
 
 
 def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
-from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
@@ -29,6 +29,7 @@ from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.smoothing import SmoothingTerms
+from flce_ops.triton.sparse_step import run_spans
 from flce_ops.triton.sum_losses import launch_sum_losses
 
 # N tokens, D hidden, V vocabulary
@@ -101,7 +102,10 @@ def with_grad_step(
 
     per_token = StepTokens(target_weight, reduction, losses, statistics)
     chunks, weight_gradient = cut.chunks, None
-    if cut.lead is not None or not cut.recompute:
+    if call.sparse.gradient_threshold:
+        chunks = run_spans(call, kept, per_token, gradients, finish_rows)
+        cut = Cut(None, chunks, False, 0)
+    elif cut.lead is not None or not cut.recompute:
         step = OnePassStep(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing, call.ignore_index
         )
@@ -125,4 +129,5 @@ def with_grad_step(
     finish_gradients(grads, gradients, kept, place)
     launch_sum_losses(losses, reduction, kept.total, loss)
     lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
-    return lead + chunks, cut.notes
+    sparse = "a sparse gradient, dense where its lists are long"
+    return lead + chunks, cut.notes + [sparse] * (call.sparse.gradient_threshold > 0.0)

@@ -1,0 +1,238 @@
+"""Lists of the entries of G that a sparse gradient keeps (flce_ops/math/sparse_gradient.py), of a chunk of E.
+
+              V, in tiles of TILE classes, groups of 16
+          ┌────────┬────────┬────────┬──────┐                  1. a group's q are added up as it is read; the running
+    row   │   .    │ .    . │        │  .   │                     sum of groups says which of them hold kept entries,
+          └────────┴────────┴────────┴──────┘                     some per cent
+              ↓      ↓    ↓            ↓                       2. those groups are read again, and the entry found
+    list  │ class, value │ class, value │ ...
+
+One program a row for each. E is read once from memory: 32 bytes a thread, no random number, comparison with the target
+or 64-bit sum for an entry, only for a group. The first pass leaves in a place of the list what the second one starts
+from: the group, which of its kept entries this is, and the running sum before the group.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math import sparse_gradient
+from flce_ops.math.sparse_gradient import SparseGradient
+from flce_ops.triton.finish_rows import FinishedRows
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.replay import Kernel
+
+# n rows of a chunk, V vocabulary, R room of a row's list
+
+GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, 16 at once
+WARPS = 4
+ONE = tl.constexpr(sparse_gradient.ONE)
+BITS = tl.constexpr(sparse_gradient.BITS)
+GOLDEN = tl.constexpr(sparse_gradient.GOLDEN)
+
+
+class Lists(NamedTuple):
+    """Of the kept tokens, in their order."""
+
+    entries: Tensor  # (N, R) int64: a float32 value above its class
+    lengths: Tensor  # (N,) int32
+
+    def of(self, rows: slice) -> "Lists":
+        return Lists(self.entries[rows], self.lengths[rows])
+
+
+class SparseRows(NamedTuple):
+    """What lists are made of beside E, (n,) each."""
+
+    row_sum: Tensor  # Z
+    row_factor: Tensor  # c
+    column: Tensor  # int64, the target's
+    residual: Tensor  # c times what rounding took from the target's entry
+    lengths: Tensor  # int32, out
+
+
+@triton.jit
+def mix(x):
+    """`mix` of sparse_gradient.py, in uint32."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def key_of_row(seed_ptr, token):
+    seed = tl.load(seed_ptr).to(tl.int64)
+    key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
+    return mix(key ^ (seed >> 32).to(tl.uint32))
+
+
+@triton.jit
+def uniforms(key, tile):
+    """u in units of 1 / ONE, and the dither in [0, 1)."""
+    u = mix(key + tl.full((), tile, tl.uint32) * GOLDEN)
+    return (u >> (32 - BITS)).to(tl.int64), (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
+def shares(e, scale, dither, UNBIASED: tl.constexpr):
+    """q in units of 1 / ONE; an entry that is not below the threshold counts as one, and so does nan."""
+    q = tl.fma(tl.abs(e), scale, dither)
+    if UNBIASED:
+        return tl.where(q < ONE, q, ONE).to(tl.int32)
+    else:
+        return tl.where(q < ONE, 0, ONE)
+
+
+@triton.jit
+def group_shares(e_ptr, group, scale, dither, V, UNBIASED: tl.constexpr, EVEN_V: tl.constexpr):
+    """Sums of q, (groups,) int32. Rows of E are whole times 16 bytes; what stands behind V there counts as 0."""
+    WIDTH: tl.constexpr = 128 // e_ptr.dtype.element_ty.primitive_bitwidth
+    q = tl.zeros(group.shape, tl.int32)
+    for part in tl.static_range(GROUP // WIDTH):
+        first = group * GROUP + part * WIDTH
+        cols = first[:, None] + tl.arange(0, WIDTH)[None, :]
+        e = tl.load(e_ptr + cols, mask=(first < V)[:, None], other=0.0).to(tl.float32)
+        if not EVEN_V:
+            e = tl.where(cols < V, e, 0.0)
+        q += tl.sum(shares(e, scale, dither, UNBIASED), 1)
+    return q
+
+
+@Kernel
+@triton.jit
+def list_groups_kernel(
+    e_ptr,  # (n, V)
+    rows,  # SparseRows
+    seed_ptr,  # () int64, read where UNBIASED
+    entries_ptr,  # (n, R) out: group, number, sum before it
+    kept,  # Kept
+    V,
+    stride_e,
+    R,
+    threshold,
+    UNBIASED: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The length of a row's list. In it, for the m-th kept entry of a group, what list_entries_kernel starts from:
+
+    group << 32 | m << 26 | sum of the tile before the group, modulo 1
+    """
+    row = tl.program_id(0)
+    if row < kept_rows(kept, tl.num_programs(0)):
+        scale = tl.div_rn(ONE * 1.0, threshold * tl.load(rows.row_sum + row))
+        key = tl.zeros((), tl.uint32)
+        if UNBIASED:
+            key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64))
+        e_row = e_ptr + row.to(tl.int64) * stride_e
+        entries_row = entries_ptr + row.to(tl.int64) * R
+        count = 0
+        for tile in range(0, tl.cdiv(V, TILE)):
+            group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+            u, dither = tl.zeros((), tl.int64), 0.0
+            if UNBIASED:
+                u, dither = uniforms(key, tile)
+            q = group_shares(e_row, group, scale, dither, V, UNBIASED, EVEN_V).to(tl.int64)
+            behind = tl.cumsum(q, 0) + u
+            before = behind - q
+            first = (before >> BITS).to(tl.int32)
+            crossed = (behind >> BITS).to(tl.int32) - first
+            where = count + first
+            packed = (group.to(tl.int64) << 32) | (before & (ONE - 1))
+            tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < R))
+            found = tl.sum(crossed + ((crossed > 1).to(tl.int32) << 16), 0)
+            if found >> 16 > 0:  # a group with several: rare but in front of a frequent class
+                for m in range(1, GROUP):
+                    at = where + m
+                    tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
+            count += found & 0xFFFF
+        tl.store(rows.lengths + row, tl.minimum(count, R))
+    else:
+        tl.store(rows.lengths + row, 0)
+
+
+@Kernel
+@triton.jit
+def list_entries_kernel(
+    e_ptr,  # (n, V)
+    rows,  # SparseRows
+    seed_ptr,  # () int64, read where UNBIASED
+    entries_ptr,  # (n, R), what list_groups_kernel left; out
+    kept,  # Kept
+    V,
+    stride_e,
+    R,
+    threshold,
+    UNBIASED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The m-th kept entry of a group is the first behind which the tile's sum has passed m + 1 whole numbers."""
+    row = tl.program_id(0)
+    row_sum, row_factor = tl.load(rows.row_sum + row), tl.load(rows.row_factor + row)
+    column = tl.load(rows.column + row).to(tl.int32)
+    residual = tl.load(rows.residual + row)
+    limit = threshold * row_sum
+    scale = tl.div_rn(ONE * 1.0, limit)
+    count = tl.load(rows.lengths + row)
+    key = tl.zeros((), tl.uint32)
+    if UNBIASED:
+        key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64))
+    e_row = e_ptr + row.to(tl.int64) * stride_e
+    entries_row = entries_ptr + row.to(tl.int64) * R
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        packed = tl.load(entries_row + at, mask=at < count, other=0)
+        group = (packed >> 32).to(tl.int32)
+        # of tiles that differ from entry to entry
+        tile = group // (TILE // GROUP)
+        dither = tl.zeros((BLOCK,), tl.float32)
+        if UNBIASED:
+            u = mix(key + tile.to(tl.uint32) * GOLDEN)
+            dither = (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
+        cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        e = tl.load(e_row + cols, mask=(at < count)[:, None] & (cols < V), other=0.0).to(tl.float32)
+        behind = tl.cumsum(shares(e, scale, dither[:, None], UNBIASED).to(tl.int64), 1)
+        goal = ((packed >> BITS & (GROUP - 1)) + 1) << BITS
+        earlier = (behind + (packed & (ONE - 1))[:, None] < goal[:, None]).to(tl.int32)
+        place = tl.minimum(tl.sum(earlier, 1), GROUP - 1)
+        e = tl.sum(tl.where(tl.arange(0, GROUP)[None, :] == place[:, None], e, 0.0), 1)
+        found = group * GROUP + place
+        below = tl.abs(e) < limit
+        value = row_factor * tl.where(below, tl.where(e < 0.0, -limit, limit), e)
+        value += tl.where((found == column) & (below == 0), residual, 0.0)
+        bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(entries_row + at, (bits << 32) | found.to(tl.int64), mask=at < count)
+
+
+def launch_lists(
+    exponentials: Tensor,  # (n, V), with the target's entries
+    row_sum: Tensor,  # (n,)
+    finished: FinishedRows,
+    column: Tensor,  # (n,)
+    kept: Kept,
+    sparse: SparseGradient,
+    lists: Lists,  # of the chunk; out
+) -> None:
+    assert exponentials.stride(1) == 1 and lists.entries.stride(1) == 1
+    n, num_classes = exponentials.shape
+    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, lists.lengths)
+    args = (
+        exponentials,
+        rows,
+        sparse.gradient_seed,
+        lists.entries,
+        kept,
+        num_classes,
+        exponentials.stride(0),
+        lists.entries.stride(0),
+        sparse.gradient_threshold,
+    )
+    options = {"UNBIASED": sparse.gradient_mode == "unbiased", "TILE": sparse_gradient.TILE}
+    list_groups_kernel[(n,)](*args, **options, EVEN_V=num_classes % 8 == 0, num_warps=WARPS)
+    list_entries_kernel[(n,)](*args, **options, BLOCK=128, num_warps=4)

@@ -1,0 +1,255 @@
+"""A sparse logit gradient: what it keeps, its mean and variance over seeds, and that nothing else decides on it."""
+
+# N tokens, n rows, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import flce_ops
+from flce_ops.math import sparse_gradient
+from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
+
+SHAPE = (23, 9, 4500)  # three tiles of classes, the last one partial
+THRESHOLD = 2.0**-6
+
+
+def seed_of(number):
+    return torch.tensor(number)
+
+
+def sparse(threshold=THRESHOLD, mode="unbiased", seed=1):
+    return {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_seed": seed_of(seed)}
+
+
+def gradients(inputs, **options):
+    loss = flce_ops.linear_cross_entropy(*inputs.args, **{"weight": inputs.weight, **options})
+    return loss, torch.autograd.grad(loss, list(inputs.leaves.values()))
+
+
+def probabilities(n=1, num_classes=2500):
+    """Rows of G with one target, (n, V) float64: the same row n times."""
+    logits = -torch.log1p(torch.arange(num_classes, dtype=torch.float64))[torch.randperm(num_classes)]
+    logits += 1.5 * torch.randn(num_classes, dtype=torch.float64)
+    p = logits.softmax(0)
+    p[17] -= 1.0
+    return p.expand(n, -1).clone()
+
+
+def kept(g, mode="unbiased", seed=1, tokens=None, threshold=2.0**-7, slope=1.0):
+    tokens = torch.arange(g.shape[0]) if tokens is None else tokens
+    out = g.clone()
+    keep_entries(
+        out,
+        torch.full((g.shape[0],), slope, dtype=g.dtype),
+        SparseGradient(threshold, mode, seed_of(seed)),
+        Draws(tokens),
+    )
+    return out
+
+
+def test_entries_from_the_threshold_on_stay_and_smaller_ones_are_zero_or_the_threshold():
+    g = probabilities(50)
+    found, threshold = kept(g), 2.0**-7
+    large = g.abs() >= threshold
+    assert large.any() and torch.equal(found[large], g[large])
+    small = found[~large]
+    raised = small != 0.0
+    assert 0 < raised.sum() < raised.numel()
+    assert torch.equal(small[raised], torch.sign(g[~large][raised]) * threshold)
+
+
+def test_the_mean_of_an_entry_is_the_entry_and_its_variance_as_predicted():
+    n, threshold = 4000, 2.0**-7
+    g = probabilities(n)
+    found, one = kept(g), g[0]
+    variance = torch.where(one.abs() < threshold, one.abs() * (threshold - one.abs()), 0.0)
+    drawn = variance * n > 10 * threshold**2  # often enough for a normal distribution
+    z = (found.mean(0) - one)[drawn] / (variance[drawn] / n).sqrt()
+    assert drawn.sum() > 50
+    assert z.abs().max() < 5.5
+    assert 0.8 < z.square().mean() < 1.25
+    rare = ~drawn & (one.abs() < threshold)  # together: each far below one unit of q as well
+    total, expected = (found[:, rare] != 0.0).sum(), n * one[rare].abs().sum() / threshold
+    assert abs(total - expected) < 5.5 * expected.sqrt()
+    ratio = found[:, drawn].var(0) / variance[drawn]
+    assert 0.9 < ratio.mean() < 1.1
+
+
+def test_a_tile_keeps_the_sum_of_its_probabilities_rounded_up_or_down():
+    g, threshold = probabilities(200), 2.0**-7
+    expected = (g.abs() / threshold).clamp(max=1.0)
+    for start in range(0, g.shape[1], sparse_gradient.TILE):
+        tile = slice(start, start + sparse_gradient.TILE)
+        count, total = (kept(g)[:, tile] != 0.0).sum(1), expected[:, tile].sum(1)
+        assert ((count - total).abs() < 1.0 + 1e-3).all()
+    assert ((kept(g) != 0.0).sum(1) <= room_of_row(threshold, g.shape[1])).all()
+
+
+def test_draws_depend_on_seed_and_token_alone():
+    g = probabilities(64)
+    first = kept(g)
+    assert torch.equal(first, kept(g))
+    order = torch.randperm(64)
+    assert torch.equal(first[order], kept(g[order], tokens=order))
+    assert torch.equal(first, kept(g * -4.0, slope=-4.0) / -4.0)
+    for other in (2, 1 + 2**32, -1):
+        assert not torch.equal(first, kept(g, seed=other))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_nan_stays_nan_and_a_token_without_a_slope_has_no_entry():
+    g = probabilities(2)
+    g[0, 5] = torch.nan
+    found = kept(g)
+    assert found[0, 5].isnan() and not found[1].isnan().any()
+    assert not kept(torch.zeros(1, 100), slope=0.0).any()
+
+
+DROP_OPTIONS = [{}, {"z_loss": 1e-2, "logit_scale": 0.7}, {"reduction": "sum", "temperature": 1.3}]
+
+
+@pytest.mark.parametrize("options", DROP_OPTIONS, ids=str)
+def test_drop_is_the_dense_gradient_without_small_entries(options):
+    inputs = make_inputs(SHAPE, dtype=torch.float64, bias=True, weight=True)
+    loss, found = gradients(inputs, **sparse(mode="drop"), **options)
+    exact, dense = gradients(inputs, **options)
+    assert torch.equal(loss, exact)
+    truth = dense_without(inputs, "drop", options)
+    for ours, expected in zip(found, [*truth, dense[2]], strict=True):
+        assert error(ours, expected) < 1e-12
+
+
+def dense_without(inputs, mode, options):
+    """The two matrix gradients from all logits, in float64."""
+    x, w, y, b = (tensor.detach() for tensor in inputs.args)
+    scale = options.get("logit_scale", 1.0) / options.get("temperature", 1.0)
+    z = scale * (x @ w.T + b)
+    valid = y != -100
+    column = torch.where(valid, y, 0)
+    weight = torch.where(valid, inputs.weight[column], 0.0)
+    lse = z.logsumexp(1)
+    d_lse = torch.where(valid, weight + 2.0 * options.get("z_loss", 0.0) * lse, 0.0)
+    g = z.softmax(1) * d_lse[:, None]
+    g[torch.arange(len(y)), column] -= weight
+    large = g.abs() >= THRESHOLD * d_lse.abs()[:, None]
+    g = torch.where(large & valid[:, None], g, 0.0) * scale
+    if options.get("reduction", "mean") == "mean":
+        g /= weight.sum()
+    return g @ w, g.T @ x
+
+
+def test_gradients_approach_the_exact_ones_as_one_over_the_root_of_the_draws():
+    """Element by element, within the variance that independent tokens predict for grad_linear_weight."""
+    draws, (tokens, hidden, num_classes) = 360, (6, 4, 60)
+    inputs = make_inputs((tokens, hidden, num_classes), dtype=torch.float64, ignored=0.0)
+    _, exact = gradients(inputs)
+    threshold = 2.0**-4
+    found = [gradients(inputs, **sparse(threshold, seed=seed))[1] for seed in range(draws)]
+    for index, truth in enumerate(exact):
+        samples = torch.stack([grads[index] for grads in found])
+        deviation = samples.std(0)
+        drawn = deviation > 0.1 * deviation.max()
+        z = (samples.mean(0) - truth)[drawn] / deviation[drawn] * draws**0.5
+        assert z.abs().max() < 5.0
+        few = (samples.view(24, -1, *truth.shape).mean(1) - truth).square().mean().sqrt()
+        many = (samples.view(4, -1, *truth.shape).mean(1) - truth).square().mean().sqrt()
+        assert 0.2 < many / few < 0.8  # of six times as many draws: 0.41
+    x, w, y, _ = (None if tensor is None else tensor.detach() for tensor in inputs.args)
+    g = (x @ w.T).softmax(1)
+    g[torch.arange(tokens), y] -= 1.0
+    variance = torch.where(g.abs() < threshold, g.abs() * (threshold - g.abs()), 0.0) / tokens**2
+    ratio = samples.var(0).sum() / (variance.T @ x.square()).sum()
+    assert 0.85 < ratio < 1.15
+
+
+def test_chunks_and_ignored_tokens_do_not_change_what_is_kept():
+    inputs = make_inputs((600, 8, 4500), dtype=torch.float64)
+    options = sparse() | {"reduction": "sum"}
+    _, whole = gradients(inputs, **options)
+    with flce_ops.workspace(1):
+        _, cut = gradients(inputs, **options)
+    assert flce_ops.last_path().chunks > 1
+    for ours, expected in zip(cut, whole, strict=True):
+        assert error(ours, expected) < 1e-12
+    inputs.target[100:200] = -100
+    _, fewer = gradients(inputs, **options)
+    assert error(fewer[0][200:], whole[0][200:]) < 1e-12
+
+
+def test_a_compiled_step_and_a_checkpoint_keep_the_same_entries(device):
+    inputs = make_inputs((24, 8, 300), device=device)
+    options = sparse() | {"gradient_seed": torch.tensor(3, device=device)}
+    loss, expected = gradients(inputs, **options)
+
+    def step(input, seed):
+        args = (input, *inputs.args[1:])
+        return flce_ops.linear_cross_entropy(*args, **options | {"gradient_seed": seed})
+
+    def grads(loss):
+        return torch.autograd.grad(loss, list(inputs.leaves.values()))
+
+    again = checkpoint(step, inputs.input, options["gradient_seed"], use_reentrant=False)
+    compiled = torch.compile(step, fullgraph=True)
+    for ours in (grads(again), grads(compiled(inputs.input, options["gradient_seed"]))):
+        assert all(map(torch.equal, ours, expected))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        other = grads(compiled(inputs.input, torch.tensor(4, device=device)))
+    assert not torch.equal(other[0], expected[0])
+
+
+@pytest.mark.parametrize("mode", sparse_gradient.MODES)
+def test_the_operators_pass_opcheck(device, mode):
+    inputs = make_inputs((12, 11, 31), device=device, bias=True)
+    options = sparse(mode=mode) | {"gradient_seed": torch.tensor(3, device=device)}
+    opcheck(torch.ops.flce.linear_cross_entropy.default, inputs.args, options)
+    args = (*inputs.args, None, None)
+    opcheck(torch.ops.flce.linear_cross_entropy_with_grad.default, args, {"output_mask": [True] * 3, **options})
+
+
+REFUSED = [
+    ({"gradient_threshold": 1.0}, ValueError, r"gradient_threshold in \[0, 1\), got 1.0"),
+    ({"gradient_threshold": torch.tensor(0.1)}, TypeError, "gradient_threshold"),
+    ({"gradient_mode": "keep"}, ValueError, "gradient_mode to be one of unbiased, drop, got 'keep'"),
+    ({"gradient_seed": None}, ValueError, "expects gradient_seed, a 0-d int64 tensor"),
+    ({"gradient_seed": torch.tensor([1])}, ValueError, r"gradient_seed to be a 0-d tensor in torch.int64, got \(1,\)"),
+    ({"gradient_seed": torch.tensor(1.0)}, ValueError, "gradient_seed to be a 0-d tensor in torch.int64"),
+    ({"gradient_seed": torch.tensor(1, device="meta")}, ValueError, "gradient_seed on the device of input"),
+    ({"label_smoothing": 0.1}, NotImplementedError, "label_smoothing with gradient_threshold"),
+    ({"softcap": 5.0}, NotImplementedError, "softcap with gradient_threshold"),
+    ({"main_grad": torch.zeros(7, 4)}, NotImplementedError, "the sparse gradient with main_grad"),
+    ({"reduction": "none"}, NotImplementedError, "the sparse gradient of reduction='none'"),
+]
+
+
+@pytest.mark.parametrize("options, kind, message", REFUSED, ids=str)
+def test_what_does_not_go_with_it_is_refused_by_name(options, kind, message):
+    inputs = make_inputs((5, 4, 7))
+    with pytest.raises(kind, match=message):
+        flce_ops.linear_cross_entropy(*inputs.args, **sparse() | options)
+
+
+def test_other_losses_and_derivatives_refuse_it():
+    inputs = make_inputs((5, 4, 7))
+    with pytest.raises(NotImplementedError, match="sparse gradient of class probabilities"):
+        flce_ops.linear_cross_entropy(*inputs.args[:2], torch.full((5, 7), 1 / 7), **sparse())
+    heads = torch.randn(7, 2, 4, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="sparse gradient of a K-dimensional loss"):
+        flce_ops.linear_cross_entropy(inputs.input, heads, torch.zeros(5, 2, dtype=torch.int64), **sparse())
+    with pytest.raises(NotImplementedError, match="float16"):
+        flce_ops.linear_cross_entropy(*inputs.clone(torch.float16).args, **sparse())
+    with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
+        loss = flce_ops.linear_cross_entropy(*inputs.args, **sparse())
+        torch.autograd.grad(loss, inputs.input, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"under a torch.func transform"):
+        args = [None if arg is None else arg.detach() for arg in inputs.args[1:]]
+        torch.func.grad(lambda x: flce_ops.linear_cross_entropy(x, *args, **sparse()))(inputs.input.detach())
+
+
+def test_without_a_gradient_it_does_nothing():
+    inputs = make_inputs((5, 4, 7), requires_grad=False)
+    losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none", **sparse())
+    assert torch.equal(losses, flce_ops.linear_cross_entropy(*inputs.args, reduction="none"))

@@ -1,0 +1,156 @@
+"""The Triton kernels of a sparse gradient, in Triton's interpreter: float32, against the ATen path and torch."""
+
+# N tokens, n rows, D hidden, V vocabulary, R room of a row's list
+
+import inputs
+import pytest
+import torch
+from reference_loss import error
+
+import flce_ops
+from flce_ops import aten
+from flce_ops.math import sparse_gradient
+from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
+from flce_ops.triton import launch_with_grad
+from flce_ops.triton.class_order import launch_class_order
+from flce_ops.triton.finish_rows import FinishedRows
+from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
+from flce_ops.triton.kept_tokens import keep_tokens
+from flce_ops.triton.sparse_lists import Lists, launch_lists
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on hashes that wrap around
+]
+
+
+@pytest.fixture
+def short_lists(monkeypatch):
+    """GEMMs would be faster for the few classes of a test."""
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", 1)
+
+
+def options(threshold, mode="unbiased", seed=2**40 + 5):
+    return {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_seed": torch.tensor(seed)}
+
+
+def dense_lists(lists, num_classes):
+    """(n, V) of lists."""
+    out = torch.zeros(len(lists.lengths), num_classes)
+    for row, (entries, count) in enumerate(zip(lists.entries, lists.lengths)):
+        out[row, entries[:count] & 0xFFFFFFFF] = (entries[:count] >> 32).int().view(torch.float32)
+        assert len(set((entries[:count] & 0xFFFFFFFF).tolist())) == count
+    return out
+
+
+def random_lists(n, num_classes, room):
+    count = torch.randint(0, room + 1, (n,), dtype=torch.int32)
+    entries = torch.full((n, room), -1)
+    for row in range(n):
+        frequent = 1.0 / torch.arange(1, num_classes + 1)
+        classes = torch.multinomial(frequent, max(int(count[row]), 1))[: count[row]]
+        values = torch.randn(len(classes)).view(torch.int32).long()
+        entries[row, : count[row]] = values << 32 | classes
+    return Lists(entries, count)
+
+
+@pytest.mark.parametrize("num_classes", [2053, 4096], ids=["ragged", "even"])
+@pytest.mark.parametrize("mode", sparse_gradient.MODES)
+def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory):
+    n, threshold, padded = 4, 2.0**-7, -(-num_classes // 4) * 4
+    exponentials = torch.full((n, padded), torch.nan)[:, :num_classes]
+    exponentials.copy_(torch.randn(n, num_classes).mul(2.0).exp())
+    exponentials[:, 40:60] *= 300.0  # neighbours that are all kept: several entries of a group
+    target = torch.randint(0, num_classes, (n,))
+    target[1] = -100
+    kept, _ = keep_tokens(target, -100, num_classes)
+    order = kept.order[: kept.total].long()
+    row_sum = exponentials.sum(1)
+    exponentials[torch.arange(n), 7] -= row_sum  # the target's entry is negative
+    column, factor = torch.full((n,), 7), torch.rand(n) + 0.5
+    residual = torch.rand(n) * 1e-3
+    finished = FinishedRows(exponentials[:, 7], factor, factor, residual)
+    room = room_of_row(threshold, num_classes)
+    lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32))
+    sparse = SparseGradient(threshold, mode, torch.tensor(11))
+    launch_lists(exponentials, row_sum, finished, column, kept, sparse, lists)
+    count = len(order)
+    expected = exponentials[:count] * factor[:count, None]
+    keep_entries(expected, row_sum[:count] * factor[:count], sparse, Draws(order))
+    expected[:, 7] += residual[:count]
+    found = dense_lists(lists, num_classes)
+    assert not found[count:].any()
+    assert (found != 0.0).sum() > 20
+    # the two round their shares apart: one in 10^5 entries may be another one
+    assert ((found[:count] != 0.0) != (expected != 0.0)).sum() <= 2
+    both = (found[:count] != 0.0) & (expected != 0.0)
+    torch.testing.assert_close(found[:count][both], expected[both], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
+def test_lists_by_class_and_their_sums(add, poisoned_memory):
+    n, num_classes, hidden, room = 261, 17, 70, 3
+    lists = random_lists(n, num_classes, room)
+    matrix = dense_lists(lists, num_classes)
+    target = torch.zeros(n, dtype=torch.int64)
+    kept, _ = keep_tokens(target, -100, num_classes)
+    classes = launch_class_order(lists, num_classes, kept, shortest=30, pieces=30)
+    entries, total = classes.entries[: classes.behind[-1]], (matrix != 0.0).sum(0)
+    assert torch.equal(classes.behind, total.cumsum(0).int())
+    token, column = matrix.T.nonzero()[:, 1], matrix.T.nonzero()[:, 0]
+    assert torch.equal(entries & 0xFFFFFFFF, token)
+    assert torch.equal((entries >> 32).int().view(torch.float32), matrix[token, column])
+    assert (total > classes.length).any() and (total <= classes.length).any()
+    assert 1 < classes.pieces[-1] <= 30
+
+    table, out = torch.randn(n, hidden), torch.randn(num_classes, hidden)
+    expected = matrix.double().T @ table.double() + (out if add else 0.0)
+    launch_gather_classes(classes, kept.total, torch.empty(30, hidden), table, out, add=add)
+    assert error(out, expected) < 1e-6
+    before = out.clone()
+    launch_gather_classes(classes, torch.tensor(0, dtype=torch.int32), torch.empty(30, hidden), table, out, add=add)
+    assert torch.equal(out, before) or add  # pieces are added, and there are none where a gradient is dense
+
+    weight = torch.randn(hidden, num_classes).T
+    rows = torch.empty(n, hidden)
+    launch_gather_rows(lists, weight, rows)
+    assert error(rows, matrix.double() @ weight.double()) < 1e-6
+
+
+@pytest.mark.parametrize("mode, bias", [("unbiased", False), ("drop", True)])
+def test_a_step_agrees_with_the_aten_path(mode, bias, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 35, 67), bias=bias, weight=True, requires_grad=False)
+    args = (*made.args, made.weight, torch.rand(15), None)
+    chosen = options(2.0**-4, mode) | {"output_mask": [True, True, bias], "z_loss": torch.tensor(1e-2)}
+    for ours, expected in zip(launch_with_grad(*args, **chosen), aten.with_grad(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+    exact = launch_with_grad(*args, output_mask=[True, True, bias], z_loss=chosen["z_loss"])
+    assert error(launch_with_grad(*args, **chosen)[2], exact[2]) > 1e-2
+
+
+@pytest.mark.parametrize("mask", [[True, False, False], [False, True, False]], ids=["dX only", "dW only"])
+def test_a_step_makes_only_the_gradient_asked_for(mask, short_lists, poisoned_memory):
+    args = (*inputs.make_inputs((11, 20, 67), requires_grad=False).args, None, None)
+    both = launch_with_grad(*args, output_mask=[True, True, False], **options(2.0**-5))
+    found = launch_with_grad(*args, output_mask=mask, **options(2.0**-5))
+    for ours, expected, wanted in zip(found[2:4], both[2:4], mask):
+        assert torch.equal(ours, expected) if wanted else not ours.numel()
+
+
+@pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])
+def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
+    """And where lists are long, the GEMMs of an exact step in place of them."""
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
+    args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
+    chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
+    whole = launch_with_grad(*args, **chosen)
+    assert flce_ops.last_path().chunks == 1
+    monkeypatch.setattr("flce_ops.triton.sparse_step.span_at_most", lambda *_: 16)
+    monkeypatch.setattr("flce_ops.triton.sparse_step.rows_that_fit", lambda *_: 12)
+    cut = launch_with_grad(*args, **chosen)
+    assert flce_ops.last_path().chunks == 3  # 12 and 4 of a span of 16, and 12
+    for ours, expected in zip(cut, whole, strict=True):
+        assert error(ours, expected) < 1e-6
+    exact = launch_with_grad(*args, output_mask=[True, True, False])
+    errors = [error(ours, expected) for ours, expected in zip(whole[2:4], exact[2:4])]
+    assert max(errors) < 1e-6 if classes_per_entry == 96 else min(errors) > 1e-2
