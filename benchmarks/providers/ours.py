@@ -14,6 +14,8 @@ from ..soft import in_one_call as of_soft_targets
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
+# A sparse gradient: mode, and the threshold is 2 to this power
+SPARSE = {"ours_sparse_10": ("unbiased", -10), "ours_sparse_12": ("unbiased", -12), "ours_drop_12": ("drop", -12)}
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
@@ -24,6 +26,21 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
     with workspace(retained=0):
         losses = linear_cross_entropy(input, linear_weight, target, reduction="none")
     return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
+
+
+def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
+    from flce_ops import linear_cross_entropy
+
+    if not mode.backward or mode.reduction == "none":
+        raise Unavailable("a sparse gradient is that of a scalar loss")
+    how, exponent = SPARSE[name]
+    seed = torch.tensor(problem.seed, device=problem.input.device)
+    sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return linear_cross_entropy(input, linear_weight, target, reduction=reduction, **sparse)
+
+    return step_of(loss, problem, mode)
 
 
 def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
@@ -92,7 +109,9 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
     if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
-        if name == "ours_compacted":
+        if name in SPARSE:
+        return _sparse_step(name, problem, mode)
+    if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")
         loss, mode = in_one_call(problem), MODES["fwd_bwd"]
 

@@ -29,6 +29,11 @@
         set_entries.py                        the target's entries of a gradient
             gemm_operands.py                  matrices as tensor maps
             target.py, tiles.py               the device; tile shapes
+    sparse_step.py                            the chunks of a step whose logit gradient is sparse
+        sparse_lists.py                       the entries that are kept, token by token
+        sparse_or_dense.py                    whether these are few
+        class_order.py                        class by class
+        gather_sums.py                        sums of gathered rows: both gradients
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
