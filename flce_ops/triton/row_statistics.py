@@ -7,9 +7,9 @@ With r the reference, E = 2^(z - r), Z = sum_j E_j and everything in base 2:
     log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
     mean_logit        sum_j z_j / V
 
-so a large r costs the middle two no digits. The sum of squares is at most Z^2: where Z is below what calls for a rescue,
-2^60, it is below 2^120. And it is at least 1, as r is the logit of one of the classes, or 1 / V after a rescue, where r
-is lse.
+so a large r costs the middle two no digits. The sum of squares is at most Z^2: below 2^120 where Z is below what calls
+for a rescue, 2^60. And it is at least 1, as r is the logit of one of the classes, or 1 / V after a rescue, where r is
+lse.
 """
 
 import triton
