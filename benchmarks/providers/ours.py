@@ -31,8 +31,8 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
-    if not mode.backward or mode.reduction == "none":
-        raise Unavailable("a sparse gradient is that of a scalar loss")
+    if not mode.backward or mode.per_token or mode.name == "soft64":
+        raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
     how, exponent = SPARSE[name]
     seed = torch.tensor(problem.seed, device=problem.input.device)
     sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}
@@ -104,14 +104,14 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             return found.log_probs, found.entropy
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
 
+    if name in SPARSE:
+        return _sparse_step(name, problem, mode)
     if mode.name == "soft64":
         if name in ("ours_recompute", "ours_compacted"):
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
     if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
-        if name in SPARSE:
-        return _sparse_step(name, problem, mode)
-    if name == "ours_compacted":
+        if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")
         loss, mode = in_one_call(problem), MODES["fwd_bwd"]
 
