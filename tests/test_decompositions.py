@@ -142,7 +142,8 @@ def test_log_probs_and_metrics_decompose():
     class Everything(torch.nn.Module):
         def forward(self, *args):
             loss, metrics = flce_ops.linear_cross_entropy(*args, return_metrics=True)
-            return loss, *metrics, *flce_ops.linear_log_probs(*args, softcap=5.0, entropy=True, argmax=True)
+            rows = flce_ops.linear_log_probs(*args, softcap=5.0, entropy=True, argmax=True, tail=True)
+            return loss, *metrics, *rows
 
     n = Dim("n", min=2)
     example = make_inputs((N, D, V), bias=True, requires_grad=False)
