@@ -30,7 +30,7 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
-    if not mode.backward or mode.reduction == "none":
+    if not mode.backward or mode.reduction != "mean" or mode.name == "policy":
         raise Unavailable("a sparse gradient is that of a scalar loss")
     how, exponent = SPARSE[name]
     seed = torch.tensor(problem.seed, device=problem.input.device)
@@ -103,10 +103,10 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             return found.log_probs, found.entropy
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
 
-    if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
-        if name in SPARSE:
+    if name in SPARSE:
         return _sparse_step(name, problem, mode)
-    if name == "ours_compacted":
+    if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
+        if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")
         loss, mode = in_one_call(problem), MODES["fwd_bwd"]
 
