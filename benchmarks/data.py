@@ -34,6 +34,13 @@ IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
 
 
+class SoftTargets(NamedTuple):
+    """(N, K) each: what the mode "soft64" has in place of the target."""
+
+    classes: Tensor  # int64
+    weight: Tensor  # float32
+
+
 class PolicyTokens(NamedTuple):
     """(N,) float32 each: what the mode "policy" knows of the tokens."""
 
@@ -50,6 +57,7 @@ class Problem:
     target: Tensor  # (N,) int64, IGNORE_INDEX where ignored
     cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
     seed: int
+    soft: SoftTargets | None = None  # drawn where they are asked for: soft.py
     policy: PolicyTokens | None = None  # drawn where it is asked for: policy.py
 
     def clear_gradients(self) -> None:

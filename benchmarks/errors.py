@@ -5,6 +5,7 @@ over the tokens:
 
     z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
 
+With K classes a token, of weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k q_k onehot_k).
 "log_probs" has the other sign, and the gradient of the entropy H besides: -cotangent_H p (log p + H).
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from .data import Problem
 from .modes import Mode
 from .policy import loss_of_log_probs
+from .soft import targets_of
 
 
 class Reference(NamedTuple):
@@ -66,10 +68,14 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
 
     for rows in problem.row_chunks():
         x = problem.input[rows].to(dtype)
-        target = problem.target[rows].clamp(min=0)[:, None]
+        target = problem.target[rows][:, None]
+        q = torch.ones_like(target, dtype=dtype)
+        if mode.name == "soft64":
+            target, q = (of_all[rows] for of_all in targets_of(problem))
+        target, q = target.clamp(min=0), q.to(dtype)
         z = x @ weight.T
         lse = z.logsumexp(-1, keepdim=True)
-        losses[rows] = torch.where(kept[rows], sign * (lse - z.gather(1, target))[:, 0], 0)
+        losses[rows] = torch.where(kept[rows], sign * (q * (lse - z.gather(1, target))).sum(1), 0)
         if not mode.backward:
             continue
         log_p = z.sub_(lse)
@@ -78,7 +84,7 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
         if of_entropy is not None:
             entropy = -(p * log_p).sum(1, keepdim=True)
             entropy_grad = log_p.add_(entropy).mul_(p).mul_(torch.where(kept[rows], -of_entropy[rows], 0)[:, None])
-        grad_z = p.scatter_add_(1, target, torch.full_like(lse, -1))
+        grad_z = p.mul_(q.sum(1, keepdim=True)).scatter_add_(1, target, -q)
         grad_z.mul_(torch.where(kept[rows], sign * scale[rows], 0)[:, None])
         if entropy_grad is not None:
             grad_z.add_(entropy_grad)

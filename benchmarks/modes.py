@@ -49,6 +49,7 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
+        Mode("soft64", 3, "mean", True, True),  # 64 classes a token: soft.py
         Mode("policy", 3, "none", True, True),  # a policy's loss, of losses per token or in one call: policy.py
         Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
         Mode("log_probs", 3, "log_probs", True, True),  # and entropies, both differentiated: what RL asks a head for

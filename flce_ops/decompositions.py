@@ -36,14 +36,16 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs, policy
+from flce_ops.entry import cross_entropy, log_probs, low_rank, policy
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, PolicyWithGrad, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.autograd import recomputed_step
+from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.ops.policy_autograd import recomputed_policy_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
@@ -84,6 +86,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_forward.default: forward,
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
+        torch.ops.flce.linear_cross_entropy_low_rank.default: low_rank.composite,
+        torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
         torch.ops.flce.linear_policy_loss.default: policy.composite,
         torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
@@ -124,7 +128,7 @@ def forward(call: Forward) -> ForwardOutputs:
     for classes in class_blocks(linear_weight):
         block = product(input, linear_weight[classes].T)
         logits = activate(block, block_of(linear_bias, classes), call.logits)
-        target_logit = target_logit + at_target(column, classes, logits).sum(1)
+        target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
         if call.logit_sum:
             sums = sums + weighted_logits(logits, block_of(weight, classes))
         if call.mean_logit:
@@ -182,6 +186,22 @@ def at_target(column: Tensor, classes: slice, values: Tensor) -> Tensor:  # (N, 
     return torch.where(column == torch.arange(classes.start, classes.stop, device=column.device), values, 0.0)
 
 
+def logits_at_target(column: Tensor, classes: slice, logits: Tensor, like: Tensor) -> Tensor:  # (N,) or (N, K)
+    """0 where the target is not among the block's classes."""
+    if like.dim() == 1:
+        return at_target(column, classes, logits).sum(1)
+    here = (column >= classes.start) & (column < classes.stop)  # a mask of K slots would be K times the block
+    return torch.where(here, logits.gather(1, torch.where(here, column - classes.start, 0)), 0.0)
+
+
+def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: Tensor) -> Tensor:
+    """`values`, (N,) or (N, K), at the targets' classes."""
+    if values.dim() == 1:
+        return grad_logits + at_target(column, classes, values.unsqueeze(1))
+    here = (column >= classes.start) & (column < classes.stop)
+    return grad_logits.scatter_add(1, torch.where(here, column - classes.start, 0), torch.where(here, values, 0.0))
+
+
 @functional
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
@@ -202,7 +222,7 @@ def backward(call: Backward) -> Gradients:
         grad_logits = softmax_gradient(logits, factors)
         add_sum(grad_logits, cotangents.grad_logit_sum, block_of(weight, classes))
         if cotangents.grad_target_logit is not None:
-            grad_logits += at_target(column, classes, cotangents.grad_target_logit.unsqueeze(1))
+            grad_logits = add_at_target(grad_logits, column, classes, cotangents.grad_target_logit)
         apply_slope(grad_logits, slope)
         rounded = grad_logits.to(input.dtype)
         if want_input:
@@ -226,7 +246,7 @@ def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
             "leave gradient_threshold out"
         )
     gradients, losses, statistics = recomputed_step(call, forward, backward)
-    valid = call.operands.target != call.ignore_index
+    valid = tokens_that_count(call.operands.target, call.ignore_index)
     absent = TokenStatistics(losses.new_zeros(0, dtype=torch.int64), *[losses.new_zeros(0)] * 4)
     found = (absent[k] if of_rows is None else of_rows for k, of_rows in enumerate(statistics))
     return call.reduction.loss(losses, valid), losses, *gradients, *found
@@ -237,6 +257,13 @@ def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tens
     gradients, losses, log_probs = recomputed_policy_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, log_probs
+
+
+@takes(LowRankWithGrad)
+def low_rank_with_grad(call: LowRankWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, *results = with_grad(concatenated(call))
+    gradients = results[:3]
+    return loss, losses, *(gradient.contiguous() for gradient in of_pair(call, gradients))
 
 
 def upstream(factor: Tensor, leaf: Tensor) -> Tensor:

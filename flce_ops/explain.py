@@ -4,6 +4,7 @@ Where Triton makes a scalar loss, also how it takes the tokens: those of triton/
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
     tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
     lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
     if retaining and not any_dtensor(call["input"], call["linear_weight"]):
-        tokens = call["target"].numel()
+        tokens = math.prod(call["input"].shape[:-1])
         rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
         lines.append(f"logits of {rows} of {tokens} tokens retained")
     if op == "with_grad" and not divergence and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
@@ -153,8 +154,15 @@ def situation_of_call(call: dict) -> Situation:
         main_grad=call.get("main_grad") is not None,
         wants_gradient=situation.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
+        slots=has_slots(call),
         sparse=bool(call.get("gradient_threshold")),
     )
+
+
+def has_slots(call: dict) -> bool:
+    """Several classes a token. (linear_kl_div's target, which may be None, says which tokens count.)"""
+    target = call.get("target")
+    return target is not None and not target.is_floating_point() and target.dim() == call["input"].dim()
 
 
 def dtype_in_operators(tensor: Tensor) -> torch.dtype:

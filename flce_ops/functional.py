@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import kl_div, log_probs, logits_plain, metrics, policy, policy_plain
 from flce_ops.entry import logits as given_logits
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
@@ -38,10 +39,11 @@ class LinearCrossEntropyMetrics(NamedTuple):
     argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
 
 
+@typed
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)
-    target: Tensor,  # (...), or (..., V) of probabilities
+    target: Tensor,  # (...), (..., K) with target_weight, or (..., V) of probabilities
     linear_bias: Tensor | None = None,  # (V,)
     *,
     weight: Tensor | None = None,  # (V,)
@@ -53,6 +55,7 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
+    target_weight: Tensor | None = None,  # (..., K)
     normalizer: Tensor | float | None = None,  # ()
     shift: bool = False,
     main_grad: Tensor | None = None,  # (V, D)
@@ -73,6 +76,12 @@ def linear_cross_entropy(
                                 + label_smoothing / V * sum_j weight_j * (lse - z_j)
                                 + z_loss * lse ** 2 ]
 
+    With several classes y_k a token and their weights q as target and target_weight (soft targets)::
+
+        loss = token_weight * [ (1 - label_smoothing) * sum_k q_k * weight_yk * (lse - z_yk)
+                                + label_smoothing / V * sum_j weight_j * (lse - z_j)
+                                + z_loss * lse ** 2 ]
+
     With class probabilities q as target::
 
         loss = token_weight * sum_j weight_j * [(1 - label_smoothing) * q_j + label_smoothing / V] * (lse - z_j)
@@ -82,13 +91,14 @@ def linear_cross_entropy(
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast). For a
             K-dimensional loss (V, d_1, ..., d_K, D), a head for each position, which run one after the other;
             target, loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias (V, d_1, ..., d_K).
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. Or class probabilities, (..., V) or
-            (..., V, d_1, ..., d_K), of any floating dtype, not negative (that gives nan); they need not add up to 1,
-            and are constants.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. With ``target_weight`` (..., K): K
+            classes a token, of which those that are ``ignore_index`` count for nothing; a token without another is
+            ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype, not negative
+            (that gives nan); they need not add up to 1, and are constants.
         linear_bias: (V,), in input's dtype.
         weight: class weights, (V,), as F.cross_entropy's; constants, they get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
-            ignored, or by the sum of their class weights. "sum".
+            ignored, or, of one class a token, by the sum of their class weights. "sum".
         ignore_index: target value that contributes neither loss nor gradient, whatever input holds there. None is -100,
             as torch's.
         label_smoothing: in [0, 1].
@@ -99,14 +109,18 @@ def linear_cross_entropy(
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...); it does not enter the denominator of "mean". Tokens of weight 0 are left
             out like ignored ones, unless token_weight gets a gradient or metrics are returned.
+        target_weight: q, one for each class of target, (..., K), any floating dtype, not negative (that gives nan).
+            They need not add up to 1 (a teacher's top K), equal classes of a token add up, 0 is fine, and what stands
+            beside ``ignore_index`` is not read. Constants. A hard target beside soft ones is one more slot:
+            ``torch.cat([target.unsqueeze(-1), classes], -1)`` with its weight beside theirs.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum": the number
             of target tokens in the whole batch under gradient accumulation or data parallelism.
             Over 0 the loss and its gradients are those of losses.sum() / normalizer.
         shift: target holds the labels of the same positions as input, (..., T): the token at position t is scored
             against the label at t + 1, as causal language models are, and the last one of each sequence is ignored; its
             loss is 0, its argmax -1. token_weight stays that of position t. Several sequences packed into one: label
-            the first token of each ``ignore_index``. Nothing is copied but the labels. Not for probabilities and
-            K-dimensional losses, nor for labels whose sequences are sharded.
+            the first token of each ``ignore_index``. Nothing is copied but the labels. Not for probabilities, soft
+            targets and K-dimensional losses, nor for labels whose sequences are sharded.
         main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype: backward adds
             linear_weight's gradient to it, inside the GEMM and without rounding where it is float32, and autograd gets
             none: ``linear_weight.grad`` stays as it is. Forward leaves it alone. Megatron's ``weight.main_grad``; see
@@ -131,22 +145,23 @@ def linear_cross_entropy(
                 "token_accuracy"    (), float32: share of the tokens not ignored whose target is
 
             Constants, 0 at ignored tokens; docs/log_probs.md says what each costs. Not for probabilities, nor is
-            ``z_loss``.
+            ``z_loss``; with target_weight not the last three.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes bound
             memory as ``set_workspace`` does here, and have no effect; what would change the sums is refused.
 
     Returns:
-        float32 (float64 for float64 input): shape () or, for "none", target's. In nats per token.
+        float32 (float64 for float64 input): shape () or, for "none", that of the tokens. In nats per token.
         With ``return_metrics=True`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``; with
         names a pair of the loss and a dict of what they name.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V); on CUDA a device-side assert instead, without a host sync.
-        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight`` or probabilities, and second
-            derivatives of their loss; probabilities or a K-dimensional loss beside DTensors. main_grad under torch.func
-            or create_graph=True, beside DTensors, for probabilities or a K-dimensional loss; gradient_threshold there,
-            and with main_grad.
+        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``, ``target_weight`` or
+            probabilities, and second derivatives of the latter's loss; probabilities or a K-dimensional loss beside
+            DTensors; target_weight with a K-dimensional loss. main_grad under torch.func or create_graph=True, beside
+            DTensors, for probabilities or a K-dimensional loss; gradient_threshold there, with main_grad
+            and with target_weight.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
@@ -165,8 +180,8 @@ def linear_cross_entropy(
     )
     normalizer = normalizer_tensor(normalizer, input)
     if shift:
-        target = shifted_target(linear.OP, shift, target, input, ignore_index)
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad)
+        target = shifted_target(linear.OP, target, input, ignore_index)
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad, target_weight)
     names = metrics.metric_names(linear.OP, return_metrics)
     asked: dict[str, bool] = {}
     if return_metrics is False:
@@ -190,6 +205,7 @@ def linear_cross_entropy(
         token_weight=token_weight,
         normalizer=normalizer,
         main_grad=main_grad,
+        target_weight=target_weight,
         gradient_threshold=gradient_threshold,
         gradient_mode=gradient_mode,
         gradient_seed=gradient_seed,
@@ -204,6 +220,7 @@ def linear_cross_entropy(
     return loss, by_name
 
 
+@typed
 def cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...)
@@ -258,8 +275,8 @@ def cross_entropy(
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, CUDA graphs, DTensor
-        with the tokens sharded. The logits are not kept for backward. In float16, under checkpointing, torch.func and
-        for reduction="none" they are, and backward reads them again.
+        with tokens or classes sharded. The logits are not kept for backward. In float16, under checkpointing,
+        torch.func, with sharded classes and for reduction="none" they are, and backward reads them again.
     """
     refuse_tensors(
         logits_plain.OP,
@@ -276,7 +293,7 @@ def cross_entropy(
         )
     normalizer = normalizer_tensor(normalizer, logits)
     if shift:
-        target = shifted_target(logits_plain.OP, shift, target, logits, ignore_index)
+        target = shifted_target(logits_plain.OP, target, logits, ignore_index)
     op, body = LOGITS_ENTRIES[return_metrics, inplace_backward]
     entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
     result = entry(
@@ -300,12 +317,13 @@ def cross_entropy(
 
 
 class LinearLogProbs(NamedTuple):
-    """Each of target's shape; float32 (float64 for float64 input), argmax int64."""
+    """One number a token, (...); float32 (float64 for float64 input), argmax int64."""
 
-    log_probs: Tensor  # log p(target), nats; 0 at ignored tokens
+    log_probs: Tensor  # of target's shape, log p(target), nats; 0 where it is ignore_index
     lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
     entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
     argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
+    tail_log_prob: Tensor | None = None  # log of the probability of all classes that target does not name, nats
 
 
 @overload
@@ -321,6 +339,7 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     argmax: bool = False,
+    tail: bool = False,
 ) -> LinearLogProbs: ...
 
 
@@ -337,14 +356,16 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     argmax: bool = False,
+    tail: bool = False,
     return_metrics: Sequence[str],
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
 
+@typed
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
-    target: Tensor,  # (...)
+    target: Tensor,  # (...) or (..., K)
     linear_bias: Tensor | None = None,  # (V,)
     *,
     ignore_index: int | None = -100,
@@ -354,6 +375,7 @@ def linear_log_probs(
     shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
+    tail: bool = False,
     return_metrics: Sequence[str] | None = None,
 ) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
@@ -363,13 +385,15 @@ def linear_log_probs(
         lse      = logsumexp_j z_j
         log_prob = z_target - lse
         entropy  = lse - sum_j softmax(z)_j z_j
+        tail_log_prob = log(1 - sum_k softmax(z)_k), k over the distinct classes that target names for the token
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``.
+        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
         linear_bias: (V,), in input's dtype.
-        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100.
+        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Of K classes
+            such a slot has log-probability 0, and a token of such slots alone is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
             multiplied into input and linear_bias.
@@ -377,13 +401,17 @@ def linear_log_probs(
         shift: as of ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
+        tail: also return the log-probability of all other classes together, of those that target does not name. Where
+            that is below the dtype's eps (log: -15.9 in float32), a rounding of the others, it stays there, and has no
+            gradient.
         return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
             and ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
     Returns:
-        ``LinearLogProbs(log_probs, lse, entropy, argmax)``, each of target's shape, None where not asked for.
-        log_probs, lse and entropy are differentiable, float32 (float64 for float64 input).
-        With ``return_metrics`` a pair: that, and a dict of what it names, of target's shape, 0 at ignored tokens.
+        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``, log_probs of target's shape, the others one
+        number a token, (...); None where not asked for. All but argmax are differentiable, float32 (float64 for float64
+        input).
+        With ``return_metrics`` a pair: that, and a dict of what it names, (...) each, 0 at ignored tokens.
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
@@ -391,17 +419,18 @@ def linear_log_probs(
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are
         retained (``set_workspace``), 4 for others. A vocabulary
-        sharded over ranks exchanges 2 to 7 numbers per token. What is not asked for costs nothing.
+        sharded over ranks exchanges 2 to 7 numbers per token, K - 1 more of K classes. What is not asked for costs
+        nothing.
     """
     refuse_tensors(log_probs.OP, softcap=softcap)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
     if shift:
-        target = shifted_target(log_probs.OP, shift, target, input, ignore_index)
+        target = shifted_target(log_probs.OP, target, input, ignore_index)
     names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
     entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, entropies, largest, *others = entry(
+    token_log_probs, lse, entropies, largest, *others, of_tail = entry(
         input,
         linear_weight,
         target,
@@ -412,9 +441,16 @@ def linear_log_probs(
         temperature=temperature,
         entropy=entropy,
         argmax=argmax,
+        tail=tail,
         **{name: name in names for name in metrics.OF_LOG_PROBS},
     )
-    found = LinearLogProbs(token_log_probs, lse, entropies if entropy else None, largest if argmax else None)
+    found = LinearLogProbs(
+        token_log_probs,
+        lse,
+        entropies if entropy else None,
+        largest if argmax else None,
+        of_tail if tail else None,
+    )
     if return_metrics is None:
         return found
     by_name = dict(zip(metrics.OF_LOG_PROBS, others))
@@ -428,6 +464,7 @@ class LinearPolicyResult(NamedTuple):
     log_probs: Tensor  # target's shape: log p(target), nats; 0 at ignored tokens and at those of token_weight 0
 
 
+@typed
 def linear_policy_loss(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -542,6 +579,7 @@ def linear_policy_loss(
     return LinearPolicyResult(*result)
 
 
+@typed
 def linear_kl_div(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -564,6 +602,7 @@ def linear_kl_div(
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
     vocab_size: int | None = None,
+    shift: bool = False,
 ) -> Tensor:
     r"""Distillation loss whose logits, student's and teacher's, are never held whole.
 
@@ -611,6 +650,8 @@ def linear_kl_div(
             teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
             teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
             its rows. Not with DTensors.
+        shift: as of ``linear_cross_entropy``: position t is left out where label t + 1 is ``ignore_index``, and so is
+            the last one of each sequence.
 
     Returns:
         float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
@@ -651,6 +692,8 @@ def linear_kl_div(
         linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
             kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
         )
+    if shift:
+        target = shifted_target(kl_div.OP, target, input, ignore_index)
     operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
     entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
     return entry(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
@@ -47,12 +48,14 @@ class LinearCrossEntropyLoss(nn.Module):
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as
             `linear_cross_entropy`.
 
-    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features); loss () or, for
-    reduction="none", (..., *out_features); with return_metrics a pair, as of `linear_cross_entropy`.
+    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
+    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair, as
+    of `linear_cross_entropy`.
     """
 
     weight: Tensor | None
 
+    @typed
     def __init__(
         self,
         in_features: int,
@@ -97,6 +100,7 @@ class LinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         *,
         token_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         shift: bool = False,
         return_metrics: bool | Sequence[str] = False,
@@ -115,6 +119,7 @@ class LinearCrossEntropyLoss(nn.Module):
             reduction=self.reduction,
             **options_of(self),
             token_weight=token_weight,
+            target_weight=target_weight,
             normalizer=normalizer,
             shift=shift,
             return_metrics=return_metrics,
@@ -136,9 +141,11 @@ class LinearCrossEntropyHead(nn.Linear):
         in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
 
-    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), the loss.
+    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
+    target_weight of its shape, the loss.
     """
 
+    @typed
     def __init__(
         self,
         in_features: int,
@@ -169,6 +176,7 @@ class LinearCrossEntropyHead(nn.Linear):
         weight: Tensor | None = None,
         reduction: str = "mean",
         token_weight: Tensor | None = None,
+        target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         shift: bool = False,
         return_metrics: bool | Sequence[str] = False,
@@ -184,6 +192,7 @@ class LinearCrossEntropyHead(nn.Linear):
             reduction=reduction,
             **options_of(self),
             token_weight=token_weight,
+            target_weight=target_weight,
             normalizer=normalizer,
             shift=shift,
             return_metrics=return_metrics,

@@ -2,6 +2,9 @@
 
 # N tokens, D hidden, V vocabulary
 
+import inspect
+
+import numpy
 import pytest
 import torch
 from inputs import make_inputs
@@ -232,3 +235,58 @@ def test_cuda_inputs_on_other_devices(device):
     inputs = make_inputs(device=device)
     with pytest.raises(ValueError, match="target.*cuda.*cpu"):
         flce_ops.linear_cross_entropy(inputs.input, inputs.linear_weight, inputs.target.cpu())
+
+
+# ---------------------------------------------------------------- wrong types
+
+HEAD = {"input": torch.randn(N, D), "linear_weight": torch.randn(V, D), "target": torch.randint(V, (N,))}
+FUNCTIONS = {
+    flce_ops.linear_cross_entropy: HEAD,
+    flce_ops.linear_log_probs: HEAD,
+    flce_ops.cross_entropy: {"logits": torch.randn(N, V), "target": HEAD["target"]},
+    flce_ops.linear_kl_div: {**HEAD, "teacher_input": torch.randn(N, D), "teacher_weight": torch.randn(V, D)},
+}
+OTHERS = ("3", [1.0], 1j, True, 2, 2.5, None, torch.tensor(2), numpy.ones(2))
+
+
+def fits(value, hint):
+    """As a user reads the signature."""
+    kinds = hint.__args__ if hasattr(hint, "__args__") else (hint,)
+    if isinstance(value, (bool, str, torch.Tensor)) or value is None:
+        return type(value) in kinds
+    return float in kinds if isinstance(value, float) else isinstance(value, int) and {int, float} & set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        pytest.param(function, name, id=f"{function.__name__}-{name}")
+        for function in FUNCTIONS
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "options"
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(function, name):
+    hint = inspect.signature(function).parameters[name].annotation
+    for value in OTHERS:
+        if not fits(value, hint):
+            with pytest.raises(TypeError, match=rf"^{function.__name__}: expected {name} to be "):
+                function(**FUNCTIONS[function] | {name: value})
+
+
+@pytest.mark.parametrize("module", [flce_ops.LinearCrossEntropyHead, flce_ops.LinearCrossEntropyLoss])
+def test_arguments_of_a_module_are_refused_by_its_name(module):
+    for changes in ({"label_smoothing": "0.1"}, {"softcap": 1j}, {"ignore_index": 2.5}, {"bias": None}):
+        (name,) = changes
+        with pytest.raises(TypeError, match=f"^{module.__name__}: expected {name} to be"):
+            module(D, V, **changes)
+    with pytest.raises(TypeError, match="expected (num_classes|out_features) to be an integer, got '9'"):
+        module(D, "9")
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = {"softcap": numpy.float64(3.0), "label_smoothing": numpy.float64(0.1), "ignore_index": numpy.int64(3)}
+    options["normalizer"] = numpy.float32(2.0)
+    found = flce_ops.linear_cross_entropy(**HEAD, **options)
+    plain = {name: value.item() for name, value in options.items()}
+    torch.testing.assert_close(found, flce_ops.linear_cross_entropy(**HEAD, **plain))

@@ -43,7 +43,7 @@ def loss(**options):
 
 
 def log_probs(*args):
-    return flce_ops.linear_log_probs(*args, entropy=True, argmax=True, softcap=5.0)._asdict()
+    return flce_ops.linear_log_probs(*args, entropy=True, argmax=True, tail=True, softcap=5.0)._asdict()
 
 
 def metrics(*args):

@@ -51,7 +51,7 @@ def dense(input, linear_weight, target, linear_bias=None, *, ignore_index=-100, 
 
 
 def ours(*args, **options):
-    return linear_log_probs(*args, **BOTH, **options)
+    return linear_log_probs(*args, **BOTH, tail=True, **options)
 
 
 def run(function, inputs: Inputs, cotangents, dtype=None, **options):
@@ -180,7 +180,7 @@ def test_nothing_asked_for_is_none_and_empty_in_the_operator(device):
     inputs = make_inputs((6, 5, 7), device=device)
     found = linear_log_probs(*inputs.args)
     assert found.entropy is None and found.argmax is None
-    assert [t.shape for t in flce.linear_log_probs(*inputs.args)[2:]] == [(0,)] * 4
+    assert [t.shape for t in flce.linear_log_probs(*inputs.args)[2:]] == [(0,)] * 5
     assert [t.shape for t in flce.linear_cross_entropy_forward(*inputs.args)[2:-2]] == [(0,)] * 6
     for name in ("entropy", "argmax"):
         alone = linear_log_probs(*inputs.args, **{name: True})
@@ -190,7 +190,7 @@ def test_nothing_asked_for_is_none_and_empty_in_the_operator(device):
 
 def test_only_the_argmax_has_no_graph(device):
     found = ours(*make_inputs((6, 5, 7), device=device).args)
-    assert [t.requires_grad for t in found] == [True, True, True, False]
+    assert [t.requires_grad for t in found] == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -453,7 +453,8 @@ def test_autocast_is_that_of_f_linear(device, half):
         found = ours(*inputs.args)
         expected = dense(*inputs.args)
     by_hand = ours(*inputs.clone(half).args)
-    for one, cast, plain in zip(found, by_hand, expected, strict=True):
+    assert torch.equal(found.tail_log_prob, by_hand.tail_log_prob)
+    for one, cast, plain in zip(found[:4], by_hand[:4], expected[:4], strict=True):
         assert one.dtype == plain.dtype
         assert torch.equal(one, cast)
     found.entropy.sum().backward()

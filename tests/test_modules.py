@@ -102,7 +102,7 @@ MISTAKES = [
     ("zero softcap", {"softcap": 0.0}, ValueError, "softcap to be positive or None, got 0.0"),
     ("ignored float", {"ignore_index": -100.0}, TypeError, "ignore_index to be an integer or None, got -100.0"),
     ("reduction", {"reduction": "bogus"}, ValueError, "reduction to be one of none, mean, sum, got 'bogus'"),
-    ("no reduction", {"reduction": None}, ValueError, "reduction to be one of none, mean, sum, got None"),
+    ("no reduction", {"reduction": None}, TypeError, "reduction to be a string, got None"),
     ("weight's length", {"weight": torch.rand(V + 1)}, ValueError, rf"weight of shape \({V},\).*got \({V + 1},\)"),
     ("weight's rank", {"weight": torch.rand(V, 1)}, ValueError, rf"weight of shape \({V},\).*got \({V}, 1\)"),
     ("weight's dtype", {"weight": torch.ones(V, dtype=torch.int64)}, TypeError, "weight in a floating dtype"),

@@ -93,8 +93,7 @@ def test_a_loss_without_the_padding_is_that_of_the_rows_before_it(device):
     [
         ({"vocab_size": V + 1}, ValueError, "at most the 31 classes of linear_weight, got 32"),
         ({"vocab_size": V - 1, "teacher_weight": torch.randn(9, E)}, ValueError, "9 classes of teacher_weight, got 30"),
-        ({"vocab_size": 0}, ValueError, "expected vocab_size to be a positive integer or None, got 0"),
-        ({"vocab_size": 31.0}, ValueError, r"expected vocab_size to be a positive integer or None, got 31\.0"),
+        ({"vocab_size": 0}, ValueError, "expected vocab_size to be positive or None, got 0"),
         ({"vocab_size": V - 1, "linear_bias": torch.randn(V - 1)}, ValueError, r"linear_bias of shape \(31,\)"),
         ({"vocab_size": V - 1, "linear_weight": torch.randn(V)}, ValueError, r"linear_weight of shape \(V, D\)"),
         ({"vocab_size": V - 1, "teacher_weight": torch.eye(V).to_sparse()}, TypeError, "teacher_weight.*sparse"),

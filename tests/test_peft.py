@@ -9,9 +9,11 @@ pytest.importorskip("peft")
 
 import peft
 import torch
+from reference_loss import error
 from tiny_models import TOKENS, VOCAB, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
+import flce_ops
 from flce_ops.integrations.transformers import patch, unpatch
 
 # N tokens, D hidden, V vocabulary
@@ -113,13 +115,97 @@ def test_a_head_in_modules_to_save_is_trained(patch_first):
     assert has_logits(ours(**batch))
 
 
+ON_THE_HEAD = {"target_modules": ["q_proj", "lm_head"]}
+
+
 @patch_order
-@pytest.mark.parametrize("targets", [{"target_modules": ["q_proj", "lm_head"]}, {"trainable_token_indices": [5, 7]}])
-def test_an_adapter_on_the_head_is_refused_not_ignored(patch_first, targets):
-    # trainable tokens of a tied embedding are trainable rows of the head
-    with pytest.raises(NotImplementedError, match="to be a plain nn.Linear, got peft"):
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        ({"trainable_token_indices": [5, 7]}, "got peft"),  # of a tied embedding: trainable rows of the head
+        (ON_THE_HEAD | {"use_dora": True}, r"\(a Dora adapter\)"),
+    ],
+)
+def test_an_adapter_that_is_no_pair_is_refused_not_ignored(patch_first, targets, reason):
+    with pytest.raises(NotImplementedError, match=f"to be a plain nn.Linear, got peft.*{reason}|{reason}"):
         ours, _ = make_adapted("Llama tied", patch_first=patch_first, **targets)
         ours(**make_batch())
+
+
+@patch_order
+@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Gemma2"])
+def test_lora_on_the_head(name, patch_first):
+    ours, theirs = make_adapted(name, patch_first=patch_first, **ON_THE_HEAD)
+    batch = make_batch()
+    assert not has_logits(ours(**batch))
+    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    result = loss_and_gradients(ours, **batch)
+    check_same(result, loss_and_gradients(theirs, **batch))
+    trained = [name for name, gradient in result[1].items() if gradient is not None and "lm_head" in name]
+    assert [name.split(".")[-3] for name in trained] == ["lora_A", "lora_B"]
+
+
+def test_float32_adapters_on_a_bfloat16_head():
+    """As PEFT makes them. The product of both is rounded where it would round it."""
+    model = make_model("Llama").bfloat16()
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **ON_THE_HEAD))
+    exact, ours, batch = copy.deepcopy(theirs).double(), patch(copy.deepcopy(theirs)), make_batch()
+    truth, found, plain = (loss_and_gradients(model, **batch) for model in (exact, ours, theirs))
+    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    for name, gradient in found[1].items():
+        if gradient is not None:
+            assert gradient.dtype == plain[1][name].dtype == torch.float32
+            assert error(gradient, truth[1][name]) <= 1.3 * error(plain[1][name], truth[1][name]), name
+
+
+def test_lora_on_the_head_of_a_masked_model():
+    targets = {"target_modules": ["query", "decoder"], "task_type": None}
+    ours, theirs = make_adapted("BERT, transform", patch_first=True, **targets)
+    batch = make_batch()
+    assert not has_logits(ours(**batch))
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+def test_adapters_on_the_head_that_are_several_dropped_out_disabled_merged():
+    ours, theirs = make_adapted(patch_first=True, **ON_THE_HEAD, lora_dropout=0.3)
+    batch = make_batch()
+    for model in (ours, theirs):
+        model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False, **ON_THE_HEAD))
+        model.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():  # drawn anew for each
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            other.copy_(mine)
+    torch.manual_seed(5)
+    found = loss_and_gradients(ours.train(), **batch)
+    torch.manual_seed(5)
+    check_same(found, loss_and_gradients(theirs.train(), **batch))
+    ours.eval(), theirs.eval()
+    with ours.disable_adapter(), theirs.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    with torch.no_grad():  # no gradient: the pair as features
+        torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    ours.merge_adapter(), theirs.merge_adapter()
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "lm_head.lora_B.default"])
+def test_a_hook_on_what_makes_the_logits_of_an_adapted_head_acts_on_them(layer):
+    ours, theirs = make_adapted(patch_first=True, **ON_THE_HEAD)
+    for model in (ours, theirs):
+        head = model.base_model.model.get_submodule(layer)
+        head.register_forward_hook(lambda module, args, output: output / 2)
+    batch = make_batch()
+    assert has_logits(ours(**batch))
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches():
+    ours, theirs = make_adapted(patch_first=False, **ON_THE_HEAD)
+    batch = make_batch() | {"use_cache": False}
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    check_same(loss_and_gradients(compiled, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))
+    unpatch(ours)
+    assert has_logits(ours(**batch))
 
 
 def test_logits_of_an_adapted_head_are_still_given():

@@ -373,9 +373,10 @@ def test_opcheck(device, options):
     names = ("input", "linear_weight", "target", "advantages", "old_log_probs", "ref_log_probs", "linear_bias")
     args = [leaves[name] for name in names]
     opcheck(torch.ops.flce.linear_policy_loss.default, args, options | {"token_weight": leaves.get("token_weight")})
-    numbers = {"clip_low": torch.tensor(0.2), "clip_high": torch.tensor(0.2), "dual_clip": None, "kl_estimator": "k1"}
-    inner = {"objective": "ppo", **numbers, "beta": torch.tensor(0.1), "output_mask": [True, True, False]}
-    row_scale = torch.rand(12) if options else None
+    clip, beta = torch.tensor([0.2, 0.1], device=device).unbind()
+    numbers = {"clip_low": clip, "clip_high": clip, "dual_clip": None, "beta": beta, "kl_estimator": "k1"}
+    inner = {"objective": "ppo", **numbers, "output_mask": [True, True, False]}
+    row_scale = torch.rand(12, device=device) if options else None
     args = [*args[:3], None, *args[3:6], row_scale]
     opcheck(torch.ops.flce.linear_policy_loss_with_grad.default, args, inner)
 

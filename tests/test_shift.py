@@ -67,12 +67,16 @@ def test_mean_metrics_and_token_weights(ignore_index, label_dtype):
     assert torch.equal(metrics.argmax, F.pad(expected.argmax, (0, 1), value=-1))
 
 
-def test_log_probs_given_logits_and_modules_shift_too():
+def test_log_probs_divergences_given_logits_and_modules_shift_too():
     hidden, head, labels = make()
     inner, target = cut_by_hand(labels, hidden)
     found = flce_ops.linear_log_probs(hidden, head, labels, shift=True, entropy=True, argmax=True)
     for part, right in zip(found, flce_ops.linear_log_probs(inner, head, target, entropy=True, argmax=True)):
         torch.testing.assert_close(part, F.pad(right, (0, 1), value=0 if right.is_floating_point() else -1))
+    teacher = torch.randn(V, D, dtype=torch.float64)
+    found = flce_ops.linear_kl_div(hidden, head, hidden.detach(), teacher, target=labels, shift=True)
+    cut = (inner, head, inner.detach(), teacher)
+    torch.testing.assert_close(found, flce_ops.linear_kl_div(*cut, target=target))
     loss = flce_ops.linear_cross_entropy(inner, head, target)
     torch.testing.assert_close(flce_ops.cross_entropy(hidden @ head.T, labels, shift=True), loss)
     made = flce_ops.cross_entropy(hidden @ head.T, labels, shift=True, inplace_backward=True)
@@ -132,6 +136,8 @@ def test_what_cannot_be_shifted_is_refused_by_name():
         loss(hidden, head, labels, shift=2)
     with pytest.raises(ValueError, match=r"expected target of shape \(3, 7\)"):
         loss(hidden, head, labels[:, 1:], shift=True)
+    with pytest.raises(ValueError, match="^linear_kl_div: shift=True expects the labels"):
+        flce_ops.linear_kl_div(hidden, head, hidden.detach(), head.detach(), shift=True)
     with pytest.raises(TypeError, match="target.*nested"):
         loss(hidden, head, torch.nested.nested_tensor(list(labels)), shift=True)
 

@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import importlib
+import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -246,6 +249,30 @@ def test_the_divergence_is_that_of_trl(beta, items, their_divergence):
 
     for ours, theirs in zip(results(chunked_divergence_loss), results(their_divergence), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6 * float(theirs.abs().max()))
+
+
+# --- GKD, which has no place for a stand-in ---
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
+@pytest.mark.parametrize("items", [None, 11])
+def test_the_loss_of_gkd_as_the_guide_writes_it(items):
+    gkd = importlib.import_module("trl.experimental.gkd").GKDTrainer
+    guide = (Path(__file__).parents[1] / "docs" / "clients.md").read_text()
+    (code,) = (block for block in re.findall(r"```py\n(.*?)```", guide, re.DOTALL) if "GKDTrainer" in block)
+    names = {"GKDTrainer": gkd, "torch": torch, "flce_ops": flce_ops}
+    exec(code, names)
+    model, teacher, inputs = make_model(), make_model(), make_batch()
+    for beta in (0.0, 0.3, 1.0):
+        trainer = SimpleNamespace(teacher_model=teacher, beta=beta, generalized_jsd_loss=gkd.generalized_jsd_loss)
+        results = []
+        for made in (names["FusedGKDTrainer"], gkd):
+            model.zero_grad()
+            loss = made.compute_loss(trainer, model, inputs, num_items_in_batch=items)
+            loss.backward()
+            results.append((loss.detach(), model.lm_head.weight.grad.clone()))
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
 # --- heads that are sharded ---

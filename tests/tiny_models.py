@@ -100,12 +100,20 @@ MODELS = {
         "T5ForConditionalGeneration",
         {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, **START},
     ),
+    "T5, head of its own": (
+        "T5ForConditionalGeneration",
+        {
+            **{"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+            **{"tie_word_embeddings": False, **START},
+        },
+    ),
     "BART, bias that is a buffer": ("BartForConditionalGeneration", {**BART, **START}),
     "BART, causal": ("BartForCausalLM", BART),
     # heads that end in a linear layer, in masked language models
     "BERT, transform, causal": ("BertLMHeadModel", {"is_decoder": True, **NO_DROPOUT}),
     "BERT, transform": ("BertForMaskedLM", NO_DROPOUT),
     "RoBERTa, transform": ("RobertaForMaskedLM", NO_DROPOUT),
+    "ALBERT, transform to fewer features": ("AlbertForMaskedLM", {"embedding_size": 16, **NO_DROPOUT}),
     "ESM, transform and bias": ("EsmForMaskedLM", {**NO_DROPOUT, "mask_token_id": 3}),
     "ELECTRA, scores named twice": ("ElectraForMaskedLM", {"embedding_size": 24, **NO_DROPOUT}),
     "DistilBERT, loss that is a module": (
@@ -115,6 +123,10 @@ MODELS = {
     "ModernBERT, loss without a shift": (
         "ModernBertForMaskedLM",
         {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 8},
+    ),
+    "ModernBERT, head on labelled tokens alone": (
+        "ModernBertForMaskedLM",
+        {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 8, "sparse_prediction": True},
     ),
 }
 

@@ -35,7 +35,7 @@ from flce_ops.triton.weight_gradient import weight_gradient_kernel
 EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 7)
 OPERANDS = {
     "exp_sum": EXP_SUM,
-    "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32"),
+    "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32", total="*fp32"),
     "codes": EXP_SUM._replace(coding=Coding("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),

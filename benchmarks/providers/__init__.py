@@ -70,6 +70,8 @@ def choose(patterns: str, *, without: str = "") -> list[str]:
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     """May raise anything: the libraries are not ours."""
+    if mode.name == "soft64" and FILES[name] not in ("floor", "ours", "torch_dense"):
+        raise Unavailable("one class a token alone")
     if mode.reduction == "log_probs" and FILES[name] not in LOG_PROBS_FILES:
         raise Unavailable("no entropy beside log-probabilities")
     return _module(name).provide(name, problem, mode)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..data import IGNORE_INDEX, Problem
 from ..modes import MODES, Loss, Mode, Step, step_of
 from ..policy import in_one_call
+from ..soft import in_one_call as of_soft_targets
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
@@ -30,7 +31,7 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
-    if not mode.backward or mode.reduction != "mean" or mode.name == "policy":
+    if not mode.backward or mode.reduction != "mean" or mode.name in ("policy", "soft64"):
         raise Unavailable("a sparse gradient is that of a scalar loss")
     how, exponent = SPARSE[name]
     seed = torch.tensor(problem.seed, device=problem.input.device)
@@ -105,6 +106,10 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
 
     if name in SPARSE:
         return _sparse_step(name, problem, mode)
+    if mode.name == "soft64":
+        if name in ("ours_recompute", "ours_compacted"):
+            raise Unavailable("one class a token alone")
+        loss = of_soft_targets(problem)
     if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
         if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
 from ..modes import Mode, Step, step_of
+from ..soft import on_logits
 
 VERSION_OF = "torch"
 
@@ -28,6 +29,8 @@ def dense_log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     loss = dense_log_probs if mode.reduction == "log_probs" else dense_loss
+    if mode.name == "soft64":
+        loss = on_logits(problem)
     if name == "torch_eager":
         return step_of(loss, problem, mode)
     # dynamic=False: kernels for these very sizes, not for symbolic ones after the second shape of a run.

@@ -6,6 +6,7 @@ forward.py, backward.py, with_grad.py, double_backward.py, kl_div.py    one oper
     chunks.py, gradients.py            how rows are cut; the gradient GEMMs and their sums over chunks
 policy_with_grad.py                    with_grad of a policy's losses
 cross_entropy.py                       of given logits, without a GEMM
+low_rank.py                            with_grad of a frozen head with a low-rank pair
 vocab_parallel_with_grad.py            with_grad where ranks share the vocabulary
 second_order.py, backward_tangent.py    what second derivatives share; their derivative along a vector
 """

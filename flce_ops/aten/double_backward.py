@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
-from flce_ops.aten.logits import add_target_and_sum, apply_slope, weighted_logits
+from flce_ops.aten.logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import DoubleBackward, takes
@@ -53,7 +53,7 @@ def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> 
         z, slope, p = sums.logits(rows)
         z_dot = u_dot if slope is None else u_dot * slope
         lse_dot = (p * z_dot).sum(1)
-        out_target[rows] = torch.where(hit[rows], z_dot.gather(1, column[rows]).squeeze(1), 0.0)
+        out_target[rows] = torch.where(hit[rows], at_columns(z_dot, column[rows], target), 0.0)
         out_lse_cotangent[rows] = torch.where(valid[rows], lse_dot, 0.0)
         out_sum[rows] = torch.where(valid[rows], weighted_logits(z_dot, weight), 0.0)
 

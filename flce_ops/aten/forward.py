@@ -8,7 +8,15 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, retain_product, row_blocks, rows_per_chunk
 from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
-from flce_ops.aten.logits import activate, exponentiate_rows, log_sum_of_squares, row_moments, upcast, weighted_logits
+from flce_ops.aten.logits import (
+    activate,
+    at_columns,
+    exponentiate_rows,
+    log_sum_of_squares,
+    row_moments,
+    upcast,
+    weighted_logits,
+)
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Forward, takes
@@ -32,9 +40,10 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
-    hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
-    if call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
+    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    else:
+        hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + (call.expected_logit or call.log_sum_sq_probs)
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
@@ -47,7 +56,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
         blocks = row_blocks(input, chunk, product, column, target_logit, lse, lse_rest)
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, linear_bias, call.logits)
-            at_target = logits.gather(1, own_column).squeeze(1)
+            at_target = at_columns(logits, own_column, own_target_logit)
             own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
             if call.logit_sum:
                 sums[rows] = weighted_logits(logits, weight)

@@ -19,18 +19,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.meta.arguments import Arguments
 
-# N tokens, n of them that are not ignored, D hidden, V vocabulary
+# N tokens, n of them that are not ignored, K slots of a target, D hidden, V vocabulary
 
 # What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
-MATRICES = {"input": 0.0, "logits": 0.0, "grad_grad_input": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
+MATRICES = {  # (N, ...)
+    **{"input": 0.0, "low_rank_input": 0.0, "logits": 0.0, "grad_grad_input": 0.0},
+    **{"teacher_input": 0.0, "teacher_probs": 1.0},
+}
 VECTORS = {  # (..., N)
     *("advantages", "old_log_probs", "ref_log_probs"),
-    *("target", "row_scale", "lse", "lse_rest", "expected_logit"),
-    *("grad", "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
+    *("row_scale", "lse", "lse_rest", "expected_logit"),
+    *("grad", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
     *("shift", "teacher_shift", "student_kl", "token"),
 }
+BY_SLOT = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
 
 
@@ -98,7 +103,7 @@ def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, 
 
 def counted(call: Any) -> Tensor | None:  # (N,) bool, None for all
     if "target" in call.index:
-        return call.operands.target != call.ignore_index
+        return tokens_that_count(call.operands.target, call.ignore_index)
     return call.operands.valid
 
 
@@ -113,6 +118,8 @@ def with_kept_rows(body: Body, call: Arguments, results: Results, fills: Fills, 
         if name in MATRICES:
             gather = lambda rows: value.index_select(0, kept[rows])  # noqa: E731
             return RowsByChunk(value, len(kept), gather)
+        if name in BY_SLOT:
+            return value.index_select(0, kept)
         return value.index_select(-1, kept) if name in VECTORS and value.shape[-1] else value
 
     call_of_kept = call.changed(of_kept)

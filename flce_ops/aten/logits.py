@@ -25,6 +25,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_product
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.slots import in_columns
 from flce_ops.meta.arguments import Backward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -193,13 +194,18 @@ def add_sum(grad_logits: Tensor, grad_logit_sum: Tensor | None, weight: Tensor |
 
 def add_target_and_sum(
     grad_logits: Tensor,  # (n, V), in place
-    column: Tensor,  # (n, 1)
+    column: Tensor,  # (n, 1) or (n, K)
     cotangents: Cotangents,  # of these rows
     weight: Tensor | None,  # (V,)
 ) -> None:
     add_sum(grad_logits, cotangents.grad_logit_sum, weight)
     if cotangents.grad_target_logit is not None:
-        grad_logits.scatter_add_(1, column, cotangents.grad_target_logit[:, None])
+        grad_logits.scatter_add_(1, column, in_columns(cotangents.grad_target_logit))
+
+
+def at_columns(logits: Tensor, column: Tensor, like: Tensor) -> Tensor:  # (n, 1) or (n, K) -> (n,) or (n, K), as `like`
+    found = logits.gather(1, column)
+    return found if like.dim() == 2 else found.squeeze(1)
 
 
 def apply_slope(grad_logits: Tensor, slope: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
 from flce_ops.aten.logits import chunk_logits_with_slope, probabilities
 from flce_ops.math.options import LogitOptions
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.meta.arguments import DoubleBackward
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -32,7 +33,8 @@ class SecondOrder:
     ) -> None:
         self.call, self.out = call, out
         self.input, self.linear_weight, _, self.linear_bias, _ = call.operands
-        self.lse = torch.where(call.operands.target != call.ignore_index, call.lse, torch.inf)  # p is 0 where ignored
+        valid = tokens_that_count(call.operands.target, call.ignore_index)
+        self.lse = torch.where(valid, call.lse, torch.inf)  # p is 0 where ignored
         self.along_input, self.along_weight, self.along_bias = direction
         self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
         self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)

@@ -1,6 +1,8 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +15,17 @@ from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
+    at_columns,
     upcast,
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
-from flce_ops.math.loss import terms_of_tokens
-from flce_ops.math.options import TokenStatistics
-from flce_ops.math.sparse_gradient import Draws, keep_entries
+from flce_ops.math.loss import terms_of_tokens, weight_of_slots
+from flce_ops.math.options import Operands, TokenStatistics
+from flce_ops.math.shards import target_columns
+from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import WithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 
@@ -43,25 +47,76 @@ def with_grad(call: WithGrad) -> meta.OnePassOutputs:
 def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
-    input, linear_weight, target, linear_bias, weight = call.operands
-    num_classes, output_mask = linear_weight.shape[0], call.output_mask
-    column = zero_where_ignored(input, target).long().unsqueeze(1)
-    accumulate = losses.dtype
-    valid = target != call.ignore_index
+    input, linear_weight = call.operands[:2]
+    beside = extra_matrices(call.statistics)
+    step = rows_of_chunk(
+        call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight), matrices_beside=beside
+    )
+    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    products = chunk_products(call, input, linear_weight, step)
+    keep = None if draws is None else partial(keep_entries_of_rows, call.sparse, draws)
+    loss.copy_(
+        loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight, keep)
+    )
+
+
+def keep_entries_of_rows(sparse: SparseGradient, draws: Draws, grad_logits: Tensor, slope: Tensor, rows: slice) -> None:
+    keep_entries(grad_logits, slope, sparse, draws.of(rows))
+
+
+def rows_of_chunk(
+    call: WithGrad | LowRankWithGrad,
+    operands: Operands,
+    want_weight: bool,
+    *,
+    reserved: int,
+    matrices_beside: int = 0,
+) -> int:
+    in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
+    classes = operands.linear_weight.shape[0]
+    return rows_beside_gradients(operands.input, classes, want_weight, matrices_in_block=in_block, reserved=reserved)
+
+
+class Gradients(Protocol):
+    """Where the G of chunks goes: a GradientAccumulator, or several."""
+
+    def add_bias(self, grad_logits: Tensor) -> None: ...
+
+    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def loss_and_gradients(
+    call: WithGrad | LowRankWithGrad,
+    operands: Operands,
+    products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their products (n, V), which become G
+    gradients: Gradients,
+    losses: Tensor,  # (N,) out
+    statistics: TokenStatistics,  # (N,) each, out
+    target_weight: Tensor | None = None,  # (N, K)
+    keep: Callable[[Tensor, Tensor, slice], None] | None = None,  # makes G of rows, whose slopes it takes, sparse
+) -> Tensor:  # ()
+    input, linear_weight, target, linear_bias, weight = operands
+    num_classes = linear_weight.shape[0]
+    accumulate, slot_weight = losses.dtype, None
+    if target_weight is None:
+        valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
+    else:
+        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+        slot_weight = weight_of_slots(target, target_weight, call.ignore_index, accumulate)
     scale = call.reduction.scale_of_tokens(valid, accumulate)
     linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
-    loss_of_tokens = terms_of_tokens(column.squeeze(1), class_weight, num_classes, call.loss, accumulate)
-    in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    step = rows_beside_gradients(
-        input, num_classes, output_mask[1], matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
-    )
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
-    for chunk, product in chunk_products(call, input, linear_weight, step):
+    of_targets = column.squeeze(1) if slot_weight is None else column
+    loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
+    for chunk, product in products:
         blocks = row_blocks(input, chunk, product, column, scale, losses)
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
-            target_logit = logits.gather(1, own_column).squeeze(1)
+            target_logit = at_columns(logits, own_column, target)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
             row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
             lse, lse_rest = two_sum(row_max, row_sum.log())
@@ -70,11 +125,10 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
-            if draws is not None:  # without a softcap: the slope is one number, or none
-                own_slope = cotangents.grad_lse if slope is None else cotangents.grad_lse * slope
-                keep_entries(grad_logits, own_slope, call.sparse, draws.of(rows))
+            if keep is not None:  # without a softcap: the slope is one number, or none
+                keep(grad_logits, cotangents.grad_lse if slope is None else cotangents.grad_lse * slope, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    loss.copy_(call.reduction.loss(zero_where_ignored(input, losses), valid))
+    return call.reduction.loss(zero_where_ignored(input, losses), valid)

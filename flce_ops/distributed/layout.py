@@ -156,11 +156,12 @@ def check_same_mesh(input: DTensor, op: str, **tensors: Tensor | None) -> None:
 
 def check_plain_target(target: Tensor, input: Tensor, op: str = OP) -> None:
     """A plain target holds every token; the tokens of one rank alone cannot be told from a mistake."""
-    if isinstance(target, DTensor) or target.shape == input.shape[:-1]:
+    tokens = target.shape[: input.dim() - 1]  # a dimension of slots may follow
+    if isinstance(target, DTensor) or tokens == input.shape[:-1]:
         return
     input = cast(DTensor, input)  # layout_of refuses others
     hint = ""
-    if target.shape == input.to_local().shape[:-1]:
+    if tokens == input.to_local().shape[:-1]:
         hint = (
             ". It has the tokens of this rank only: say so with "
             f"DTensor.from_local(target, mesh, {list(input.placements)})"

@@ -34,15 +34,20 @@ def localize(
 def localize_head(
     layout: Layout, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None
 ) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """The shape of this rank's tokens, and its (N, D) input, (v, D) weight, (N,) target and (v,) bias."""
+    """The shape of this rank's tokens, and its (N, D) input, (v, D) weight, (N,) or (N, K) target and (v,) bias."""
     local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
     tokens_shape = local_input.shape[:-1]
     return tokens_shape, (
         local_input.reshape(tokens_shape.numel(), local_input.shape[-1]),
         localize_per_class(layout, linear_weight),
-        localize(layout, target, layout.tokens).reshape(-1),
+        localize_per_slot(layout, target, tokens_shape),
         localize_per_class(layout, linear_bias),
     )
+
+
+def localize_per_slot(layout: Layout, tensor: Tensor, tokens_shape: torch.Size) -> Tensor:
+    """(...) or (..., K) -> (N,) or (N, K) of this rank's tokens."""
+    return localize(layout, tensor, layout.tokens).reshape(tokens_shape.numel(), *tensor.shape[len(tokens_shape) :])
 
 
 def localize_per_class(layout: Layout, tensor: Tensor | None) -> Tensor | None:

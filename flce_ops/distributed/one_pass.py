@@ -28,10 +28,10 @@ from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, opt
 
 def applies(layout: Layout, problem: TokenLosses, num_classes: int) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
-    input, linear_weight, _, linear_bias, _ = problem.operands
+    input, linear_weight, target, linear_bias, _ = problem.operands
     known = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
     known |= options_in_situation(problem.loss, problem.logits)
-    situation = loss_situation(input, linear_weight, linear_bias, **known)
+    situation = loss_situation(input, linear_weight, linear_bias, **known, slots=target.dim() == 2)
     return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
 
 

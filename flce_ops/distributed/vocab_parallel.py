@@ -3,7 +3,7 @@
     rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0      logit_sum_r = sum of its w_j z_ij
               zbar_r = its expected logit        max_r, argmax_r = its largest logit and that one's class
 
-         (2 to 6, N) of every rank                one all_gather
+         (2 to 6, N) of every rank                one all_gather; a target of K slots has K numbers
     lse = logsumexp_r lse_r                             target_logit and logit_sum: sums over r       N numbers each,
     expected_logit = sum_r exp(lse_r - lse) zbar_r      argmax: that of the largest max_r             on every rank
 
@@ -23,6 +23,7 @@ from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOptions, Operands, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
+from flce_ops.math.slots import in_columns, tokens_that_count
 from flce_ops.math.statistics import asked_of_forward
 from flce_ops.ops.autograd import finite_in_empty_rows
 
@@ -32,7 +33,7 @@ from flce_ops.ops.autograd import finite_in_empty_rows
 class RowStatistics(NamedTuple):
     """Of whole rows, (N,) each, on every rank of the vocabulary; None where not asked for."""
 
-    target_logit: Tensor
+    target_logit: Tensor  # (N, K) of such a target
     lse: Tensor
     logit_sum: Tensor | None
     expected_logit: Tensor | None
@@ -56,7 +57,14 @@ def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int
         logit_sum=problem.loss.label_smoothing != 0.0,
         **asked_of_forward(asked),
     )
-    _, losses, valid = losses_of_rows(operands, problem.ignore_index, problem.loss, num_classes, *rows[:3])
+    _, losses, valid = losses_of_rows(
+        operands,
+        problem.ignore_index,
+        problem.loss,
+        num_classes,
+        *rows[:3],
+        target_weight=problem.target_weight,
+    )
     entropy = rows.lse - rows.expected_logit if asked.entropy else None
     found = TokenStatistics(None, rows.lse if asked.lse else None, entropy, rows.log_sum_sq_probs, rows.mean_logit)
     found = found.changed(lambda of_rows: torch.where(valid, of_rows.detach(), 0.0))
@@ -78,7 +86,8 @@ def vocab_parallel_rows(
 ) -> RowStatistics:
     input, linear_weight, target, linear_bias, weight = operands
     start, size = layout.vocabulary_range(num_classes)
-    kinds = 2 + logit_sum + expected_logit + log_sum_sq_probs + mean_logit + 2 * argmax
+    slots = in_columns(target).shape[1]
+    kinds = 1 + slots + logit_sum + expected_logit + log_sum_sq_probs + mean_logit + 2 * argmax
     if size == 0:
         no_hit = refused_as_elsewhere(target, num_classes, ignore_index)
         per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax) + no_hit
@@ -100,7 +109,7 @@ def vocab_parallel_rows(
             mean_logit=mean_logit,
         )
         target_logit, lse, sums, expected, max_logit, largest, squares, mean, *_ = results
-        numbers = [lse, target_logit]
+        numbers = [lse, *in_columns(target_logit).unbind(1)]
         numbers += [sums] if logit_sum else []
         numbers += [finite_in_empty_rows(expected, lse)] if expected_logit else []
         numbers += [finite_in_empty_rows(squares, lse)] if log_sum_sq_probs else []
@@ -109,20 +118,22 @@ def vocab_parallel_rows(
         per_shard = torch.stack(numbers)
     gathered = gather_shards(layout, per_shard)
     lse = lse_of_shards(gathered[:, 0])
-    target_logit = gathered[:, 1].sum(0)
-    sums = gathered[:, 2].sum(0) if logit_sum else None
+    target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
+    at = 1 + slots
+    sums = gathered[:, at].sum(0) if logit_sum else None
     expected = largest = squares = mean = None
+    at += logit_sum
     if expected_logit:
         share = gathered[:, 0].softmax(0)
-        expected = (share * gathered[:, 2 + logit_sum]).sum(0)
-    at = 2 + logit_sum + expected_logit
+        expected = (share * gathered[:, at]).sum(0)
+    at += expected_logit
     if log_sum_sq_probs:
         squares = (2.0 * gathered[:, 0].detach().log_softmax(0) + gathered[:, at].detach()).logsumexp(0)
     if mean_logit:
         mean = gathered[:, at + log_sum_sq_probs].detach().sum(0)
     if argmax:
         largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
-        largest = torch.where(target != ignore_index, largest, -1)
+        largest = torch.where(tokens_that_count(target, ignore_index), largest, -1)
     return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
 
 
@@ -143,7 +154,7 @@ def refused_as_elsewhere(target: Tensor, num_classes: int, ignore_index: int) ->
     no_hit, *_ = torch.ops.flce.linear_cross_entropy_forward(
         nothing[1:], nothing[:1], target, ignore_index=ignore_index, vocab_start=num_classes, vocab_size=num_classes
     )
-    return no_hit
+    return in_columns(no_hit)[:, 0]
 
 
 def without_classes(

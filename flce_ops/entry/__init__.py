@@ -1,12 +1,14 @@
 """The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
 
 schemas.py                      their arguments
+argument_types.py               refusals of wrong types by name
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 main_grad.py                    refusals of a buffer that the gradient is added to
 torch_options.py                options of torch's function
 first_classes.py                the classes that vocabularies have but for their padding
 shifted_target.py               labels whose targets are the next ones
 cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
+low_rank.py                     of a head with a low-rank pair (LoRA)
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py
 kl_div.py                       kl_div_plain.py, kl_div_sharded.py
@@ -16,7 +18,7 @@ policy.py                       policy_plain.py, policy_sharded.py
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, policy, schemas
+from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, policy, schemas
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 
@@ -28,9 +30,11 @@ ENTRIES = {
         "Tensor log_sum_sq_probs, Tensor mean_logit)",
         cross_entropy.composite_metrics,
     ),
+    "linear_cross_entropy_low_rank": (schemas.LowRankCrossEntropy, "Tensor", low_rank.composite),
     "linear_log_probs": (
         schemas.LogProbs,
-        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit)",
+        "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit, "
+        "Tensor tail_log_prob)",
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
@@ -48,13 +52,19 @@ ENTRIES = {
         logits.composite_metrics_in_place,
     ),
 }
-OF_OPERANDS = ("linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs", "linear_policy_loss")
+CAST = (
+    schemas.CrossEntropy,
+    schemas.CrossEntropyMetrics,
+    schemas.LowRankCrossEntropy,
+    schemas.LogProbs,
+    schemas.PolicyLoss,
+)
 for _name, (_arguments, _results, _body) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
     # On torch.func's key too: the bodies must run before any transform has been peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, _body, _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if _name in OF_OPERANDS else ():
+    for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")

@@ -28,7 +28,26 @@ def check_arguments(call: CrossEntropy) -> None:
     check_head(OP, call)
     if call.weight is not None:
         check_per_class(OP, "weight", call.weight, call.linear_weight.shape[0])
+    check_target_weight(call)
     check_loss(OP, call, call.input, "input")
+
+
+def check_target_weight(call: CrossEntropy) -> None:
+    """Of a soft target: a weight for each of the K classes of a token."""
+    target, target_weight = call.target, call.target_weight
+    if target_weight is None:
+        return
+    check_dense(OP, target_weight=target_weight)
+    if not target_weight.dtype.is_floating_point:
+        raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
+    if target_weight.shape != target.shape:
+        raise ValueError(
+            f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
+            f"{tuple(target_weight.shape)}"
+        )
+    if (target_weight.requires_grad and torch.is_grad_enabled()) or has_tangent(target_weight):
+        raise NotImplementedError(f"{OP}: target_weight gets no gradient; pass target_weight.detach()")
+    check_device(OP, call.input, target_weight=target_weight)
 
 
 def check_logits(op: str, call: LogitsCrossEntropy) -> None:
@@ -78,24 +97,40 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
     check_linear(op, input, linear_weight, linear_bias)
     if isinstance(call, CrossEntropy) and target.is_floating_point():
         check_class_probabilities(call)
+    elif isinstance(call, CrossEntropy):
+        check_class_indices(op, target, input, slots=call.target_weight is not None)
     else:
-        check_class_indices(op, target, input)
+        check_class_indices(op, target, input, slots=target.dim() == input.dim())
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
 
 
-def check_class_indices(op: str, target: Tensor, input: Tensor) -> None:
+def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool = False) -> None:
+    """(...), or with `slots` (..., K)."""
     check_target_dtype(op, target)
-    if target.shape != input.shape[:-1]:
+    tokens = tuple(input.shape[:-1])
+    if slots and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
         raise ValueError(
-            f"{op}: expected target of shape {tuple(input.shape[:-1])}, one class index per token of input "
+            f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
+        )
+    if not slots and target.shape != tokens:
+        several = target.dim() == input.dim() and target.shape[:-1] == tokens
+        hint = "; several classes a token need target_weight, a weight for each" if several else ""
+        raise ValueError(
+            f"{op}: expected target of shape {tokens}, one class index per token of input "
+            f"{tuple(input.shape)}, got {tuple(target.shape)}{hint}"
         )
 
 
 def check_class_probabilities(call: CrossEntropy) -> None:
     """A floating target."""
     target, tokens, num_classes = call.target, call.input.shape[:-1], call.linear_weight.shape[0]
+    if call.target_weight is not None:
+        raise TypeError(
+            f"{OP}: target_weight stands beside a target of class indices, of shape {tuple(tokens)} + (K,), but target "
+            f"has dtype {target.dtype}; class probabilities are weights themselves: leave target_weight out"
+        )
     if target.shape != (*tokens, num_classes):
         raise TypeError(
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "

@@ -33,6 +33,11 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
 
     (loss, token_accuracy, is_top1, argmax, lse, entropy, log_sum_sq_probs, mean_logit), the first two with argmax.
     """
+    if call.target_weight is not None and call.statistics.argmax:
+        raise NotImplementedError(
+            f"{OP}: return_metrics of accuracy and argmax is not implemented beside target_weight, whose target names "
+            "several classes; linear_log_probs(..., argmax=True) finds the largest logit"
+        )
     check_main_grad(OP, call)
     indices_of_matrix = call.linear_weight.dim() <= 2 and not call.target.is_floating_point()
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):

@@ -24,8 +24,8 @@ def first_classes(
     teacher_probs: Tensor | None,  # (..., V)
 ) -> tuple[Tensor | None, ...]:
     """The same with vocab_size for V."""
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ValueError(f"{op}: expected vocab_size to be a positive integer or None, got {vocab_size!r}")
+    if vocab_size < 1:
+        raise ValueError(f"{op}: expected vocab_size to be positive or None, got {vocab_size}")
     if any_dtensor(linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs):
         raise NotImplementedError(
             f"{op}: vocab_size={vocab_size} with DTensors is not implemented, as rows would move between ranks; give "

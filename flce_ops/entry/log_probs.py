@@ -3,7 +3,11 @@
 torch.ops.flce.linear_log_probs -> composite -> linear_cross_entropy_forward -> ATen over N numbers
 
 log_prob_i = z_iy - lse_i      entropy_i = lse_i - sum_j p_ij z_ij      argmax_i = argmax_j z_ij
+
+With K slots a token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log(1 - sum_k e^log_prob_ik).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -16,7 +20,7 @@ from flce_ops.meta.arguments import takes
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.support.dtensor import any_dtensor
 
-# N tokens, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary
 
 OP = "linear_log_probs"
 
@@ -33,11 +37,12 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         input.device.type, input, linear_weight, linear_bias
     )
     check_head(OP, call)
-    target, shape = call.target.reshape(call.target.numel()), call.target.shape
+    shape = call.input.shape[:-1]
+    tokens, slots = math.prod(shape), call.target.shape[len(shape) :]
     results = torch.ops.flce.linear_cross_entropy_forward(
-        call.input.reshape(target.numel(), input.shape[-1]),
+        call.input.reshape(tokens, input.shape[-1]),
         call.linear_weight,
-        target,
+        call.target.reshape(tokens, *slots),
         call.linear_bias,
         None,
         ignore_index=call.ignore_index,
@@ -48,8 +53,8 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         mean_logit=call.mean_logit,
     )
     target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
-    valid = (target != call.ignore_index).reshape(shape)
-    found = ((expected, call.entropy), (argmax, call.argmax), (squares, call.log_sum_sq_probs))
-    asked = (of_rows if wanted else None for of_rows, wanted in (*found, (mean_logit, call.mean_logit)))
-    rows = (target_logit, lse, *asked, lse_rest)
-    return log_probs_of_rows(valid, *(None if row is None else row.reshape(shape) for row in rows))
+    asked = (call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit)
+    found = (of_rows if wanted else None for of_rows, wanted in zip((expected, argmax, squares, mean_logit), asked))
+    rows = (None if row is None else row.reshape(shape) for row in (lse, *found, lse_rest))
+    target_logit = target_logit.reshape(call.target.shape)
+    return log_probs_of_rows(call.target, call.ignore_index, target_logit, *rows, tail=call.tail)

@@ -26,7 +26,7 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_head(op, call)
-    num_classes, target_shape = call.linear_weight.shape[0], call.target.shape
+    num_classes, shape, target_shape = call.linear_weight.shape[0], call.input.shape[:-1], call.target.shape
     tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
         layout, call.input, call.linear_weight, call.target, call.linear_bias
     )
@@ -42,13 +42,15 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
             log_sum_sq_probs=call.log_sum_sq_probs,
             mean_logit=call.mean_logit,
         )
-        valid = target != call.ignore_index
-        results = log_probs_of_rows(valid, rows.target_logit, rows.lse, *rows[3:])
+        numbers = (rows.target_logit, rows.lse, *rows[3:])
+        results = log_probs_of_rows(target, call.ignore_index, *numbers, tail=call.tail)
     else:
         call.input, call.linear_weight, call.target, call.linear_bias = input, linear_weight, target, linear_bias
         results = LogProbs.run(torch.ops.flce.linear_log_probs, call.values())
-    asked_for = (True, True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit)
-    return tuple(
-        per_token(layout, result.reshape(tokens_shape), target_shape) if asked else result
-        for result, asked in zip(results, asked_for)
+    log_probs, *others = results
+    log_probs = per_token(layout, log_probs.reshape(*tokens_shape, *target_shape[len(shape) :]), target_shape)
+    asked_for = (True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit, call.tail)
+    return log_probs, *(
+        per_token(layout, result.reshape(tokens_shape), shape) if asked else result
+        for result, asked in zip(others, asked_for, strict=True)
     )

@@ -1,7 +1,7 @@
-"""cross_entropy on DTensors whose tokens are sharded: each rank its own rows, then one all_reduce of the sum.
+"""cross_entropy on DTensors: each rank its own rows or its own classes, then one all_reduce of the sum.
 
-Logits sharded along their classes are refused: their head's operands, given to linear_cross_entropy, have that loss
-without any logits. DTensors are not overwritten.
+Row statistics of classes are exchanged (distributed/logit_shards.py), and backward makes the gradient. DTensors are not
+overwritten.
 """
 
 from typing import cast
@@ -10,14 +10,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flce_ops.distributed.layout import Layout, check_plain_target, check_same_mesh, describe, splits
 from flce_ops.distributed.local import localize
+from flce_ops.distributed.logit_shards import logit_shard_losses
 from flce_ops.entry.arguments import check_logits
 from flce_ops.entry.logits_plain import OP, operator_with_grad, weighted_loss, weighted_losses
 from flce_ops.entry.plain import token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
+from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import LogitOperands, Statistics
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, nan_for_nothing
+from flce_ops.math.reduction import mean_denominator, nan_for_nothing, row_factor, weighted_sum
 
 # N tokens of this rank, V vocabulary
 
@@ -29,8 +31,10 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
         check_plain_target(call.target, call.logits, OP)
     check_logits(OP, call)
     target_shape, reduction = call.target.shape, call.reduction
-    logits = localize(layout, call.logits, layout.tokens)
-    tokens_shape = logits.shape[:-1]
+    classes = Shard(call.logits.dim() - 1)
+    own = tuple(classes if shards else token for token, shards in zip(layout.tokens, layout.vocabulary))
+    logits = localize(layout, call.logits, own)
+    tokens_shape, num_classes = logits.shape[:-1], call.logits.shape[-1]
     target = localize(layout, call.target, layout.tokens).reshape(-1)
     weight = localize(layout, call.weight, layout.replicated)
     token_weight = localize(layout, call.token_weight, layout.tokens)
@@ -40,17 +44,29 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
     problem = token_losses(call, LogitOperands(rows, target, weight), Statistics(argmax=argmax))
     valid = problem.valid
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
-    if reduction == "none":
-        losses, largest = weighted_losses(problem, valid, token_weight)
-        loss = per_token(layout, losses.reshape(tokens_shape), target_shape)
-    else:
+    denominator = None
+    if reduction != "none":
         denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, weight)
         if normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
             if weight is not None:
                 denominator = nan_for_nothing(denominator)
+
+    if layout.splits_vocabulary:
+        factor = row_factor(valid, token_weight, denominator, accumulate)
+        losses, largest = logit_shard_losses(
+            layout, without_weightless(problem, token_weight, factor, num_classes), num_classes
+        )
+        local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
+        total = weighted_sum(valid, token_weight, losses)
+    elif reduction == "none":
+        local_loss, largest = weighted_losses(problem, valid, token_weight)
+    else:
         with_grad = operator_with_grad(rows, handed_over=False)
         local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, with_grad)
+    if reduction == "none":
+        loss = per_token(layout, local_loss.reshape(tokens_shape), target_shape)
+    else:
         loss = quotient_over_tokens(layout, local_loss, total, denominator)
     return loss, per_token(layout, largest.reshape(tokens_shape), target_shape) if argmax else None
 
@@ -64,13 +80,14 @@ def layout_of_logits(call: LogitsCrossEntropy) -> Layout:
         )
     others = {name: getattr(call, name) for name in ("target", "weight", "token_weight", "normalizer")}
     check_same_mesh(logits, OP, **others)
-    classes = logits.dim() - 1
+    tokens, vocabulary = [], []
     for placement in logits.placements:
-        if splits(placement) and cast(Shard, placement).dim % logits.dim() == classes:
+        of_classes = splits(placement) and cast(Shard, placement).dim % logits.dim() == logits.dim() - 1
+        if of_classes and type(placement) is not Shard:
             raise NotImplementedError(
-                f"{OP}: logits are sharded along their classes, {describe(logits)}; pass the head's operands to "
-                "linear_cross_entropy, which shares its classes among ranks and makes no logits, or "
-                "logits.redistribute(logits.device_mesh, [Replicate()])"
+                f"{OP}: logits are sharded along their classes in strides, {describe(logits)}, which is not "
+                "implemented; pass logits.redistribute(placements=[Shard(-1)]) or [Replicate()]"
             )
-    tokens = tuple(placement if splits(placement) else Replicate() for placement in logits.placements)
-    return Layout(logits.device_mesh, tokens, (False,) * logits.device_mesh.ndim)
+        vocabulary.append(of_classes)
+        tokens.append(placement if splits(placement) and not of_classes else Replicate())
+    return Layout(logits.device_mesh, tuple(tokens), tuple(vocabulary))

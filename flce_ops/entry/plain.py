@@ -5,6 +5,7 @@ loss_and_statistics -> mean_in_one_pass -> ..._with_grad               a trainin
                     -> losses_from_forward -> ..._forward              reduction="none"
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,21 +26,24 @@ from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient, options_in_situation
 from flce_ops.support.differentiated import differentiated
 
-# N tokens, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary
 
 
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
-    shape = call.target.shape
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
     check_sparse_gradient(call)
-    tokens = call.target.numel()  # -1 has no answer in a vmap over nothing
-    target = call.target.reshape(tokens)
-    input = call.input.reshape(tokens, call.input.shape[-1])
+    *shape, hidden = call.input.shape
+    tokens = math.prod(shape)  # -1 has no answer in a vmap over nothing
+    target, target_weight = (
+        None if by_slot is None else by_slot.reshape(tokens, *by_slot.shape[len(shape) :])
+        for by_slot in (call.target, call.target_weight)
+    )
+    input = call.input.reshape(tokens, hidden)
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), asked)
-    problem = problem._replace(main_grad=call.main_grad, sparse=call.sparse)
+    problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
     if token_factors_are_equal(call) and in_one_pass(problem):
         loss, statistics = mean_in_one_pass(call, problem, losses_with_grad)
         return loss, statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
@@ -83,7 +87,7 @@ def mean_in_one_pass(
 def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Reduction:
     """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
     input = problem.operands[0]
-    if call.reduction == "mean" and call.normalizer is None and problem.operands.weight is None:
+    if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
         return Reduction(None)
     if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
         return Reduction(None, scalar(1.0, input) * call.normalizer)
@@ -92,8 +96,9 @@ def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy, problem: Toke
 
 
 def denominator_of(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
-    dtype, operands = accumulation_dtype(problem.operands[0].dtype), problem.operands
-    return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, operands.target, operands.weight)
+    dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
+    weight = problem.denominator_weight
+    return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, target, weight)
 
 
 def token_losses(
@@ -132,7 +137,12 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
     asked, options = problem.statistics, problem.options | problem.sparse._asdict()
     loss, losses, _, _, _, *found = torch.ops.flce.linear_cross_entropy_with_grad(
-        *problem.operands, *reduction, **options, output_mask=mask, **asked._asdict()
+        *problem.operands,
+        *reduction,
+        **options,
+        output_mask=mask,
+        **asked._asdict(),
+        target_weight=problem.target_weight,
     )
     return loss, losses, TokenStatistics.found(asked, found)
 
@@ -150,5 +160,8 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
     )
     target_logit, lse, logit_sum, *_, lse_rest, _ = found
     rows = (target_logit, lse, logit_sum, lse_rest)
-    _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.linear_weight.shape[0], *rows)
+    num_classes = operands.linear_weight.shape[0]
+    _, losses, _ = losses_of_rows(
+        operands, problem.ignore_index, problem.loss, num_classes, *rows, problem.target_weight
+    )
     return losses, statistics_of_forward(asked, found)

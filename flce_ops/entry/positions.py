@@ -71,6 +71,11 @@ def check_positions(call: CrossEntropy) -> None:
             f"{OP}: a K-dimensional loss (linear_weight of shape {tuple(linear_weight.shape)}) with DTensors is not "
             "implemented; pass plain tensors, or one head of shape (V, D) at a time"
         )
+    if call.target_weight is not None:
+        raise NotImplementedError(
+            f"{OP}: target_weight is not implemented for a K-dimensional loss (linear_weight of shape "
+            f"{tuple(linear_weight.shape)}); pass one head of shape (V, D) at a time"
+        )
     check_dense(OP, linear_weight=linear_weight, linear_bias=call.linear_bias, target=target, weight=call.weight)
     num_classes, *positions, hidden = linear_weight.shape
     if input.dim() < 1 or input.shape[-1] != hidden or 0 in linear_weight.shape[:-1]:

@@ -6,12 +6,34 @@ from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Sca
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.arguments import Arguments
 
-# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+# N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
 
 
 class CrossEntropy(Arguments, keyword_from="weight"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...), or (..., K)
+    linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,)
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LossNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+    target_weight: Tensor | None = None  # (..., K)
+    main_grad: Tensor | None = None  # (V, D)
+    sparse: SparseGradient
+
+
+class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
+    statistics: Statistics
+
+
+class LowRankCrossEntropy(Arguments, keyword_from="weight"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    low_rank_input: Tensor  # (..., r)
+    low_rank_weight: Tensor  # (V, r)
     target: Tensor  # (...)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,)
@@ -20,12 +42,6 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
-    main_grad: Tensor | None = None  # (V, D)
-    sparse: SparseGradient
-
-
-class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
-    statistics: Statistics
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):
@@ -50,7 +66,7 @@ class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
 class LogProbs(Arguments, keyword_from="ignore_index"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (...)
+    target: Tensor  # (...), or (..., K)
     linear_bias: Tensor | None = None  # (V,)
     ignore_index: int = -100
     numbers: LogitNumbers
@@ -58,6 +74,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     argmax: bool = False
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
+    tail: bool = False
 
 
 class PolicyLoss(Arguments, keyword_from="objective"):

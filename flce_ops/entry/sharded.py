@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, layout_of, splits
-from flce_ops.distributed.local import localize, localize_head
+from flce_ops.distributed.local import localize, localize_head, localize_per_slot
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.plain import losses_from_forward, token_losses, weighted_loss
@@ -44,14 +44,14 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
 
     All of them are, or plain tensors that are the same on every rank.
     """
-    others = ("target", "linear_bias", "weight", "token_weight", "normalizer")
+    others = ("target", "linear_bias", "weight", "token_weight", "normalizer", "target_weight")
     layout = layout_of(call.input, call.linear_weight, **{name: getattr(call, name) for name in others})
     check_plain_target(call.target, call.input)
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
-    reduction, num_classes, target_shape = call.reduction, call.linear_weight.shape[0], call.target.shape
+    reduction, num_classes, shape = call.reduction, call.linear_weight.shape[0], call.input.shape[:-1]
     tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
         layout, call.input, call.linear_weight, call.target, call.linear_bias
     )
@@ -60,14 +60,18 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
     token_weight = localize(layout, call.token_weight, layout.tokens)
     number_gradient = layout.placements(tokens=Partial())
     normalizer = localize(layout, call.normalizer, layout.replicated, gradient=number_gradient)
+    if call.target_weight is not None:
+        call.target_weight = localize_per_slot(layout, call.target_weight, tokens_shape)
     problem = token_losses(call, Operands(input, linear_weight, target, linear_bias, weight), asked)
+    problem = problem._replace(target_weight=call.target_weight)
     valid = problem.valid
     denominator = None
     if reduction != "none":
-        denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, weight)
+        of_classes = problem.denominator_weight
+        denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, of_classes)
         if normalizer is None and denominator is not None:
             denominator = sum_over_tokens(layout, denominator).to_local()
-            if weight is not None:
+            if of_classes is not None:
                 denominator = nan_for_nothing(denominator)
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
 
@@ -86,10 +90,10 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
         local_loss = losses * factor
     else:
         local_loss, total, statistics = weighted_loss(problem, valid, token_weight, denominator)
-    statistics = statistics.changed(lambda local: per_token(layout, local.reshape(tokens_shape), target_shape))
+    statistics = statistics.changed(lambda local: per_token(layout, local.reshape(tokens_shape), shape))
     if reduction != "none":
         return quotient_over_tokens(layout, local_loss, total, denominator), statistics
-    return per_token(layout, local_loss.reshape(tokens_shape), target_shape), statistics
+    return per_token(layout, local_loss.reshape(tokens_shape), shape), statistics
 
 
 def dtensor_composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:

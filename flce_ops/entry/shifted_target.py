@@ -21,13 +21,12 @@ from flce_ops.support.dtensor import any_dtensor
 
 def shifted_target(
     op: str,
-    shift: bool,
-    labels: Tensor,  # (..., T)
+    labels: Tensor | None,  # (..., T)
     rows: Tensor,  # (..., T, D) hidden states, or (..., T, V) logits
     ignore_index: int | None,
 ) -> Tensor:  # (..., T)
-    if shift is not True:
-        raise TypeError(f"{op}: expected shift to be True or False, by one position or not at all, got {shift!r}")
+    if labels is None:
+        raise ValueError(f"{op}: shift=True expects the labels that are shifted, got target=None; pass target")
     check_dense(op, target=labels)
     if labels.is_floating_point() or labels.dim() == 0 or labels.dim() != rows.dim() - 1:
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import TokenLosses
+from flce_ops.math.slots import beside_slots
 from flce_ops.support.differentiated import differentiated
 
 # N tokens, V vocabulary
@@ -29,6 +30,7 @@ def without_weightless(
     if out is None:
         return problem
     target = problem.operands.target
+    out = beside_slots(out, target)
     target = torch.where(out & (target >= 0) & (target < num_classes), problem.ignore_index, target)
     return problem._replace(operands=problem.operands._replace(target=target))
 

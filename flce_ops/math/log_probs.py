@@ -1,36 +1,70 @@
 """Log-probabilities and entropy from the numbers of a row of logits."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from flce_ops.math.loss import surprisal
+from flce_ops.math.slots import repeats
+
+# K slots of a target (..., K)
 
 
 def log_probs_of_targets(
-    valid: Tensor,  # (...)
-    target_logit: Tensor,  # (...), as the others
-    lse: Tensor,
+    counts: Tensor,  # as target_logit
+    target_logit: Tensor,  # (...) or (..., K)
+    lse: Tensor,  # (...)
     lse_rest: Tensor | None = None,  # what the rounding of lse took from it
-) -> Tensor:  # (...)
-    return torch.where(valid, -surprisal(target_logit, lse, lse_rest), 0.0)
+) -> Tensor:  # as target_logit
+    return torch.where(counts, -surprisal(target_logit, lse, lse_rest), 0.0)
 
 
 def log_probs_of_rows(
-    valid: Tensor,  # (...)
-    target_logit: Tensor,  # (...), as the others
-    lse: Tensor,
+    target: Tensor,  # (...) or (..., K)
+    ignore_index: int,
+    target_logit: Tensor,  # as target
+    lse: Tensor,  # (...), as the others
     expected_logit: Tensor | None,
     argmax: Tensor | None,
     log_sum_sq_probs: Tensor | None,
     mean_logit: Tensor | None,
     lse_rest: Tensor | None = None,  # what the rounding of lse took from it
+    *,
+    tail: bool = False,
 ) -> tuple[Tensor, ...]:
-    """log_probs, lse, entropy, argmax and the next two from the row statistics; (0,) for those that are not there."""
-    entropy = lse.new_zeros(0) if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0)
+    """log_probs, lse, entropy, argmax, the next two and the tail's log p from the row statistics; (0,) for those that
+    are not there."""
+    counts = target != ignore_index
+    of_one_class = target.dim() == lse.dim()
+    valid = counts if of_one_class else counts.any(-1)
+    nothing = lse.new_zeros(0)
+    log_probs = log_probs_of_targets(counts, target_logit, lse, lse_rest)
+    of_tail = nothing
+    if tail:
+        by_slot = (log_probs, target, counts)
+        of_tail = tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in by_slot))
     return (
-        log_probs_of_targets(valid, target_logit, lse, lse_rest),
+        log_probs,
         torch.where(valid, lse, 0.0),
-        entropy,
-        lse.new_zeros(0, dtype=torch.int64) if argmax is None else argmax,
-        *(lse.new_zeros(0) if n is None else torch.where(valid, n, 0.0) for n in (log_sum_sq_probs, mean_logit)),
+        nothing if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0),
+        nothing.to(torch.int64) if argmax is None else argmax,
+        *(nothing if n is None else torch.where(valid, n, 0.0) for n in (log_sum_sq_probs, mean_logit)),
+        of_tail,
     )
+
+
+def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor:  # (..., K) each -> (...)
+    """log(1 - sum_k p_k) over the classes that a token's slots name, each once; 0 where they name none.
+
+    With s the log of that sum, log(1 - e^s) is log1p(-e^s) where the tail is the larger part and log(-expm1(s)) where
+    it is the smaller. Below eps of the dtype the tail is a rounding of the others: its log ends there, with gradient 0.
+    """
+    named = counts & ~repeats(target)
+    total = torch.where(named, log_probs, -torch.inf).logsumexp(-1)
+    total = torch.where(counts.any(-1), total.clamp(max=-torch.finfo(total.dtype).eps), -torch.inf)
+    small = total < -math.log(2.0)
+    # both branches have finite derivatives where the other one is taken
+    of_small = torch.log1p(-torch.where(small, total, -1.0).exp())
+    of_large = torch.log(-torch.expm1(torch.where(small, -1.0, total)))
+    return torch.where(small, of_small, of_large)

@@ -9,6 +9,8 @@ With z the row of logits (scaled and capped), w the class weights, eps the label
     loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - logit_sum)  +  z_loss lse^2
 
 so that every gradient with respect to z is  d_lse * softmax(z) + d_target * onehot(y) + d_sum * w.
+A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (lse - z_yk) in place of w_y (lse - z_y);
+its numbers by slot are (N, K), and equal classes add up.
 Times the row's scale these three are l, a and m of DESIGN.md.
 """
 
@@ -18,22 +20,23 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOperands, LossOptions, Operands
+from flce_ops.math.slots import beside_slots, tokens_that_count
 
 
-def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,)
+def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) or (N, K)
     """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
     return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
 
 
-def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,)
+def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,) or (N, K), as target_logit
     """lse - target_logit = -log p of the target. `lse_rest` is what the rounding of lse took from it.
 
     The target is among the classes of a whole row, so below 0 stands a rounding of target_logit.
     """
-    distance = lse - target_logit
+    distance = beside_slots(lse, target_logit) - target_logit
     if lse_rest is None:
         return distance
-    distance = distance + lse_rest
+    distance = distance + beside_slots(lse_rest, target_logit)
     return distance - distance.detach().clamp(max=0.0)
 
 
@@ -46,10 +49,16 @@ def times(factor: Tensor | float, values: Tensor) -> Tensor:
 class LossTerms:
     """The factors of the three terms above. Tensors have shape (N,) or () and the accumulation dtype."""
 
-    target_factor: Tensor | float  # (1 - eps) w_y
+    target_factor: Tensor | float  # (1 - eps) w_y; of a soft target (N, K), (1 - eps) q_k w_yk
     smoothing: float | Tensor  # eps / V
     smoothing_lse_factor: Tensor | float  # eps / V * sum_j w_j
     z_loss: Tensor | None  # ()
+
+    @property
+    def of_slots(self) -> Tensor | None:
+        """target_factor where it is (N, K)."""
+        factor = self.target_factor
+        return factor if isinstance(factor, Tensor) and factor.dim() == 2 else None
 
     def of(self, rows: slice) -> "LossTerms":
         factor = self.target_factor
@@ -60,6 +69,8 @@ class LossTerms:
     ) -> Tensor:
         """`lse_rest` is what the rounding of lse took from it."""
         loss = times(self.target_factor, surprisal(target_logit, lse, lse_rest))
+        if self.of_slots is not None:  # a class of weight 0 may be switched off by a bias of -inf
+            loss = torch.where(self.of_slots == 0.0, 0.0, loss).sum(-1)
         if logit_sum is not None:
             loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
         if self.z_loss is not None:
@@ -70,7 +81,8 @@ class LossTerms:
         self, target_logit: Tensor, lse: Tensor
     ) -> tuple[Tensor | float, Tensor | float, Tensor | float | None]:
         """By target_logit, lse and logit_sum; None where the loss does not read that."""
-        d_lse = self.target_factor + self.smoothing_lse_factor
+        factor = self.target_factor if self.of_slots is None else self.of_slots.sum(-1)
+        d_lse = factor + self.smoothing_lse_factor
         if self.z_loss is not None:
             d_lse = d_lse + 2.0 * self.z_loss * lse
         return -self.target_factor, d_lse, -self.smoothing if self.smoothing else None
@@ -78,7 +90,8 @@ class LossTerms:
     def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
         """Of the numbers of a row in sum_i scale_i loss_i."""
         d_target, d_lse, d_sum = self.derivatives(target_logit, lse)
-        by_target = scale.neg() if isinstance(d_target, float) and d_target == -1.0 else d_target * scale
+        by_slot = beside_slots(scale, target_logit)
+        by_target = by_slot.neg() if isinstance(d_target, float) and d_target == -1.0 else d_target * by_slot
         return Cotangents(by_target, times(d_lse, scale), None if d_sum is None else d_sum * scale)
 
 
@@ -87,32 +100,44 @@ def losses_of_rows(
     ignore_index: int,
     options: LossOptions,
     num_classes: int,  # V, of all shards
-    target_logit: Tensor,  # (N,), as the next two
+    target_logit: Tensor,  # (N,), as the next two; (N, K) of a soft target
     lse: Tensor,
     logit_sum: Tensor | None,  # read only with label smoothing
     lse_rest: Tensor | None = None,  # (N,)
+    target_weight: Tensor | None = None,  # (N, K)
 ) -> tuple[LossTerms, Tensor, Tensor]:
     """The terms of N tokens; losses (N,), 0 where ignored; which tokens are not."""
-    terms = terms_of_tokens(operands.target, operands.weight, num_classes, options, lse.dtype)
+    target = operands.target
+    slot_weight = None if target_weight is None else weight_of_slots(target, target_weight, ignore_index, lse.dtype)
+    terms = terms_of_tokens(target, operands.weight, num_classes, options, lse.dtype, slot_weight)
     losses = terms.loss(target_logit, lse, logit_sum if options.label_smoothing else None, lse_rest)
-    valid = operands.target != ignore_index
+    valid = tokens_that_count(target, ignore_index)
     return terms, torch.where(valid, losses, 0.0), valid
 
 
+def weight_of_slots(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
+    """q, 0 in slots that do not count, whatever stands there; nan for what is negative."""
+    q = torch.where(target == ignore_index, 0.0, target_weight).to(dtype)
+    return torch.where(q < 0.0, torch.nan, q)
+
+
 def terms_of_tokens(
-    target: Tensor,  # (N,)
+    target: Tensor,  # (N,) or (N, K)
     weight: Tensor | None,  # (V,)
     num_classes: int,
     options: LossOptions,
     dtype: torch.dtype,
+    slot_weight: Tensor | None = None,  # (N, K)
 ) -> LossTerms:
-    if weight is None:
-        return loss_terms(None, None, num_classes, options)
-    return loss_terms(class_weight_of(target, weight, dtype), weight.to(dtype).sum(), num_classes, options)
+    target_weight, weight_sum = slot_weight, None
+    if weight is not None:
+        of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
+        target_weight = of_class if slot_weight is None else slot_weight * of_class
+    return loss_terms(target_weight, weight_sum, num_classes, options)
 
 
 def loss_terms(
-    target_weight: Tensor | None,  # (N,) class weight of each target, None for 1
+    target_weight: Tensor | None,  # (N,) class weight of each target, None for 1; of a soft one (N, K), q_k times it
     weight_sum: Tensor | None,  # () sum of the class weights, None for V
     num_classes: int,
     options: LossOptions,

@@ -2,8 +2,10 @@
 
     u_ij  = input_i . linear_weight_j + linear_bias_j
     z_ij  = softcap tanh(logit_scale u_ij / softcap)                 LogitOptions; without softcap: logit_scale u_ij
-    loss  = (1 - eps) w_y (lse - z_y) + eps / V sum_j w_j (lse - z_j) + z_loss lse^2
-                                                                     LossOptions; eps = label_smoothing, w = weight
+    loss  = (1 - eps) sum_k q_k w_yk (lse - z_yk) + eps / V sum_j w_j (lse - z_j) + z_loss lse^2
+                                                    LossOptions; eps = label_smoothing, w = weight, q = target_weight
+
+The first sum is over the K slots of a soft target; of one class a token it is w_y (lse - z_y).
 
 Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
 """
@@ -14,17 +16,42 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.sparse_gradient import SparseGradient
 
-# N tokens, D hidden, V vocabulary (a rank's part of it where it is sharded)
+# N tokens, K slots, D hidden, V vocabulary (a rank's part of it where it is sharded)
 
 
 class Operands(NamedTuple):
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
+    target: Tensor  # (N,), or (N, K)
+    linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,), class weights
+
+
+class LowRankOperands(NamedTuple):
+    """Of logits  input @ linear_weight.T + low_rank_input @ low_rank_weight.T  (+ linear_bias)."""
+
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    low_rank_input: Tensor  # (N, r)
+    low_rank_weight: Tensor  # (V, r)
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,), class weights
+
+    @property
+    def head(self) -> Operands:
+        """Without the pair."""
+        return Operands(self.input, self.linear_weight, self.target, self.linear_bias, self.weight)
+
+    @property
+    def concatenated(self) -> Operands:
+        """The same logits by one product, at the price of a copy of linear_weight."""
+        input = torch.cat([self.input, self.low_rank_input], 1)
+        linear_weight = torch.cat([self.linear_weight, self.low_rank_weight], 1)
+        return Operands(input, linear_weight, self.target, self.linear_bias, self.weight)
 
 
 class LogitOperands(NamedTuple):
@@ -48,7 +75,7 @@ class LossOptions(NamedTuple):
 class Cotangents(NamedTuple):
     """Of the three numbers of a row that the loss is a function of, (N,) each."""
 
-    grad_target_logit: Tensor | None
+    grad_target_logit: Tensor | None  # (N, K) of targets of several slots
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
 
@@ -57,14 +84,14 @@ class Cotangents(NamedTuple):
 
     def kept(self, hit: Tensor, valid: Tensor, dtype: torch.dtype) -> "Cotangents":
         """0 at tokens that do not count, that of the target's logit where these classes have no target."""
-        counted = (hit, valid, valid)
+        counted = (hit, valid, valid)  # hit is (N,) or (N, K), as the target
         return Cotangents(
             *(None if grad is None else torch.where(of, grad, 0.0).to(dtype) for grad, of in zip(self, counted))
         )
 
     def filled(self, like: Tensor) -> "Cotangents":
-        """0 in place of None."""
-        return Cotangents(*(torch.zeros_like(like) if grad is None else grad for grad in self))
+        """0 in place of no cotangent of lse; those of the others are added where they are."""
+        return self if self.grad_lse is not None else self._replace(grad_lse=torch.zeros_like(like))
 
 
 class Statistics(NamedTuple):
@@ -104,11 +131,17 @@ class TokenLosses(NamedTuple):
     logits: LogitOptions
     statistics: Statistics = Statistics()
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
+    target_weight: Tensor | None = None  # (N, K), of a target (N, K)
     sparse: SparseGradient = SparseGradient()
 
     @property
     def valid(self) -> Tensor:  # (N,)
-        return self.operands.target != self.ignore_index
+        return tokens_that_count(self.operands.target, self.ignore_index)
+
+    @property
+    def denominator_weight(self) -> Tensor | None:  # (V,)
+        """Class weights divide the mean over one class a token; soft targets' is over tokens, as torch has it."""
+        return self.operands.weight if self.target_weight is None else None
 
     @property
     def options(self) -> dict[str, int | float | Tensor | None]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flce_ops.math.loss import class_weight_of, loss_terms
 from flce_ops.math.options import LossOptions, Statistics, TokenStatistics
+from flce_ops.math.slots import in_columns, tokens_that_count
 from flce_ops.math.statistics import statistics_of_shards
 from flce_ops.support.exchange import all_gather
 
@@ -111,8 +112,10 @@ def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # 
 def target_columns(
     target: Tensor, ignore_index: int, vocab_start: int, num_classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """valid (N,): not ignored; hit (N,): valid and among these columns; column (N, 1): its index, 0 where not hit."""
-    valid = target != ignore_index
+    """valid (N,): not ignored; hit: the class counts and is among these columns; column: its index, 0 where not hit.
+
+    `hit` is (N,) or (N, K), as `target`, `column` (N, 1) or (N, K).
+    """
     column = target.long() - vocab_start
-    hit = valid & (column >= 0) & (column < num_classes)
-    return valid, hit, torch.where(hit, column, 0).unsqueeze(1)
+    hit = (target != ignore_index) & (column >= 0) & (column < num_classes)
+    return tokens_that_count(target, ignore_index), hit, in_columns(torch.where(hit, column, 0))

@@ -17,7 +17,15 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import Cotangents, LogitOperands, LogitOptions, LossOptions, Operands, Statistics
+from flce_ops.math.options import (
+    Cotangents,
+    LogitOperands,
+    LogitOptions,
+    LossOptions,
+    LowRankOperands,
+    Operands,
+    Statistics,
+)
 from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
@@ -25,6 +33,7 @@ from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
+LowRankMask = Annotated[list[bool], "bool[4]"]  # of input, low_rank_input, low_rank_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 SCHEMA_TYPES: dict[Any, str] = {
@@ -214,7 +223,17 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     output_mask: OutputMask
     statistics: Statistics
+    target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
+
+
+class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
+    operands: LowRankOperands
+    reduction: Reduction
+    ignore_index: int = -100
+    loss: LossOptions
+    logits: LogitOptions
+    output_mask: LowRankMask
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):

@@ -16,16 +16,18 @@ DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual ones, without asking fur
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_operands(op: str, operands: Operands) -> None:
+def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
+    """With `slots`, target may be (N, K)."""
     check_dense(op, **operands._asdict())
     input, linear_weight, target, linear_bias, weight = operands
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear(op, input, linear_weight, linear_bias)
-    if target.dim() != 1 or target.shape[0] != input.shape[0]:
+    if target.dim() not in ((1, 2) if slots else (1,)) or target.shape[0] != input.shape[0]:
+        or_slots = f"; (N, K) for K classes of each, with N = {input.shape[0]}, is fine too" if slots else ""
         raise ValueError(
             f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
-            f"got {tuple(target.shape)}"
+            f"got {tuple(target.shape)}{or_slots}"
         )
     check_target_dtype(op, target)
     if weight is not None:
@@ -172,3 +174,11 @@ def check_denominator(op: str, reduction: Reduction) -> None:
             f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
             f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
         )
+
+
+def check_per_slot(op: str, target: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != target.shape:
+            raise ValueError(
+                f"{op}: expected {name} of target's shape {tuple(target.shape)}, got {tuple(tensor.shape)}"
+            )

@@ -15,11 +15,11 @@ from flce_ops.meta.arguments import (
     WithGrad,
     takes,
 )
-from flce_ops.meta.checks import check_denominator, check_operands, check_per_row
+from flce_ops.meta.checks import check_denominator, check_device, check_operands, check_per_row, check_per_slot
 from flce_ops.meta.main_grad import check_main_grad
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 
-# N tokens, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 
@@ -44,15 +44,15 @@ def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
 @takes(Forward)
 def forward_outputs(call: Forward) -> ForwardOutputs:
     """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, log_sum_sq_probs, mean_logit, lse_rest: (N,), or
-    (0,) if not asked for. And retained logits, (R, columns) int16.
+    (0,) if not asked for; the first is (N, K) of such a target. And retained logits, (R, columns) int16.
     """
-    check_operands("linear_cross_entropy_forward", call.operands)
+    check_operands("linear_cross_entropy_forward", call.operands, slots=True)
     check_main_grad("linear_cross_entropy_forward", call.operands, call.main_grad)
     input = call.operands.input
     dtype = accumulation_dtype(input.dtype)
     rows = input.shape[0]
     return (
-        input.new_empty(rows, dtype=dtype),
+        input.new_empty(call.operands.target.shape, dtype=dtype),
         input.new_empty(rows, dtype=dtype),
         input.new_empty(rows if call.logit_sum else 0, dtype=dtype),
         input.new_empty(rows if call.expected_logit else 0, dtype=dtype),
@@ -86,18 +86,19 @@ def backward_in_place_outputs(call: BackwardInPlace) -> Gradients:
 
 
 def check_backward(op: str, call: Backward) -> None:
-    check_operands(op, call.operands)
+    check_operands(op, call.operands, slots=True)
     if (call.grad_expected_logit is None) != (call.expected_logit is None):
         raise ValueError(f"{op}: expected grad_expected_logit and expected_logit together, got one of them")
     check_per_row(
         op,
         call.operands.input,
-        **call.cotangents._asdict(),
+        **call.cotangents._replace(grad_target_logit=None)._asdict(),
         lse=call.lse,
         grad_expected_logit=call.grad_expected_logit,
         expected_logit=call.expected_logit,
         lse_rest=call.lse_rest,
     )
+    check_per_slot(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
     check_retained(op, call.operands, call.retained)
 
 
@@ -116,10 +117,18 @@ def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None
 def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
     op = "linear_cross_entropy_with_grad"
     check_denominator(op, call.reduction)
+    target, target_weight = call.operands.target, call.target_weight
+    if (target.dim() == 2) != (target_weight is not None):
+        raise ValueError(
+            f"{op}: expected a target of shape (N, K) and target_weight together, got target of shape "
+            f"{tuple(target.shape)} and target_weight {'None' if target_weight is None else tuple(target_weight.shape)}"
+        )
+    check_per_slot(op, target, target_weight=target_weight)
+    check_device(op, call.operands.input, target_weight=target_weight)
     check_sparse_options(op, call.sparse)
     if call.sparse.gradient_threshold:
         check_sparse(op, call.sparse, call.operands.input, call.loss.label_smoothing, call.logits.softcap)
-    return one_pass_outputs(op, call, call.operands, call.reduction.row_scale)
+    return one_pass_outputs(op, call, call.operands, call.reduction.row_scale, slots=True)
 
 
 @takes(VocabParallelWithGrad)
@@ -130,9 +139,14 @@ def vocab_parallel_with_grad_outputs(call: VocabParallelWithGrad) -> OnePassOutp
 
 
 def one_pass_outputs(
-    op: str, call: WithGrad | VocabParallelWithGrad, operands: Operands, row_scale: Tensor | None
+    op: str,
+    call: WithGrad | VocabParallelWithGrad,
+    operands: Operands,
+    row_scale: Tensor | None,
+    *,
+    slots: bool = False,
 ) -> OnePassOutputs:
-    check_operands(op, operands)
+    check_operands(op, operands, slots=slots)
     input, asked = operands.input, call.statistics
     check_per_row(op, input, row_scale=row_scale)
     dtype = accumulation_dtype(input.dtype)
@@ -150,10 +164,13 @@ def one_pass_outputs(
 
 @takes(DoubleBackward)
 def double_backward_outputs(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of grad_target_logit, grad_lse, grad_logit_sum (N,) each, input, linear_weight, linear_bias."""
+    """Cotangents of grad_target_logit, grad_lse, grad_logit_sum (N,) each, input, linear_weight, linear_bias.
+
+    The first is (N, K) of such a target.
+    """
     op = "linear_cross_entropy_double_backward"
-    check_operands(op, call.operands)
-    input, linear_weight, _, linear_bias, _ = call.operands
+    check_operands(op, call.operands, slots=True)
+    input, linear_weight, target, linear_bias, _ = call.operands
     likes = {"grad_grad_input": input, "grad_grad_linear_weight": linear_weight}
     for name, like in likes.items():
         tensor = getattr(call.grad_grads, name)
@@ -161,7 +178,7 @@ def double_backward_outputs(call: DoubleBackward) -> tuple[Tensor, Tensor, Tenso
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
     dtype = accumulation_dtype(input.dtype)
     return (
-        input.new_empty(input.shape[0], dtype=dtype),
+        input.new_empty(target.shape, dtype=dtype),
         input.new_empty(input.shape[0], dtype=dtype),
         input.new_empty(input.shape[0], dtype=dtype),
         *gradient_outputs(call.operands, [True, True, linear_bias is not None]),

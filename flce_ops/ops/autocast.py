@@ -8,7 +8,10 @@ from torch import Tensor
 from flce_ops.meta.checks import is_dense
 from flce_ops.support.torch_private import without_autocast
 
-OPERANDS = {"input", "linear_weight", "linear_bias", "teacher_input", "teacher_weight", "teacher_bias"}
+OPERANDS = {
+    *("input", "linear_weight", "linear_bias", "low_rank_input", "low_rank_weight"),
+    *("teacher_input", "teacher_weight", "teacher_bias"),
+}
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -303,7 +303,7 @@ def recomputed_step(
     target_logit, lse, logit_sum, *_, lse_rest, retained = found
     rows = (target_logit, lse, logit_sum, lse_rest)
     terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows, call.target_weight
     )
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
     cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)

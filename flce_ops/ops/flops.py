@@ -44,12 +44,19 @@ def double_backward(grad_grad_input, grad_grad_linear_weight, *shapes, **options
     return logits(*shapes[4:]) * (3 + 2 * cotangents)
 
 
+def low_rank(input, linear_weight, pair_input, pair_weight, *args, output_mask, out_shape=None, **options) -> int:
+    """The head is frozen."""
+    want_input, *of_pair, _ = output_mask
+    return logits(input, linear_weight) * (1 + want_input) + logits(pair_input, pair_weight) * (1 + sum(of_pair))
+
+
 FORMULAS: dict[str, Any] = {
     "linear_cross_entropy_forward": logits,
     "linear_cross_entropy_backward": with_gradients(logits, first=3),
     "linear_cross_entropy_backward_": with_gradients(logits, first=3),
     "linear_cross_entropy_with_grad": with_gradients(logits),
     "linear_cross_entropy_vocab_parallel_with_grad": with_gradients(logits),
+    "linear_cross_entropy_low_rank_with_grad": low_rank,
     "linear_cross_entropy_double_backward": double_backward,
     "linear_kl_div_forward": both_logits,
     "linear_kl_div_backward": with_gradients(both_logits, first=1),

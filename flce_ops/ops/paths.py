@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
+from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
 from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
@@ -56,6 +56,8 @@ class Situation(NamedTuple):
     part: bool = False  # logits that share memory with more than themselves
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
+    trains_weight: bool = False  # of a head with a low-rank pair
+    slots: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
 
@@ -104,8 +106,11 @@ ALL_CLASSES = Condition("the whole vocabulary on each rank", lambda s: s.vocabul
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
+ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.slots)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
+
+FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
 
 WANTS_LOGITS = Condition("a gradient of logits", lambda s: s.wants_gradient)
 HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
@@ -139,7 +144,7 @@ LOSS = {
     "a scalar loss over a sharded vocabulary": (
         Path(
             "one pass",
-            (ONE_DIMENSION, EVERY_RANK, *OF_OPERANDS),
+            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
@@ -151,6 +156,10 @@ LOSS = {
             why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
         ),
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
+    ),
+    "a scalar loss of a head with a low-rank pair": (
+        Path("one pass", (FROZEN, *OF_OPERANDS), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
     ),
     "a scalar loss of given logits": (
         Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
@@ -203,6 +212,7 @@ KERNELS = {
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
+    "linear_cross_entropy_low_rank_with_grad": (Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
     "cross_entropy_forward": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
@@ -247,7 +257,9 @@ def retained_rows(call: Forward) -> int:
     """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
     input, linear_weight, _, linear_bias, _ = call.operands
     situation = loss_situation(input, linear_weight, linear_bias)._replace(
-        one_class=linear_weight.shape[0] == 1, softcap=call.logits.softcap is not None
+        one_class=linear_weight.shape[0] == 1,
+        softcap=call.logits.softcap is not None,
+        slots=call.operands.target.dim() == 2,
     )
     return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
 
@@ -299,7 +311,7 @@ def situation_of(call: Any) -> Situation:
         input, num_classes = operands.input, operands.linear_weight.shape[0]
     situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
     options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    return situation._replace(**options)
+    return situation._replace(**options, slots=operands.target.dim() == 2)
 
 
 def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
@@ -369,6 +381,16 @@ def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor
     return (
         choose(LOSS["a scalar loss of a policy"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
     )
+
+
+def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
+    """Whether a scalar loss of a head with a low-rank pair has an operator of its own."""
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
+    situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
+        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias))),
+        trains_weight=needs_gradient(linear_weight),
+    )
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name == "one pass"
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:

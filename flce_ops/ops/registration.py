@@ -5,6 +5,7 @@
     flce::linear_cross_entropy_backward_         which adds that of linear_weight to a buffer
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
+    flce::linear_cross_entropy_low_rank_with_grad         likewise, of a frozen head with a low-rank pair beside it
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, of divergences
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
@@ -31,9 +32,9 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.options import Statistics
-from flce_ops.meta import arguments, cross_entropy, kl_div, policy
+from flce_ops.meta import arguments, cross_entropy, kl_div, low_rank, policy
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, paths, policy_autograd
+from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, low_rank_autograd, paths, policy_autograd
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.compile_cache import keyed
@@ -77,6 +78,14 @@ OPERATORS = {
         arguments.VocabParallelWithGrad,
         f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.vocab_parallel_with_grad_outputs,  # its formula knows the mesh: flce_ops/distributed/one_pass.py
+    ),
+    "linear_cross_entropy_low_rank_with_grad": Operator(
+        arguments.LowRankWithGrad,
+        "Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_low_rank_input, Tensor grad_low_rank_weight, "
+        "Tensor grad_linear_bias",
+        low_rank.with_grad_outputs,
+        low_rank_autograd.LowRankWithGradFormula,
+        autocast=True,
     ),
     "linear_cross_entropy_double_backward": Operator(
         arguments.DoubleBackward,

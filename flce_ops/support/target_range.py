@@ -25,7 +25,7 @@ def all_are_classes(target: Tensor, num_classes: int) -> bool:
     return 0 <= int(lowest) and int(highest) < num_classes
 
 
-def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) -> (N,)
+def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the result
     return (target == ignore_index) | ((target >= 0) & (target < num_classes))
 
 
@@ -40,6 +40,7 @@ def assert_in_range(
             "got a class index outside",
         )
     elif not bool(all_in_range):
+        target = target.flatten()
         position = int(torch.nonzero(~in_range(target, num_classes, ignore_index))[0, 0])
         raise IndexError(
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "

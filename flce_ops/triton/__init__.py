@@ -23,7 +23,10 @@
         gradients.py                          which of them are made
         smoothing.py, columns.py              rank-1 terms, column sums
         scale_rows.py, target_rows.py         c input, and what its rounding took, for rows of few targets
-        set_entries.py                        the target's entry of a gradient
+        gather_slots.py                       of soft targets: K logits a token,
+        finish_soft_rows.py, slot_entries.py  and K entries, of the one pass and of the recomputing gradient
+            slots.py                          equal classes of a token; the largest entry
+        set_entries.py                        the target's entries of a gradient
             gemm_operands.py                  matrices as tensor maps
             target.py, tiles.py               the device; tile shapes
     sparse_step.py                            the chunks of a step whose logit gradient is sparse

@@ -1,6 +1,6 @@
 """CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
 
-    for each range of rows:            the kept tokens of the range                              gather_tokens.py
+    for each range of rows:            the kept tokens of the range                               gather_slots.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
                                            or, where forward retained logits,             retained_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
@@ -27,7 +27,7 @@ from flce_ops.triton.chunks import (
 )
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.even_features import with_even_features
-from flce_ops.triton.gather_tokens import launch_gather_tokens
+from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradient_factors import KnownRows, launch_gradient_factors
 from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
@@ -115,8 +115,10 @@ def run_backward(
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
-        at_target = launch_gather_tokens(here, operands, logit_options, rows, vocab_start=call.vocab_start)
-        factors, entry, residual = launch_gradient_factors(
+        at_target = launch_gather_targets(
+            here, operands, logit_options, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
+        )
+        factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
         column, input_gradient = at_target.column, None
@@ -127,7 +129,7 @@ def run_backward(
         )
         first_new = 0 if codes is None else codes.numbers.shape[0]
         if grad_input is not None:
-            finish = Finish(None, column, residual)
+            finish = Finish(None, largest, residual)
             input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
         for cols in column_slices:
             width = cols.stop - cols.start

@@ -79,6 +79,8 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     if operands.logit_sum is not None:
         weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
         tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)
+    if operands.total is not None:
+        tl.store(operands.total + partial_offset, tl.sum(in_vocabulary(z, col_mask, 0.0, EVEN_V), 1), mask=row_mask)
     if operands.argmax is not None:
         candidates = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
         row_max = tl.max(candidates, 1)
@@ -93,8 +95,6 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         tl.store(operands.expected + partial_offset, tl.sum(shifted, 1), mask=row_mask)
     if operands.squares is not None:
         tl.store(operands.squares + partial_offset, tl.sum(result * result, 1), mask=row_mask)
-    if operands.total is not None:
-        tl.store(operands.total + partial_offset, tl.sum(in_vocabulary(z, col_mask, 0.0, EVEN_V), 1), mask=row_mask)
     if operands.coding is not None:
         largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
         largest = tl.where(largest == float("-inf"), 0.0, largest)

@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     target_logit: Tensor  # (n,) z2 of the target, or of column 0 where the target is not here
     target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap
     column: Tensor  # (n,) int64, the target's, -1 where it is not here
-    target_weight: Tensor | None  # (N,) float32, w_y
+    target_weight: Tensor | None  # (N,) float32, w_y; of a soft target (N, K), q_k w_yk, as are the three before
     reduction: Reduction  # of (N,) row scales g_i, or a mean
     losses: Tensor  # (N,) out
 
@@ -45,6 +45,7 @@ class FinishedRows(NamedTuple):
     row_factor: Tensor  # c_i
     weight_factor: Tensor  # c_i with the rounding of E_iy taken up
     residual: Tensor  # c_i times that rounding
+    column: Tensor | None = None  # int64, of a soft target: the class of the entry whose rounding it is
 
 
 def empty_rows(tokens: Tokens, dtype: torch.dtype) -> FinishedRows:
@@ -90,6 +91,12 @@ def store_losses(
     if tokens.target_weight is not None:
         target_weight = tl.load(tokens.target_weight + token, mask=mask, other=0.0)
     value, d_lse, d_target = row_loss(surprisal2, lse2, logit_sum2, target_weight, loss)
+    return store_and_scale(tokens, token, i, n, mask, value, d_lse, d_target, logit_scale_ptr)
+
+
+@triton.jit
+def store_and_scale(tokens, token, i, n, mask, value, d_lse, d_target, logit_scale_ptr):
+    """Stores the losses; as store_losses."""
     tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)  # 0 where ignored
     row_scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
     scaled = row_scale * d_lse

@@ -13,12 +13,14 @@ from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
-from flce_ops.triton.gather_tokens import launch_gather_tokens
+from flce_ops.triton.gather_slots import launch_gather_targets
+from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logit_codes import clear_unused, codes_of
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.row_statistics import launch_row_statistics
+from flce_ops.triton.slots import slots_at_a_time
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
@@ -29,10 +31,10 @@ FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T,
 @Kernel
 @triton.jit
 def finish_forward_kernel(
-    target_logit2_ptr,  # (n,)
+    target_logit2_ptr,  # (n,); of several classes a token the largest
     column_ptr,  # (n,)
     sums,  # RowSums
-    outputs,  # seven of (N,), out; None for those not asked for
+    outputs,  # seven of (N,), out; None for those not asked for, or stored elsewhere
     kept,  # Kept
     n,
     BLOCK_N: tl.constexpr,
@@ -44,7 +46,6 @@ def finish_forward_kernel(
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=inside, other=0)
     target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
-    hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     # the sum holds the target's exponential, which was summed from another order of the same products
@@ -54,7 +55,9 @@ def finish_forward_kernel(
     lse = lse64.to(tl.float32)
     rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
     finite = tl.abs(lse) < float("inf")
-    tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
+    if target_logit_out is not None:
+        hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
+        tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
     tl.store(lse_out + token, tl.where(mask, lse, 0.0), mask=inside)
     tl.store(lse_rest_out + token, tl.where(mask & finite, rest, 0.0), mask=inside)
     if logit_sum_out is not None:
@@ -66,6 +69,41 @@ def finish_forward_kernel(
     if argmax_out is not None:
         tl.store(max_logit_out + token, tl.load(sums.max_logit + i, mask=mask, other=0.0) * LN2, mask=inside)
         tl.store(argmax_out + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
+
+
+@Kernel
+@triton.jit
+def store_slot_logits_kernel(
+    logit2_ptr,  # (n, K)
+    column_ptr,  # (n, K)
+    largest_ptr,  # (n,) out, base 2; -inf where no class of the row is here
+    out_ptr,  # (N, K) out, nats
+    kept,  # Kept
+    n,
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One program a row. Slots without a class here and those of ignored tokens get 0."""
+    row = tl.program_id(0)
+    counts = row < kept_rows(kept, n)
+    token = tl.load(kept.order + row).to(tl.int64)
+    largest = float("-inf")
+    for start in range(0, SLOTS, BLOCK_S):
+        slot = start + tl.arange(0, BLOCK_S)
+        inside = slot < SLOTS
+        hit = tl.load(column_ptr + row.to(tl.int64) * SLOTS + slot, mask=inside & counts, other=-1) >= 0
+        logit2 = tl.load(logit2_ptr + row.to(tl.int64) * SLOTS + slot, mask=hit, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.where(hit, logit2, float("-inf")), 0))
+        tl.store(out_ptr + token * SLOTS + slot, tl.where(hit, logit2 * LN2, 0.0), mask=inside)
+    tl.store(largest_ptr + row, largest)
+
+
+def launch_store_slot_logits(at_target: AtTarget, out: Tensor, kept: Kept) -> Tensor:  # (n,)
+    n, slots = at_target.column.shape
+    largest = at_target.logit.new_empty(n)
+    blocks = {"SLOTS": slots, "BLOCK_S": slots_at_a_time(slots), "num_warps": 1}
+    store_slot_logits_kernel[(n,)](at_target.logit, at_target.column, largest, out, kept, n, **blocks)
+    return largest
 
 
 @takes(Forward)
@@ -95,7 +133,7 @@ def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: met
 def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list[slice]:
     """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
     operands = call.operands
-    input, linear_weight, _, linear_bias, weight = operands
+    input, linear_weight, target, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax + call.log_sum_sq_probs + call.mean_logit
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
@@ -113,7 +151,9 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
         rows = memory[:n]
-        at_target = launch_gather_tokens(here, operands, call.logits, rows, vocab_start=call.vocab_start)
+        at_target = launch_gather_targets(
+            here, operands, call.logits, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
+        )
         sums: RowSums = launch_exponentials(
             rows,
             linear_weight,
@@ -130,8 +170,11 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             squares=call.log_sum_sq_probs,
             total=call.mean_logit,
         )
+        largest, own = at_target.logit, wanted
+        if target.dim() == 2:
+            largest, own = launch_store_slot_logits(at_target, wanted[0], here), (None, *wanted[1:])
         finish_forward_kernel[(triton.cdiv(n, 64),)](
-            at_target.logit, at_target.column, sums, wanted, here, n, BLOCK_N=64, num_warps=2
+            largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
         )
         launch_row_statistics(sums, statistics, here, num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, kept)

@@ -46,7 +46,7 @@ def gather_tokens_kernel(
     input_ptr,  # (N, D)
     weight_ptr,  # (V, D)
     bias_ptr,  # (V,)
-    target_ptr,  # (N,)
+    target_ptr,  # (N,); None for column 0 (of several classes a token, gather_slots.py)
     rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
     logit_ptr,  # (n,) out, base 2
     reference_ptr,  # (n,) out, the same: a rescue overwrites it
@@ -74,7 +74,9 @@ def gather_tokens_kernel(
         tl.store(guard_ptr, 0)
     if row < count:
         token = tl.load(kept.order + row).to(tl.int64)
-        column = tl.load(target_ptr + token).to(tl.int64) - vocab_start
+        column = tl.full((), -1, tl.int64)
+        if target_ptr is not None:
+            column = tl.load(target_ptr + token).to(tl.int64) - vocab_start
         hit = (column >= 0) & (column < V)
         tl.store(column_ptr + row, tl.where(hit, column, -1))
         column = tl.where(hit, column, 0)
@@ -133,7 +135,7 @@ def launch_gather_tokens(
         input,
         linear_weight,
         linear_bias,
-        target,
+        target if target.dim() == 1 else None,
         rows,
         logit,
         reference,

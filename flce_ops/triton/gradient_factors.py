@@ -21,6 +21,7 @@ from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import LOG2E, number_at
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.slot_entries import launch_slot_entries
 
 # N tokens, n rows of a chunk, V vocabulary
 
@@ -33,7 +34,7 @@ class KnownRows(NamedTuple):
     lse: Tensor
     lse_rest: Tensor | None
     expected_logit: Tensor | None
-    grad_target_logit: Tensor | None
+    grad_target_logit: Tensor | None  # (N, K) of several classes a token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
     grad_expected_logit: Tensor | None
@@ -52,7 +53,7 @@ def gradient_factors_kernel(
     dz_du_ptr,  # (n,) dz/du / logit_scale at the target; None without a softcap
     column_ptr,  # (n,) the target's, -1 where it is not here
     rows,  # Gradient, out, its class weights apart
-    at_target_ptr,  # (n,) out, G at the target
+    at_target_ptr,  # (n,) out, G at the target; None where slot_entries.py makes it
     residual_ptr,  # (n,) out, what rounding it takes
     logit_scale_ptr,  # ()
     kept,  # Kept
@@ -63,8 +64,6 @@ def gradient_factors_kernel(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=mask, other=0)
-    column = tl.load(column_ptr + i, mask=mask, other=-1)
-    target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
     scale = number_at(logit_scale_ptr)
 
     lse = of_tokens(tokens.lse, token, mask)
@@ -82,29 +81,34 @@ def gradient_factors_kernel(
         grad_expected = of_tokens(tokens.grad_expected_logit, token, mask)
         row_factor += grad_expected * (1.0 + lse - of_tokens(tokens.expected_logit, token, mask))
     row_factor *= share
-    at_target = row_factor
+    tl.store(rows.reference_logit + i, lse2, mask=mask)
+    tl.store(rows.row_factor + i, row_factor * scale, mask=mask)
     if tokens.grad_expected_logit is not None:
         shift_factor = grad_expected / LOG2E * share
-        # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
-        distance = target_logit2 - lse2
-        at_target += shift_factor * tl.where(distance < -1e4, -1e4, distance)
         tl.store(rows.shift_factor + i, shift_factor * scale, mask=mask)
-    at_target *= tl.exp2(target_logit2 - lse2)
-    if tokens.grad_target_logit is not None:
-        at_target += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
     if tokens.grad_logit_sum is not None:
         sum_factor = of_tokens(tokens.grad_logit_sum, token, mask)
         tl.store(rows.sum_factor + i, sum_factor * scale, mask=mask)
-        if rows.class_weight is not None:
-            sum_factor *= tl.load(rows.class_weight + tl.where(column >= 0, column, 0), mask=mask, other=0.0)
-        at_target += sum_factor
-    if dz_du_ptr is not None:
-        at_target *= tl.load(dz_du_ptr + i, mask=mask, other=0.0)
-    at_target *= scale
-    tl.store(rows.reference_logit + i, lse2, mask=mask)
-    tl.store(rows.row_factor + i, row_factor * scale, mask=mask)
-    tl.store(at_target_ptr + i, at_target, mask=mask)
-    tl.store(residual_ptr + i, at_target - at_target.to(HALF).to(tl.float32), mask=mask)
+    if at_target_ptr is not None:
+        column = tl.load(column_ptr + i, mask=mask, other=-1)
+        target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
+        at_target = row_factor
+        if tokens.grad_expected_logit is not None:
+            # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
+            distance = target_logit2 - lse2
+            at_target += shift_factor * tl.where(distance < -1e4, -1e4, distance)
+        at_target *= tl.exp2(target_logit2 - lse2)
+        if tokens.grad_target_logit is not None:
+            at_target += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
+        if tokens.grad_logit_sum is not None:
+            if rows.class_weight is not None:
+                sum_factor *= tl.load(rows.class_weight + tl.where(column >= 0, column, 0), mask=mask, other=0.0)
+            at_target += sum_factor
+        if dz_du_ptr is not None:
+            at_target *= tl.load(dz_du_ptr + i, mask=mask, other=0.0)
+        at_target *= scale
+        tl.store(at_target_ptr + i, at_target, mask=mask)
+        tl.store(residual_ptr + i, at_target - at_target.to(HALF).to(tl.float32), mask=mask)
 
 
 def launch_gradient_factors(
@@ -115,10 +119,13 @@ def launch_gradient_factors(
     kept: Kept,
     *,
     logit_scale: Tensor | None,  # ()
-) -> tuple[Gradient, Tensor, Tensor]:
-    """The epilogue's operands; (n,) each: G at the target in float32, and what its rounding takes."""
+) -> tuple[Gradient, Tensor, Tensor, Tensor]:
+    """The epilogue's operands, G at the target in float32, what rounding takes of it, and the column of the latter.
+
+    (n,) each; of several classes a token G is (n, K), and the others are of the largest.
+    """
     target_logit2, dz_du, column, *_ = at_target
-    n = column.shape[0]
+    n, slots = column.shape[0], column.dim() == 2
     lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = tokens.lse.new_empty(6, n).unbind()
     rows = Gradient(
         lse2,
@@ -134,7 +141,7 @@ def launch_gradient_factors(
         dz_du,
         column,
         rows,
-        at_target_entry,
+        None if slots else at_target_entry,
         residual,
         logit_scale,
         kept,
@@ -143,4 +150,7 @@ def launch_gradient_factors(
         BLOCK_N=BLOCK_N,
         num_warps=2,
     )
-    return rows, at_target_entry, residual
+    if slots:
+        of_slots = launch_slot_entries(rows, at_target, tokens.grad_target_logit, half, kept, logit_scale=logit_scale)
+        return rows, *of_slots
+    return rows, at_target_entry, residual, column

@@ -72,13 +72,55 @@ def keep_tokens_kernel(
         tl.store(in_range_ptr, wrong == 0)
 
 
+@Kernel
+@triton.jit
+def class_of_slots_kernel(
+    target_ptr,  # (N, K)
+    class_ptr,  # (N,) out
+    N,
+    ignore_index,
+    num_classes,
+    outside,  # neither a class nor ignore_index
+    SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """ignore_index where all slots are, `outside` where one is out of range, else the largest class."""
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    largest = tl.full((BLOCK_N,), -1, tl.int64)
+    wrong = tl.zeros((BLOCK_N,), tl.int32)
+    for start in range(0, SLOTS, BLOCK_S):
+        slot = start + tl.arange(0, BLOCK_S)
+        mask = (i < N)[:, None] & (slot < SLOTS)[None, :]
+        target = tl.load(target_ptr + i.to(tl.int64)[:, None] * SLOTS + slot[None, :], mask=mask, other=ignore_index)
+        target = target.to(tl.int64)
+        counts = target != ignore_index
+        wrong |= tl.max((counts & ((target < 0) | (target >= num_classes))).to(tl.int32), 1)
+        largest = tl.maximum(largest, tl.max(tl.where(counts, target, -1), 1))
+    found = tl.where(wrong > 0, outside, tl.where(largest < 0, ignore_index, largest))
+    tl.store(class_ptr + i, found.to(class_ptr.dtype.element_ty), mask=i < N)
+
+
+def launch_class_of_slots(target: Tensor, ignore_index: int, num_classes: int) -> Tensor:  # (N, K) -> (N,)
+    """One class for a token's slots, which says whether it counts and whether all of them are in range."""
+    tokens, slots = target.shape
+    found = target.new_empty(tokens)
+    outside = num_classes + (ignore_index == num_classes)
+    class_of_slots_kernel[(triton.cdiv(tokens, 16),)](
+        target, found, tokens, ignore_index, num_classes, outside, SLOTS=slots, BLOCK_N=16, BLOCK_S=64, num_warps=4
+    )
+    return found
+
+
 def keep_tokens(
-    target: Tensor,  # (N,)
+    target: Tensor,  # (N,) or (N, K)
     ignore_index: int,
     num_classes: int,
     in_range: Tensor | None = None,  # () bool, out: whether all targets are in [0, num_classes)
 ) -> tuple[Kept, Tensor]:  # (N,)
-    """The kept tokens and every token's place."""
+    """The kept tokens and every token's place. Of a target (N, K), those of which any slot counts."""
+    if target.dim() == 2:
+        target = launch_class_of_slots(target, ignore_index, num_classes)
     tokens = target.shape[0]
     order, place = target.new_empty(2, tokens, dtype=torch.int32).unbind()
     count = target.new_empty((), dtype=torch.int32)

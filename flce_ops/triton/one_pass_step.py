@@ -1,6 +1,6 @@
 """Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
 
-    rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
+    rows = the chunk's kept tokens, target logits                                 gather_tokens.py, gather_slots.py
     E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                the row finisher the step was given            finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
@@ -23,7 +23,7 @@ from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.gather_tokens import launch_gather_tokens
+from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces, float32_memory
 from flce_ops.triton.kept_tokens import Kept
@@ -44,7 +44,7 @@ FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
 class StepTokens(NamedTuple):
     """What a step reads and writes of every token, (N,) as the tokens stand; out but for the first two."""
 
-    weight: Tensor | None  # float32, the class weight of the target
+    weight: Tensor | None  # float32, the class weight of the target; of a soft one (N, K), times the slots' own
     reduction: Reduction
     losses: Tensor
     statistics: TokenStatistics
@@ -63,10 +63,11 @@ class OnePassStep:
         cut: Cut,
         finish_rows: FinishRows,
         smoothing: SmoothingTerms | None = None,
+        ignore_index: int = -100,
         vocab_start: int = 0,
         vocab_size: int | None = None,
     ) -> None:
-        self.operands, self.vocab_start = operands, vocab_start
+        self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
         self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
         self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
         self.grad_input, grad_weight, self.bias_sum = gradients
@@ -108,11 +109,12 @@ class OnePassStep:
     ) -> tuple[Tokens, FinishedRows]:
         """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
         kept, (weight, reduction, losses, statistics) = self.kept.of(chunk), self.per_token
-        at_target = launch_gather_tokens(
+        at_target = launch_gather_targets(
             kept,
             self.operands,
             self.logit_options,
             rows,
+            ignore_index=self.ignore_index,
             vocab_start=self.vocab_start,
             class_sum=None if self.smoothing is None else self.smoothing.class_sum,
         )
@@ -140,6 +142,8 @@ class OnePassStep:
             launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
             if self.bias_sum is not None:
                 self.bias_sum[cols] += weighted_column_sum(piece, finished.weight_factor, kept)
+        if finished.column is not None:  # what follows takes one entry of a row
+            tokens = tokens._replace(column=finished.column)
         return tokens, finished
 
     def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:

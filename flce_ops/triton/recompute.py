@@ -50,7 +50,12 @@ def recompute_step(
         terms, losses, valid = losses_of(*rows)
     else:
         terms, losses, valid = losses_of_rows(
-            operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows
+            operands,
+            call.ignore_index,
+            call.loss,
+            operands.linear_weight.shape[0],
+            *rows,
+            target_weight=call.target_weight,
         )
     mine = here | ~valid
     per_token.losses.copy_(torch.where(mine, losses, per_token.losses))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.loss import class_weight_of
+from flce_ops.math.loss import class_weight_of, weight_of_slots
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import WithGrad, takes
@@ -20,6 +20,7 @@ from flce_ops.triton.cut import Cut, cut_tokens
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
+from flce_ops.triton.finish_soft_rows import launch_finish_soft_rows
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
@@ -38,32 +39,39 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 @with_even_features
 def launch_with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
-    input, linear_weight, target, _, weight = call.operands = with_contiguous_vectors(call.operands)
+    input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
     if call.reduction.row_scale is not None:
         call.reduction = Reduction(call.reduction.row_scale.contiguous())
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
-        class_weights = None
-        if weight is not None:
-            class_weight = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
-            class_weights = ClassWeights(
-                class_weight_of(target, weight, torch.float32), class_weight, class_weight.sum()
-            )
-        chunks, notes = repeated(with_grad_step, call, class_weights, fresh=(in_range, *outputs))
+        weights = weights_of(call)
+        chunks, notes = repeated(with_grad_step, call, weights, fresh=(in_range, *outputs))
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     record_chunks(call, linear_weight, chunks, *notes)
     return outputs
 
 
-class ClassWeights(NamedTuple):  # float32
-    of_target: Tensor  # (N,)
-    of_class: Tensor  # (V,)
-    sum: Tensor  # ()
+class Weights(NamedTuple):  # float32; None for 1, 1 and V
+    of_target: Tensor | None  # (N,) w_y, or of a soft target (N, K) q_k w_yk
+    of_class: Tensor | None  # (V,)
+    sum: Tensor | None  # ()
+
+
+def weights_of(call: WithGrad) -> Weights:
+    target, weight = call.operands.target, call.operands.weight
+    of_target = of_class = total = None
+    if weight is not None:
+        of_class = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
+        of_target, total = class_weight_of(target, weight, torch.float32), of_class.sum()
+    if call.target_weight is not None:
+        of_slots = weight_of_slots(target, call.target_weight, call.ignore_index, torch.float32)
+        of_target = (of_slots if of_target is None else of_slots * of_target).contiguous()
+    return Weights(of_target, of_class, total)
 
 
 def with_grad_step(
     call: WithGrad,
-    class_weights: ClassWeights | None,
+    weights: Weights,
     in_range: Tensor,  # () bool, out
     *outputs: Tensor,  # of the operator
 ) -> tuple[list[slice], list[str]]:
@@ -82,15 +90,15 @@ def with_grad_step(
     )
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
     gradients = wanted_gradients(grads, call.output_mask)
-    target_weight, class_weight, class_weight_sum = class_weights or (None, None, None)
+    target_weight, class_weight, class_weight_sum = weights
     smoothing = None
     row_loss = RowLoss(class_weight_sum, num_classes, loss_options)
     if loss_options.label_smoothing and not cut.recompute:  # which makes it with the rest of G
         smoothing = SmoothingTerms(operands, class_weight, kept, reduction, row_loss, logit_options.logit_scale)
 
     def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
-        finished = launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale)
-        return finished, sums.argmax
+        launch = launch_finish_rows if target.dim() == 1 else launch_finish_soft_rows
+        return launch(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale), sums.argmax
 
     per_token = StepTokens(target_weight, reduction, losses, statistics)
     chunks, weight_gradient = cut.chunks, None
@@ -98,7 +106,9 @@ def with_grad_step(
         chunks = run_spans(call, kept, per_token, gradients, finish_rows)
         cut = Cut(None, chunks, False, 0)
     elif cut.lead is not None or not cut.recompute:
-        step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing)
+        step = OnePassStep(
+            operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing, call.ignore_index
+        )
         if cut.lead is not None:
             step.run_lead(cut.lead)
         if not cut.recompute:

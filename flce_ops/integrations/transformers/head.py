@@ -5,9 +5,10 @@ The loss runs inside the forward of the module that owns the weight, so that who
 module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
 """
 
+import functools
 import sys
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
+from flce_ops.integrations.transformers.lora_head import is_lora, lora_or_loss, loss_of_pair, why_not_a_pair
 from flce_ops.integrations.transformers.output_metrics import Metrics
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
@@ -38,6 +40,7 @@ def linear_or_loss(
     normalizer: Tensor | int | None = None,
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
     metrics: Metrics | None = None,  # filled in
+    pair: tuple[Tensor, Tensor] | None = None,  # (B, T, r), (V, r), an adapter's (lora_head.py)
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)
@@ -50,7 +53,12 @@ def linear_or_loss(
     if logits_bias is not None:
         logits_bias = logits_bias.flatten().to(input.dtype)
         bias = logits_bias if bias is None else bias + logits_bias
-    result = linear_cross_entropy(
+    if pair is not None and metrics is not None:
+        raise NotImplementedError(
+            "metrics are not implemented for a head with a LoRA adapter; merge the adapter, or patch without metrics"
+        )
+    of_head: Callable[..., Any] = linear_cross_entropy if pair is None else functools.partial(loss_of_pair, pair)
+    result = of_head(
         input,
         self.weight,
         target,
@@ -60,7 +68,7 @@ def linear_or_loss(
         softcap=softcap,
         logit_scale=logit_scale,
         normalizer=normalizer,
-        return_metrics=False if metrics is None else metrics.names,
+        **({} if metrics is None else {"return_metrics": metrics.names}),
     )
     if metrics is None:
         return cast(Tensor, result)
@@ -76,6 +84,8 @@ def forward_of_head(module: nn.Module) -> BoundForward:
     """Of an empty one too, while pickle reads it."""
     if is_linear(module):
         return BoundForward(linear_or_loss, module, forward_of_head)
+    if is_lora(module):
+        return BoundForward(lora_or_loss, module, forward_of_head)
     inner_of(module)  # reads the source now: torch.compile cannot
     return BoundForward(transform_then_loss, module, forward_of_head)
 
@@ -102,6 +112,8 @@ def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
         return
     if is_wrapper_of_peft(head):
         inner = [cast(nn.Module, head.original_module), *cast(nn.ModuleDict, head.modules_to_save).values()]
+    elif is_lora(head) and why_not_a_pair(head) is None:
+        inner = [cast(nn.Module, head.base_layer), *cast(nn.ModuleDict, head.lora_B).values()]
     else:
         inner = [inner_linear_of(head, model_name)]
     yield head
@@ -129,7 +141,7 @@ def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
             why = f" ({error})"
     advice = "leave the model unpatched"
     if hasattr(head, "base_layer"):
-        why = ""
+        why = f" ({why_not_a_pair(head)})" if is_lora(head) else ""
         advice = "leave the head out of the adapter's target_modules, or train it whole through modules_to_save"
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise NotImplementedError(

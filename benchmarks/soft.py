@@ -1,0 +1,64 @@
+"""The mode "soft64": a teacher's 64 likeliest classes a token, with their probabilities (top-k distillation).
+
+N tokens, K classes of each. The teacher's logits are the problem's with noise; its K probabilities add up to less than
+1 (0.8 to 0.9 of these problems), and the mean of
+
+    loss_i = -sum_k q_ik log p_i(y_ik)
+
+is over the tokens that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .data import IGNORE_INDEX, Problem, SoftTargets
+
+CLASSES = 64
+NOISE = 0.5  # standard deviation of the teacher's logits from the problem's
+
+
+@torch.no_grad()
+def targets_of(problem: Problem) -> SoftTargets:
+    """The same whenever it is asked for."""
+    if problem.soft is None:
+        device = problem.input.device
+        generator = torch.Generator(device=device).manual_seed(problem.seed + 1)
+        slots = min(CLASSES, problem.shape.V)
+        weight = torch.empty(problem.shape.N, slots, device=device)
+        classes = torch.empty(problem.shape.N, slots, dtype=torch.int64, device=device)
+        for rows in problem.row_chunks():
+            logits = (problem.input[rows] @ problem.linear_weight.T).float()
+            noise = torch.randn(logits.shape, device=device, generator=generator)
+            weight[rows], classes[rows] = logits.add_(noise, alpha=NOISE).softmax(-1).topk(slots, -1)
+        classes[~problem.kept] = IGNORE_INDEX
+        problem.soft = SoftTargets(classes, weight)
+    return problem.soft
+
+
+def in_one_call(problem: Problem) -> Callable[..., Tensor]:
+    import flce_ops
+
+    classes, weight = targets_of(problem)
+
+    def of_operator(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return flce_ops.linear_cross_entropy(input, linear_weight, classes, target_weight=weight, reduction=reduction)
+
+    return of_operator
+
+
+def on_logits(problem: Problem) -> Callable[..., Tensor]:
+    classes, weight = targets_of(problem)
+
+    def dense(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        logits = F.linear(input, linear_weight).float()
+        kept = target != IGNORE_INDEX
+        at_classes = logits.gather(1, classes.clamp(min=0))
+        losses = (weight * (logits.logsumexp(-1, keepdim=True) - at_classes)).sum(-1)
+        return torch.where(kept, losses, 0).sum() / kept.sum()
+
+    return dense

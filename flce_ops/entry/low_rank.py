@@ -1,0 +1,90 @@
+"""Body of flce::linear_cross_entropy_low_rank: the loss of a head with a low-rank pair beside its weight, as LoRA has.
+
+    logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T        low_rank_input: s input @ A.T, say
+
+Where the head is frozen and the loss is a scalar it has an operator of its own, which makes nothing of linear_weight's
+size. Elsewhere the pair goes into the ordinary operators as features of input and of linear_weight, which is copied.
+"""
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry.arguments import OP, check_arguments
+from flce_ops.entry.plain import loss_and_statistics, reduction_in_operator, token_factors_are_equal, token_losses
+from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
+from flce_ops.math.options import LowRankOperands, Statistics
+from flce_ops.meta.arguments import takes
+from flce_ops.meta.checks import check_target_dtype
+from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.paths import needs_gradient, options_in_situation, pair_in_one_pass
+from flce_ops.support.dtensor import any_dtensor
+
+# N tokens, D hidden, V vocabulary, r rank of the pair
+
+
+@takes(LowRankCrossEntropy)
+def composite(call: LowRankCrossEntropy) -> Tensor:
+    """Raises NotImplementedError for DTensors, and what the loss without the pair raises."""
+    if any_dtensor(*call.values()):
+        raise NotImplementedError(
+            f"{OP}: a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
+            "adapter, or out of the plan that shards it"
+        )
+    names = ("input", "linear_weight", "low_rank_input", "low_rank_weight", "linear_bias")
+    operands = autocast_operands(call.input.device.type, *(getattr(call, name) for name in names))
+    vars(call).update(zip(names, operands))
+    head = without_pair(call, call.input, call.linear_weight)
+    check_target_dtype(OP, call.target)
+    check_arguments(head)
+    check_pair(call)
+    if token_factors_are_equal(head):
+        loss = loss_in_one_pass(call, head)
+        if loss is not None:
+            return loss
+    input = torch.cat([call.input, call.low_rank_input], -1)
+    linear_weight = torch.cat([call.linear_weight, call.low_rank_weight], 1)
+    return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
+
+
+def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor) -> CrossEntropy:
+    options = dict(zip(call.keywords, call.values()[call.positional :]))
+    return CrossEntropy.bind(input, linear_weight, call.target, call.linear_bias, **options)
+
+
+def check_pair(call: LowRankCrossEntropy) -> None:
+    """What torch.cat would complain of in its own words."""
+    for name, beside in (("low_rank_input", call.input), ("low_rank_weight", call.linear_weight)):
+        tensor = getattr(call, name)
+        if tensor.shape[:-1] != beside.shape[:-1] or tensor.dim() != beside.dim():
+            leading = ", ".join(map(str, beside.shape[:-1]))
+            raise ValueError(f"{OP}: expected {name} of shape ({leading}, r), got {tuple(tensor.shape)}")
+        if tensor.dtype != call.input.dtype:
+            raise TypeError(f"{OP}: expected {name} in input's dtype {call.input.dtype}, got {tensor.dtype}")
+    rank = call.low_rank_weight.shape[-1]
+    if call.low_rank_input.shape[-1] != rank:
+        raise ValueError(
+            f"{OP}: low_rank_input has {call.low_rank_input.shape[-1]} features, but low_rank_weight has {rank}; "
+            "expected one rank r"
+        )
+
+
+def loss_in_one_pass(call: LowRankCrossEntropy, head: CrossEntropy) -> Tensor | None:
+    """None where the table of paths has another way."""
+    tokens = call.target.numel()
+    operands = LowRankOperands(
+        call.input.reshape(tokens, call.input.shape[-1]),
+        call.linear_weight,
+        call.low_rank_input.reshape(tokens, call.low_rank_input.shape[-1]),
+        call.low_rank_weight,
+        call.target.reshape(tokens),
+        call.linear_bias,
+        call.weight,
+    )
+    problem = token_losses(head, operands.head, Statistics())
+    if not pair_in_one_pass(operands, **options_in_situation(problem.loss, problem.logits)):
+        return None
+    input, _, pair_input, pair_weight, _, linear_bias, _ = operands
+    mask = [needs_gradient(operand) for operand in (input, pair_input, pair_weight, linear_bias)]
+    return torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
+        *operands, *reduction_in_operator(head, problem), **problem.options, output_mask=mask
+    )[0]

@@ -1,0 +1,80 @@
+"""A head that PEFT has put LoRA adapters beside:
+
+    logits = base_layer(x) + sum over active adapters of scaling B A dropout(x)
+
+The loss takes them as they are, B of (V, r) beside the head's weight (flce_ops/entry/low_rank.py): B A, of the weight's
+size, is not made. Other adapters of PEFT change the weight itself (DoRA scales its rows) or read the logits.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flce_ops.math.scalars import normalizer_tensor
+
+# B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
+
+
+def is_lora(head: nn.Module) -> bool:
+    """PEFT's own layer around a linear one, and none that derives from it."""
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    return lora is not None and type(head) is lora.Linear and type(head).forward is lora.Linear.forward
+
+
+def why_not_a_pair(head: Any) -> str | None:
+    """What an adapter does that is no low-rank pair."""
+    for adapter in head.lora_A:
+        if adapter in head.lora_variant:
+            return f"a {type(head.lora_variant[adapter]).__name__.removesuffix('LinearVariant')} adapter"
+        if head.lora_bias.get(adapter):
+            return "an adapter with lora_bias=True"
+    return None
+
+
+def active_adapters(head: Any) -> list[str]:
+    """None where they are disabled, or merged into the weight."""
+    if head.disable_adapters or head.merged:
+        return []
+    return [adapter for adapter in head.active_adapters if adapter in head.lora_A]
+
+
+def lora_or_loss(self: Any, input: Tensor, *args: Any, target: Tensor | None = None, **options: Any) -> Tensor:
+    """Logits (B, T, V), or with targets (B, T) the loss ()."""
+    if target is None:
+        return type(self).forward(self, input, *args, **options)
+    if self.disable_adapters and self.merged:
+        self.unmerge()
+    adapters, base = active_adapters(self), self.base_layer
+    if not adapters:
+        return base(input, target=target, **options)
+    parts, weights = [], []
+    for adapter in adapters:
+        down = self.lora_A[adapter]
+        x = self.lora_dropout[adapter](self._cast_input_dtype(input, down.weight.dtype))
+        parts.append((down(x) * self.scaling[adapter]).to(input.dtype))
+        weights.append(self.lora_B[adapter].weight.to(base.weight.dtype))
+    several = len(adapters) > 1  # a weight that somebody shards is refused by its shape
+    pair = (torch.cat(parts, -1), torch.cat(weights, 1)) if several else (parts[0], weights[0])
+    return base(input, target=target, pair=pair, **options)
+
+
+lora_or_loss.flce_original = nn.Module.forward  # type: ignore[attr-defined]
+
+
+def loss_of_pair(
+    pair: tuple[Tensor, Tensor],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    *,
+    normalizer: Tensor | int | None,
+    **options: Any,
+) -> Tensor:  # ()
+    """As linear_cross_entropy, with the pair's product added to the logits."""
+    normalizer = normalizer_tensor(normalizer, input)
+    return torch.ops.flce.linear_cross_entropy_low_rank(
+        input, linear_weight, *pair, target, linear_bias, normalizer=normalizer, **options
+    )

@@ -1,0 +1,136 @@
+"""Targets of K classes a token: their logits beside the gathered tokens, the largest of which is the reference.
+
+                D                         D
+           ┌─────────┐               ┌─────────┐
+         i │ ███████ │       ·     y │ ▓▓▓▓▓▓▓ │      z_iyk for the K rows y_ik of linear_weight that token i names
+           └─────────┘             y │ ░░░░░░░ │
+             rows                    └─────────┘
+                                    linear_weight
+
+In float32, as gather_tokens.py makes a target's. K rows a token are n K D numbers: at 4096x4096 and K = 64, bfloat16,
+2 GiB, of which the L2 has what tokens share.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.triton.gather_tokens import AtTarget, launch_gather_tokens
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.logits_gemm import base2_logits, number_at
+from flce_ops.triton.replay import Kernel
+from flce_ops.triton.smoothing import ClassSum
+
+# N tokens, n rows of a chunk, K slots, D hidden, V vocabulary
+
+BLOCK_S = 4  # slots at a time: 4 x 1024 products are 32 registers of a thread
+
+
+@Kernel
+@triton.jit
+def slot_logits_kernel(
+    kept,  # Kept
+    rows_ptr,  # (n, D) of the kept tokens
+    weight_ptr,  # (V, D)
+    bias_ptr,  # (V,)
+    target_ptr,  # (N, K)
+    logit_ptr,  # (n, K) out, base 2; 0 where the class is not here
+    dz_du_ptr,  # (n, K) out, dz/du / logit_scale; None without a softcap
+    column_ptr,  # (n, K) out, int64: the class among these columns, -1 elsewhere
+    reference_ptr,  # (n,) base 2, a logit of the row; out: the largest of it and of the slots'
+    n,
+    V,
+    D,
+    stride_rows_n,
+    stride_weight_v,
+    stride_weight_d,
+    vocab_start,
+    ignore_index,
+    logit_options,  # LogitOptions
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program a row."""
+    row = tl.program_id(0)
+    if row < kept_rows(kept, n):
+        token = tl.load(kept.order + row).to(tl.int64)
+        largest = tl.load(reference_ptr + row)
+        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+        for start in range(0, SLOTS, BLOCK_S):
+            slot = start + tl.arange(0, BLOCK_S)
+            inside = slot < SLOTS
+            target = tl.load(target_ptr + token * SLOTS + slot, mask=inside, other=ignore_index).to(tl.int64)
+            column = target - vocab_start
+            hit = (target != ignore_index) & (column >= 0) & (column < V)
+            acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+            for first in range(0, D, BLOCK_D):
+                d = first + tl.arange(0, BLOCK_D)
+                x = tl.load(rows_ptr + row.to(tl.int64) * stride_rows_n + d, mask=d < D, other=0.0)
+                w = tl.load(
+                    weight_ptr
+                    + tl.where(hit, column, 0)[:, None] * stride_weight_v
+                    + d.to(tl.int64)[None, :] * stride_weight_d,
+                    mask=hit[:, None] & (d < D)[None, :],
+                    other=0.0,
+                )
+                acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
+            bias = None
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + column, mask=hit, other=0.0).to(tl.float32)
+            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, logit_scale, softcap)
+            place = row.to(tl.int64) * SLOTS + slot
+            tl.store(logit_ptr + place, tl.where(hit, z2, 0.0), mask=inside)
+            tl.store(column_ptr + place, tl.where(hit, column, -1), mask=inside)
+            if logit_options.softcap is not None:
+                tl.store(dz_du_ptr + place, dz_du, mask=inside)
+            largest = tl.maximum(largest, tl.max(tl.where(hit, z2, float("-inf")), 0))
+        tl.store(reference_ptr + row, largest)
+
+
+def launch_gather_targets(
+    kept: Kept,
+    operands: Operands,  # of N tokens
+    logit_options: LogitOptions,
+    rows: Tensor,  # (n, D) out
+    *,
+    ignore_index: int,
+    vocab_start: int,
+    class_sum: ClassSum | None = None,
+) -> AtTarget:
+    """As launch_gather_tokens; of a target (N, K) the logits, slopes and columns are (n, K)."""
+    target, linear_weight = operands.target, operands.linear_weight
+    gathered = launch_gather_tokens(kept, operands, logit_options, rows, vocab_start=vocab_start, class_sum=class_sum)
+    if target.dim() == 1:
+        return gathered
+    *_, reference, guard, logit_sum = gathered
+    (n, hidden), slots = rows.shape, target.shape[1]
+    logit = reference.new_empty(n, slots)
+    dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
+    column = target.new_empty(n, slots, dtype=torch.int64)
+    slot_logits_kernel[(n,)](
+        kept,
+        rows,
+        linear_weight,
+        operands.linear_bias,
+        target,
+        logit,
+        dz_du,
+        column,
+        reference,
+        n,
+        linear_weight.shape[0],
+        hidden,
+        rows.stride(0),
+        *linear_weight.stride(),
+        vocab_start,
+        ignore_index,
+        logit_options,
+        SLOTS=slots,
+        BLOCK_S=BLOCK_S,
+        BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+        num_warps=4,
+    )
+    return AtTarget(logit, dz_du, column, reference, guard, logit_sum)
