@@ -71,7 +71,7 @@ def test_log_probs_divergences_given_logits_and_modules_shift_too():
     hidden, head, labels = make()
     inner, target = cut_by_hand(labels, hidden)
     found = flce_ops.linear_log_probs(hidden, head, labels, shift=True, entropy=True, argmax=True)
-    for part, right in zip(found, flce_ops.linear_log_probs(inner, head, target, entropy=True, argmax=True)):
+    for part, right in zip(found[:4], flce_ops.linear_log_probs(inner, head, target, entropy=True, argmax=True)[:4]):
         torch.testing.assert_close(part, F.pad(right, (0, 1), value=0 if right.is_floating_point() else -1))
     teacher = torch.randn(V, D, dtype=torch.float64)
     found = flce_ops.linear_kl_div(hidden, head, hidden.detach(), teacher, target=labels, shift=True)

@@ -31,8 +31,8 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
-    if not mode.backward or mode.reduction != "mean" or mode.name in ("policy", "soft64"):
-        raise Unavailable("a sparse gradient is that of a scalar loss")
+    if not mode.backward or mode.per_token or mode.name == "soft64":
+        raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
     how, exponent = SPARSE[name]
     seed = torch.tensor(problem.seed, device=problem.input.device)
     sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}

@@ -1,14 +1,15 @@
 """By-products of rows whose sums are known, in nats, to where the tokens stand; launched only if one is asked for.
 
-With r the reference, E = 2^(z - r) and everything in base 2:
+With r the reference, E = 2^(z - r), Z = sum_j E_j and everything in base 2:
 
-    lse               r + log Z                       Z  = sum_j E_j
-    entropy           log Z - S / Z                   S  = sum_j E_j (z_j - r)
-    log_sum_sq_probs  log Q - 2 log Z                 Q  = sum_j E_j^2
-    mean_logit        T / V                           T  = sum_j z_j
+    lse               r + log Z
+    entropy           log Z - sum_j E_j (z_j - r) / Z
+    log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
+    mean_logit        sum_j z_j / V
 
-so a large r costs the middle two no digits. Z^2 bounds Q: where it is below what calls for a rescue, 2^60, Q is below
-2^120; and as r is the logit of one of the classes, or lse after a rescue, Q is at least 1, or 1 / V.
+so a large r costs the middle two no digits. The sum of squares is at most Z^2: below 2^120 where Z is below what calls
+for a rescue, 2^60. And it is at least 1, as r is the logit of one of the classes, or 1 / V after a rescue, where r is
+lse.
 """
 
 import triton
