@@ -236,6 +236,10 @@ def test_other_losses_and_derivatives_refuse_it():
     inputs = make_inputs((5, 4, 7))
     with pytest.raises(NotImplementedError, match="sparse gradient of class probabilities"):
         flce_ops.linear_cross_entropy(*inputs.args[:2], torch.full((5, 7), 1 / 7), **sparse())
+    several = {"target_weight": torch.ones(5, 2)}
+    with pytest.raises(NotImplementedError, match="target_weight with gradient_threshold"):
+        targets = torch.zeros(5, 2, dtype=torch.int64)
+        flce_ops.linear_cross_entropy(*inputs.args[:2], targets, **several, **sparse())
     heads = torch.randn(7, 2, 4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="sparse gradient of a K-dimensional loss"):
         flce_ops.linear_cross_entropy(inputs.input, heads, torch.zeros(5, 2, dtype=torch.int64), **sparse())

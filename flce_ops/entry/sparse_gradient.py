@@ -18,11 +18,17 @@ def check_sparse_gradient(call: CrossEntropy) -> None:
         refuse("under a torch.func transform")
     if call.main_grad is not None:
         refuse("with main_grad")
-    if call.target_weight is not None:
-        refuse("with target_weight")
     if call.reduction == "none":
         refuse("of reduction='none'", "; use 'mean' or 'sum' with token_weight")
-    check_sparse(OP, call.sparse, call.input, call.numbers.label_smoothing, call.numbers.softcap)
+    numbers = call.numbers
+    check_sparse(
+        OP,
+        call.sparse,
+        call.input,
+        label_smoothing=numbers.label_smoothing,
+        softcap=numbers.softcap,
+        target_weight=call.target_weight,
+    )
 
 
 def refuse_sparse_gradient(call: CrossEntropy, of: str) -> None:

@@ -127,7 +127,14 @@ def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
     check_device(op, call.operands.input, target_weight=target_weight)
     check_sparse_options(op, call.sparse)
     if call.sparse.gradient_threshold:
-        check_sparse(op, call.sparse, call.operands.input, call.loss.label_smoothing, call.logits.softcap)
+        check_sparse(
+            op,
+            call.sparse,
+            call.operands.input,
+            label_smoothing=call.loss.label_smoothing,
+            softcap=call.logits.softcap,
+            target_weight=call.target_weight,
+        )
     return one_pass_outputs(op, call, call.operands, call.reduction.row_scale, slots=True)
 
 

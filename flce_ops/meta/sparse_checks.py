@@ -16,7 +16,15 @@ def check_sparse_options(op: str, sparse: SparseGradient) -> None:
         raise ValueError(f"{op}: expected gradient_mode to be one of {', '.join(MODES)}, got {mode!r}")
 
 
-def check_sparse(op: str, sparse: SparseGradient, input: Tensor, label_smoothing: float, softcap: object) -> None:
+def check_sparse(
+    op: str,
+    sparse: SparseGradient,
+    input: Tensor,
+    *,
+    label_smoothing: float,
+    softcap: object,
+    target_weight: Tensor | None,
+) -> None:
     """Of a gradient that is to be sparse."""
     seed = sparse.gradient_seed
     if sparse.gradient_mode == "unbiased":
@@ -31,7 +39,11 @@ def check_sparse(op: str, sparse: SparseGradient, input: Tensor, label_smoothing
                 f"{seed.dtype}"
             )
         check_device(op, input, gradient_seed=seed)
-    unsupported = {"label_smoothing": label_smoothing != 0.0, "softcap": softcap is not None}
+    unsupported = {
+        "label_smoothing": label_smoothing != 0.0,
+        "softcap": softcap is not None,
+        "target_weight": target_weight is not None,
+    }
     for name, given in unsupported.items():
         if given:
             raise NotImplementedError(f"{op}: {name} with gradient_threshold is not implemented; leave one of them out")
