@@ -74,8 +74,11 @@ def test_loss_and_gradient_agree_with_float64_as_plain_torch_does(device, dtype,
     cotangent = cotangent.to(plain[0].dtype)
     found = value_and_gradient(flce_ops.cross_entropy, logits, target, cotangent, **arguments)
     assert found[0].dtype == plain[0].dtype and found[1].dtype == dtype
+    # a gradient made in forward is rounded a second time, when the loss's own gradient arrives
+    rounding = torch.finfo(dtype).eps / 2
     for ours, usual, right in zip(found, plain, exact):
-        assert error(ours, right) <= 2 * error(usual, right) + 1e-6
+        usual = error(usual, right)
+        assert error(ours, right) <= max(2 * usual, usual + rounding) + 1e-6
 
 
 def test_ignored_rows_hold_anything_and_get_zero(device, poisoned_memory):

@@ -73,7 +73,8 @@ def test_a_cuda_graph_and_no_host_synchronisation():
 
     def step():
         found = flce_ops.linear_policy_loss(**leaves, beta=0.1, normalizer=37.5)
-        return found.loss, found.log_probs, *torch.autograd.grad(found.loss, wanted)
+        # detached: a graph that outlives its step keeps the leaves' nodes, which know the stream they were made on
+        return found.loss.detach(), found.log_probs, *torch.autograd.grad(found.loss, wanted)
 
     expected = step()
     torch.cuda.synchronize()

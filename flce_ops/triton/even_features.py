@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_ops.meta.arguments import Forward
 from flce_ops.support.workspace import get_workspace, reserved
 from flce_ops.triton.target import on_tma_device
 
@@ -31,6 +32,8 @@ def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[
         input, linear_weight = (torch.nn.functional.pad(matrix, (0, missing)) for matrix in (input, linear_weight))
         call.operands = call.operands._replace(input=input, linear_weight=linear_weight)
         call.notes += (f"{missing} features of zeros added",)
+        if isinstance(call, Forward):
+            call.main_grad = None  # of as many features as there were; only backward writes it
         with reserved(copies):
             results = launch(call)
         matrices = (result.dim() == 2 and result.dtype == input.dtype for result in results)
