@@ -286,11 +286,6 @@ def cross_entropy(
         z_loss=z_loss,
         label_smoothing=label_smoothing,
     )
-    if not isinstance(return_metrics, bool):
-        raise NotImplementedError(
-            f"{logits_plain.OP}: expected return_metrics to be True or False, got {return_metrics!r}; metrics by "
-            "name are linear_cross_entropy's"
-        )
     normalizer = normalizer_tensor(normalizer, logits)
     if shift:
         target = shifted_target(logits_plain.OP, target, logits, ignore_index)

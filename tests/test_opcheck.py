@@ -147,4 +147,5 @@ def test_every_registered_operator_is_checked_here():
         if name.startswith("flce::") and "vocab_parallel" not in name and "linear_cross_entropy" in name
     }
     ends = ("", "_metrics", "_forward", "_backward", "_backward_", "_with_grad", "_double_backward", "_upstream")
+    ends += ("_low_rank", "_low_rank_with_grad")  # tests/test_low_rank.py
     assert names == {f"linear_cross_entropy{end}" for end in ends}

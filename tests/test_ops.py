@@ -226,5 +226,6 @@ def test_schemas_are_the_contract():
         'Tensor? weight=None, str reduction="mean", int ignore_index=-100, Scalar label_smoothing=0., '
         "Scalar? softcap=None, Scalar logit_scale=1., Scalar temperature=1., Scalar z_loss=0., "
         "Tensor? token_weight=None, Tensor? normalizer=None, Tensor? target_weight=None, "
-        "Tensor? main_grad=None) -> Tensor"
+        'Tensor? main_grad=None, float gradient_threshold=0., str gradient_mode="unbiased", '
+        "Tensor? gradient_seed=None) -> Tensor"
     )
