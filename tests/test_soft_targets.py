@@ -328,7 +328,8 @@ def test_a_tail_of_almost_nothing_and_of_almost_everything(device):
         (grad,) = torch.autograd.grad(found.tail_log_prob.sum(), bias)
         assert grad.isfinite().all() and (largest < 40.0 or not grad.any())
     everything = torch.arange(V, device=device).unsqueeze(0)
-    tail = flce_ops.linear_log_probs(torch.randn(1, D), torch.randn(V, D), everything, tail=True).tail_log_prob
+    call = (torch.randn(1, D, device=device), torch.randn(V, D, device=device))
+    tail = flce_ops.linear_log_probs(*call, everything, tail=True).tail_log_prob
     assert tail.isfinite().all() and tail < -15
 
 
