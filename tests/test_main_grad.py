@@ -41,7 +41,7 @@ def added(main_grad, inputs, function=flce_ops.linear_cross_entropy, cotangent=N
 
 
 # On top of autograd's own error: twice what 8 seeds showed on the CPU; of float16 for sums in another order on CUDA.
-SLACK = {torch.float64: 8e-16, torch.float32: 1.3e-7, torch.bfloat16: 8e-4, torch.float16: 1e-5}
+SLACK = {torch.float64: 8e-16, torch.float32: 4e-7, torch.bfloat16: 8e-4, torch.float16: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", SLACK)
