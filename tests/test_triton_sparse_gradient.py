@@ -137,6 +137,13 @@ def test_a_step_makes_only_the_gradient_asked_for(mask, short_lists, poisoned_me
         assert torch.equal(ours, expected) if wanted else not ours.numel()
 
 
+def test_the_entries_of_a_span_are_counted_in_int32():
+    from flce_ops.triton.sparse_step import span_at_most
+
+    with flce_ops.workspace(64 << 30):
+        assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 256 * 256
+
+
 @pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
     """And where lists are long, the GEMMs of an exact step in place of them."""

@@ -39,6 +39,7 @@ from flce_ops.triton.sparse_or_dense import launch_sparse_or_dense
 
 PIECE = 256  # entries of a class beyond which it is cut: 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256)
 PIECES_BYTES = 64 << 20  # of their float32 sums
+MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
 
 
 class SparseStep(OnePassStep):
@@ -138,4 +139,5 @@ def span_at_most(tokens: int, num_classes: int, room: int) -> int:
     """Tokens whose lists fit the workspace with what orders them."""
     each, fixed = order_bytes(num_classes, room)
     left = matrix_bytes(tokens, TOKEN_BYTES) - fixed - PIECES_BYTES
-    return max(left // (each + list_bytes(1, room)) // GROUP.value, 1) * GROUP.value
+    fitting = min(left // (each + list_bytes(1, room)), MOST_ENTRIES // room)
+    return max(fitting // GROUP.value, 1) * GROUP.value
