@@ -17,7 +17,7 @@ All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
-    Autograd                           formulas: autograd.py, kl_div_, policy_ and cross_entropy_autograd.py
+    Autograd                           formulas: autograd.py; low_rank_, kl_div_, policy_, cross_entropy_autograd.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
