@@ -22,7 +22,8 @@ from flce_ops.math.reduction import Reduction, denominator_of_all, quotient
 from flce_ops.math.scalars import logit_options, loss_options, scalar
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient, options_in_situation
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient, options_in_situation
 from flce_ops.support.differentiated import differentiated
 
 # N tokens, K slots of a target, D hidden, V vocabulary
