@@ -20,17 +20,9 @@ from flce_ops.functional import (
     linear_log_probs,
     linear_policy_loss,
 )
-from flce_ops.ops.paths import (
-    KERNELS,
-    LOSS,
-    RETAIN,
-    Situation,
-    given_logits_situation,
-    loss_situation,
-    needs_gradient,
-    rows_to_retain,
-    sharding_of,
-)
+from flce_ops.ops.paths import KERNELS, LOSS, RETAIN
+from flce_ops.ops.retained import rows_to_retain
+from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, needs_gradient, sharding_of
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.table import Path, choose
 

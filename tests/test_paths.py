@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import flce_ops
 from flce_ops import aten, explain
 from flce_ops.meta.arguments import KlDivForward
-from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, Choice, Situation, choice_of, choose
+from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, Choice, choice_of
+from flce_ops.ops.situations import Situation
+from flce_ops.support.table import choose
 
 DOCS = Path(__file__).parents[1] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -21,7 +21,9 @@ from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.ops.autograd import OPERANDS, multiply_by_upstream, save, saved
-from flce_ops.ops.paths import LOSS, choose, loss_situation, needs_gradient, options_in_situation, sharding_of
+from flce_ops.ops.paths import LOSS
+from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
+from flce_ops.support.table import choose
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 

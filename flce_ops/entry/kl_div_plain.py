@@ -11,7 +11,8 @@ from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, quotient, row_factor, weighted_sum
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

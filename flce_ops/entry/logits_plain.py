@@ -2,7 +2,7 @@
 
 loss_and_argmax -> mean_in_one_pass -> ..._with_grad_ | ..._with_grad                  a training step's loss
                 -> weighted_loss -> ..._with_grad_ | ..._with_grad | ..._forward       another scalar loss
-                -> losses_from_forward -> ..._forward                                  reduction="none"
+                -> weighted_losses -> ..._forward                                      reduction="none"
 """
 
 from functools import partial
@@ -13,13 +13,12 @@ from torch import Tensor
 from flce_ops.entry.arguments import check_logits
 from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors_are_equal, token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
-from flce_ops.entry.weightless import without_weightless
+from flce_ops.entry.weighted import WithGrad, weighted_loss, weighted_losses
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import Reduction, quotient
 from flce_ops.ops.paths import path_of_given_logits
-from flce_ops.support.differentiated import differentiated
 
 # N tokens, V vocabulary
 
@@ -37,14 +36,16 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
     if token_weight is not None:
         token_weight = token_weight.reshape(tokens).to(accumulation_dtype(logits.dtype))
     if call.reduction == "none":
-        losses, largest = weighted_losses(problem, problem.valid, token_weight)
+        losses, largest = weighted_losses(problem, problem.valid, token_weight, losses_from_forward)
         return losses.reshape(shape), largest.reshape(shape) if argmax else None
-    with_grad = operator_with_grad(logits, handed_over or copied)
+    with_grad = one_pass_of(logits, handed_over or copied)
     if with_grad is not None and token_factors_are_equal(call):
-        loss, largest = mean_in_one_pass(call, problem, partial(losses_with_grad, with_grad))
+        loss, largest = mean_in_one_pass(call, problem, with_grad)
     else:
         denominator = denominator_of(call, problem)
-        loss, total, largest = weighted_loss(problem, problem.valid, token_weight, denominator, with_grad)
+        loss, total, largest = weighted_loss(
+            problem, problem.valid, token_weight, denominator, losses_from_forward, with_grad
+        )
         loss = quotient(loss, total, denominator)
     return loss, largest.reshape(shape) if argmax else None
 
@@ -58,43 +59,11 @@ def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:
         return logits.reshape(shape), True
 
 
-def weighted_losses(problem: TokenLosses, valid: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(N,); argmax (N,) or (0,)."""
-    if token_weight is None:
-        return losses_from_forward(problem)
-    factor = torch.where(valid, token_weight, 0.0)
-    problem = without_weightless(problem, token_weight, factor, problem.operands.logits.shape[1])
-    losses, largest = losses_from_forward(problem)
-    return losses * factor, largest
-
-
-def weighted_loss(
-    problem: TokenLosses,
-    valid: Tensor,  # (N,)
-    token_weight: Tensor | None,  # (N,)
-    denominator: Tensor | None,  # ()
-    with_grad: torch._ops.OpOverloadPacket | None,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Two numbers for `quotient`, and argmax: (N,) or (0,)."""
-    logits = problem.operands.logits
-    wants_gradient = differentiated(logits, token_weight, denominator)
-    if token_weight is None and not wants_gradient:
-        losses, largest = losses_from_forward(problem)
-        return None, losses.sum(), largest
-    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(logits.dtype))
-    problem = without_weightless(problem, token_weight, row_scale, logits.shape[1])
-    if with_grad is None:
-        losses, largest = losses_from_forward(problem)
-        loss = (row_scale * losses).sum() if wants_gradient else None
-        return loss, weighted_sum(valid, token_weight, losses), largest
-    loss, losses, largest = losses_with_grad(with_grad, problem, Reduction(row_scale))
-    return loss, weighted_sum(valid, token_weight, losses), largest
-
-
-def operator_with_grad(logits: Tensor, handed_over: bool) -> torch._ops.OpOverloadPacket | None:
+def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
     """None where backward makes the gradient, or nothing does."""
     ops = {"in place": torch.ops.flce.cross_entropy_with_grad_, "one pass": torch.ops.flce.cross_entropy_with_grad}
-    return ops.get(path_of_given_logits(logits, handed_over))
+    op = ops.get(path_of_given_logits(logits, handed_over))
+    return None if op is None else partial(losses_with_grad, op)
 
 
 def losses_with_grad(

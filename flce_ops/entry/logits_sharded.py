@@ -12,10 +12,11 @@ from flce_ops.distributed.layout import Layout, check_plain_target, check_same_m
 from flce_ops.distributed.local import localize
 from flce_ops.distributed.logit_shards import logit_shard_losses
 from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.logits_plain import OP, operator_with_grad, weighted_loss, weighted_losses
+from flce_ops.entry.logits_plain import OP, losses_from_forward, one_pass_of
 from flce_ops.entry.plain import token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
+from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import LogitOperands, Statistics
 from flce_ops.math.precision import accumulation_dtype
@@ -60,10 +61,12 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
         local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
         total = weighted_sum(valid, token_weight, losses)
     elif reduction == "none":
-        local_loss, largest = weighted_losses(problem, valid, token_weight)
+        local_loss, largest = weighted_losses(problem, valid, token_weight, losses_from_forward)
     else:
-        with_grad = operator_with_grad(rows, handed_over=False)
-        local_loss, total, largest = weighted_loss(problem, valid, token_weight, denominator, with_grad)
+        with_grad = one_pass_of(rows, handed_over=False)
+        local_loss, total, largest = weighted_loss(
+            problem, valid, token_weight, denominator, losses_from_forward, with_grad
+        )
     if reduction == "none":
         loss = per_token(layout, local_loss.reshape(tokens_shape), target_shape)
     else:

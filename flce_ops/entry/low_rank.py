@@ -16,7 +16,8 @@ from flce_ops.math.options import LowRankOperands, Statistics
 from flce_ops.meta.arguments import takes
 from flce_ops.meta.checks import check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import needs_gradient, options_in_situation, pair_in_one_pass
+from flce_ops.ops.paths import pair_in_one_pass
+from flce_ops.ops.situations import needs_gradient, options_in_situation
 from flce_ops.support.dtensor import any_dtensor
 
 # N tokens, D hidden, V vocabulary, r rank of the pair

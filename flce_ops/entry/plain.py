@@ -2,11 +2,10 @@
 
 loss_and_statistics -> mean_in_one_pass -> ..._with_grad               a training step's loss, divided by the operator
                     -> weighted_loss -> ..._with_grad | ..._forward    another scalar loss, reduced in ATen
-                    -> losses_from_forward -> ..._forward              reduction="none"
+                    -> weighted_losses -> ..._forward                  reduction="none"
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +14,16 @@ from torch import Tensor
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
-from flce_ops.entry.weightless import without_weightless
+from flce_ops.entry.weighted import WithGrad, weighted_loss, weighted_losses
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, denominator_of_all, quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import Reduction, denominator_of_all, quotient
 from flce_ops.math.scalars import logit_options, loss_options, scalar
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import gradients_in_the_same_pass, needs_gradient, options_in_situation
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient, options_in_situation
 from flce_ops.support.differentiated import differentiated
 
 # N tokens, K slots of a target, D hidden, V vocabulary
@@ -44,23 +44,20 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
     input = call.input.reshape(tokens, hidden)
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), asked)
     problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
-    if token_factors_are_equal(call) and in_one_pass(problem):
-        loss, statistics = mean_in_one_pass(call, problem, losses_with_grad)
+    with_grad = None if call.reduction == "none" else one_pass_of(problem)
+    if with_grad is not None and token_factors_are_equal(call):
+        loss, statistics = mean_in_one_pass(call, problem, with_grad)
         return loss, statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
     accumulate = accumulation_dtype(input.dtype)
     valid = problem.valid
     token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
 
     if call.reduction == "none":
-        factor = None if token_weight is None else torch.where(valid, token_weight, 0.0)
-        if factor is not None:
-            problem = without_weightless(problem, token_weight, factor, call.linear_weight.shape[0])
-        losses, statistics = losses_from_forward(problem)
-        losses = losses if factor is None else losses * factor
+        losses, statistics = weighted_losses(problem, valid, token_weight, losses_from_forward)
         return losses.reshape(shape), statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
 
     denominator = denominator_of(call, problem)
-    loss, total, statistics = weighted_loss(problem, valid, token_weight, denominator)
+    loss, total, statistics = weighted_loss(problem, valid, token_weight, denominator, losses_from_forward, with_grad)
     return quotient(loss, total, denominator), statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
 
 
@@ -69,15 +66,16 @@ def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy) -> bool:
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
 
-def in_one_pass(problem: TokenLosses) -> bool:
+def one_pass_of(problem: TokenLosses) -> WithGrad | None:
+    """None where backward makes the gradients, or nothing does."""
     input, linear_weight, _, linear_bias, _ = problem.operands
     known = options_in_situation(problem.loss, problem.logits)
     known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
-    return gradients_in_the_same_pass(input, linear_weight, linear_bias, **known)
+    return losses_with_grad if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known) else None
 
 
 def mean_in_one_pass(
-    call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses, with_grad: Callable
+    call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses, with_grad: WithGrad
 ) -> tuple[Tensor, Any]:
     """The loss, and what `with_grad` gives besides."""
     loss, _, besides = with_grad(problem, reduction_in_operator(call, problem))
@@ -107,28 +105,6 @@ def token_losses(
     input = operands[0]
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
     return TokenLosses(operands, call.ignore_index, loss, logits, asked)
-
-
-def weighted_loss(
-    problem: TokenLosses,
-    valid: Tensor,  # (N,)
-    token_weight: Tensor | None,  # (N,)
-    denominator: Tensor | None,  # ()
-) -> tuple[Tensor | None, Tensor, TokenStatistics]:
-    """Two numbers for `quotient`, and what else is asked for."""
-    input, linear_weight, _, linear_bias, _ = problem.operands
-    wants_gradient = differentiated(input, linear_weight, linear_bias, token_weight, denominator)
-    if token_weight is None and not wants_gradient:
-        losses, statistics = losses_from_forward(problem)
-        return None, losses.sum(), statistics
-    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(input.dtype))
-    problem = without_weightless(problem, token_weight, row_scale, linear_weight.shape[0])
-    if not in_one_pass(problem):
-        losses, statistics = losses_from_forward(problem)
-        loss = (row_scale * losses).sum() if wants_gradient else None
-        return loss, weighted_sum(valid, token_weight, losses), statistics
-    loss, losses, statistics = losses_with_grad(problem, Reduction(row_scale))
-    return loss, weighted_sum(valid, token_weight, losses), statistics
 
 
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:

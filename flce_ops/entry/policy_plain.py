@@ -20,7 +20,8 @@ from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import needs_gradient, policy_in_one_pass
+from flce_ops.ops.paths import policy_in_one_pass
+from flce_ops.ops.situations import needs_gradient
 from flce_ops.support.differentiated import differentiated
 
 # N tokens, D hidden, V vocabulary

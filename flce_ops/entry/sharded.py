@@ -20,8 +20,9 @@ from flce_ops.distributed.layout import Layout, check_plain_target, layout_of, s
 from flce_ops.distributed.local import localize, localize_head, localize_per_slot
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.plain import losses_from_forward, token_losses, weighted_loss
+from flce_ops.entry.plain import losses_from_forward, one_pass_of, token_losses
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
+from flce_ops.entry.weighted import weighted_loss
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import Operands, Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
@@ -89,7 +90,10 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
         losses, statistics = losses_from_forward(without_weightless(problem, token_weight, factor, num_classes))
         local_loss = losses * factor
     else:
-        local_loss, total, statistics = weighted_loss(problem, valid, token_weight, denominator)
+        with_grad = one_pass_of(problem)
+        local_loss, total, statistics = weighted_loss(
+            problem, valid, token_weight, denominator, losses_from_forward, with_grad
+        )
     statistics = statistics.changed(lambda local: per_token(layout, local.reshape(tokens_shape), shape))
     if reduction != "none":
         return quotient_over_tokens(layout, local_loss, total, denominator), statistics

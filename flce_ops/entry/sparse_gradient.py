@@ -2,7 +2,7 @@
 
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
-from flce_ops.ops.paths import needs_gradient
+from flce_ops.ops.situations import needs_gradient
 from flce_ops.support.torch_private import functorch_is_active
 
 OP = "linear_cross_entropy"

@@ -29,6 +29,10 @@ class Operands(NamedTuple):
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,), class weights
 
+    @property
+    def num_classes(self) -> int:
+        return self.linear_weight.shape[0]
+
 
 class LowRankOperands(NamedTuple):
     """Of logits  input @ linear_weight.T + low_rank_input @ low_rank_weight.T  (+ linear_bias)."""
@@ -60,6 +64,10 @@ class LogitOperands(NamedTuple):
     logits: Tensor  # (N, V)
     target: Tensor  # (N,)
     weight: Tensor | None = None  # (V,), class weights
+
+    @property
+    def num_classes(self) -> int:
+        return self.logits.shape[1]
 
 
 class LogitOptions(NamedTuple):

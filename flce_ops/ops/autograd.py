@@ -24,7 +24,8 @@ from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import NUMBERS, Cotangents, Statistics, TokenStatistics
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads, WithGrad
-from flce_ops.ops.paths import choice_of, retained_rows
+from flce_ops.ops.paths import choice_of
+from flce_ops.ops.retained import retained_rows
 from flce_ops.support.differentiated import differentiated, has_tangent
 from flce_ops.support.torch_private import (
     apply_function,

@@ -6,60 +6,24 @@
     situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
-A condition looks at a Situation, never at data on a device. flce_ops.explain prints the tables for given arguments,
-docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of triton/cut.py.
+A condition looks at a Situation (situations.py), never at data on a device. flce_ops.explain prints the tables for
+given arguments, docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of
+triton/cut.py.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
-from flce_ops.math.shards import shard_rows
-from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
+from flce_ops.math.options import LowRankOperands
+from flce_ops.meta.arguments import Arguments
+from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, needs_gradient, situation_of
 from flce_ops.support.table import Condition, Path, choose
-from flce_ops.support.torch_private import (
-    comes_from_outside_a_traced_graph,
-    functorch_is_active,
-    root_of,
-    saved_tensor_hooks_are_active,
-    tracing_a_checkpointed_region,
-)
 from flce_ops.support.vendor import device_name, made_by_nvidia
-from flce_ops.support.workspace import get_retained
-
-ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are retained together
-
-
-class Situation(NamedTuple):
-    """What a choice may depend on. The first six are the operator's arguments, the others how it is called."""
-
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    empty: bool = False  # no token, or no feature
-    one_class: bool = False
-    label_smoothing: bool = False
-    softcap: bool = False
-    wants_gradient: bool = False  # of input, linear_weight or linear_bias
-    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
-    functorch: bool = False
-    saved_tensor_hooks: bool = False
-    checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
-    handed_over: bool = False  # logits that may be overwritten
-    leaf: bool = False  # logits that no operation made, or that keep their gradient
-    part: bool = False  # logits that share memory with more than themselves
-    vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
-    rank_without_classes: bool = False
-    trains_weight: bool = False  # of a head with a low-rank pair
-    slots: bool = False  # several classes a token
-    teacher: torch.dtype | None = None  # of a teacher's hidden states
-    sparse: bool = False  # a sparse gradient is asked for
 
 
 class Choice(NamedTuple):
@@ -253,41 +217,6 @@ def in_triton(situation: Situation) -> bool:
     return choose(KERNELS["linear_cross_entropy_backward"], situation).name == "triton"
 
 
-def retained_rows(call: Forward) -> int:
-    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
-    input, linear_weight, _, linear_bias, _ = call.operands
-    situation = loss_situation(input, linear_weight, linear_bias)._replace(
-        one_class=linear_weight.shape[0] == 1,
-        softcap=call.logits.softcap is not None,
-        slots=call.operands.target.dim() == 2,
-    )
-    return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
-
-
-def retained_notes(choice: "Choice", call: Arguments) -> tuple[str, ...]:
-    """For last_path(): how many rows, and what of the call alone rules it out."""
-    if isinstance(call, Forward) and call.retain:
-        rows = call.retain
-    elif isinstance(call, Backward):
-        rows = 0 if call.retained is None else call.retained.shape[0]
-    else:
-        return ()
-    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
-    if isinstance(call, BackwardInPlace):
-        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
-    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
-    return (f"{note} (expects {', '.join(expected)})" if expected else note,)
-
-
-def rows_to_retain(situation: Situation, tokens: int, num_classes: int) -> int:
-    """An expression of N and of a constant, the bytes in force now, where N is a symbol."""
-    (paths,) = RETAIN.values()
-    if choose(paths, situation).name == "recompute":
-        return 0
-    fitting = get_retained() // (2 * retained_columns(num_classes, situation.dtype))
-    return torch.sym_min(tokens, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
-
-
 def choice_of(op: str, call: Arguments) -> Choice:
     """The path that a call of an inner operator takes."""
     situation = situation_of(call)
@@ -300,80 +229,10 @@ def function(kernel: str) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-def situation_of(call: Any) -> Situation:
-    """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
-    if isinstance(call.operands, kl_div.Operands):
-        return kl_div_situation(call.operands, call.options)
-    operands, groups = call.operands, vars(call)
-    if isinstance(operands, LogitOperands):
-        input, num_classes = operands.logits, operands.logits.shape[1]
-    else:
-        input, num_classes = operands.input, operands.linear_weight.shape[0]
-    situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
-    options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    return situation._replace(**options, slots=operands.target.dim() == 2)
-
-
-def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
-    input, teacher = operands.input, operands.teacher_input
-    situation = Situation(
-        input.device.type,
-        input.dtype,
-        input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
-        teacher=None if teacher is None else teacher.dtype,
-    )
-    if options.vocab_size is None:
-        return situation
-    return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
-
-
-def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> Situation:
-    """Of a scalar loss, before its operator is known, and what else is known of it."""
-    return Situation(
-        device=input.device.type,
-        dtype=input.dtype,
-        wants_gradient=needs_gradient(input) or needs_gradient(linear_weight) or needs_gradient(linear_bias),
-        functorch=functorch_is_active(),
-        saved_tensor_hooks=saved_tensor_hooks_are_active(),
-        checkpoint=tracing_a_checkpointed_region(),
-        **known,
-    )
-
-
-def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
-    """Of a scalar loss of these logits, which may be a view of all of another tensor."""
-    root = root_of(logits)
-    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
-    as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
-    return Situation(
-        device=logits.device.type,
-        dtype=logits.dtype,
-        wants_gradient=needs_gradient(logits),
-        functorch=functorch_is_active(),
-        saved_tensor_hooks=saved_tensor_hooks_are_active(),
-        checkpoint=tracing_a_checkpointed_region(),
-        handed_over=handed_over,
-        # a gradient that is retained would move to what is written over it
-        leaf=root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root),
-        part=not (whole and as_stored),
-    )
-
-
-def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
-    """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
-    sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
-    without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
-    return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
-
-
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     situation = loss_situation(input, linear_weight, linear_bias, **known)
     return choose(LOSS["a scalar loss"], situation).name != "recompute"
-
-
-def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
-    return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
 
 
 def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
@@ -396,7 +255,3 @@ def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
     """How a scalar loss of them makes their gradient."""
     return choose(LOSS["a scalar loss of given logits"], given_logits_situation(logits, handed_over)).name
-
-
-def needs_gradient(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

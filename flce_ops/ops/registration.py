@@ -17,7 +17,7 @@ All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
-    Autograd                           formulas: autograd.py, kl_div_, policy_ and cross_entropy_autograd.py
+    Autograd                           formulas: autograd.py; low_rank_, kl_div_, policy_, cross_entropy_autograd.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
@@ -37,6 +37,7 @@ from flce_ops.meta.arguments import Arguments
 from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, low_rank_autograd, paths, policy_autograd
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
+from flce_ops.ops.retained import retained_notes
 from flce_ops.support.compile_cache import keyed
 
 GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
@@ -156,7 +157,7 @@ def kernel(name: str) -> Callable:
     def run(*args, **kwargs):
         call = bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, call)
-        call.notes += paths.retained_notes(choice, call)
+        call.notes += retained_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run

@@ -12,7 +12,10 @@ import torch
 from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta import retained_columns
-from flce_ops.ops.paths import KERNELS, LOSS, Situation, choose, rows_to_retain
+from flce_ops.ops.paths import KERNELS, LOSS
+from flce_ops.ops.retained import rows_to_retain
+from flce_ops.ops.situations import Situation
+from flce_ops.support.table import choose
 from flce_ops.support.workspace import matrix_bytes
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ def code_key() -> str:
 def keyed(fake: Callable) -> Callable:
     """The fake kernel of an operator, which also puts this package into the key of what is being compiled.
 
-    And the bytes from which a graph has its number of retained rows (flce_ops/ops/paths.py).
+    And the bytes from which a graph has its number of retained rows (flce_ops/ops/retained.py).
     """
 
     @functools.wraps(fake)

@@ -39,6 +39,8 @@ from flce_ops.triton.weight_gradient import WeightGradient
 
 # What the rows of a chunk make, and their argmax if it is asked for. Between ranks the sums are exchanged here.
 FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
+# Of tokens, their gradients and the sum that earlier ones were added to: the ranges of rows it took.
+Recompute = Callable[[Kept, Gradients, WeightGradient | None], list[slice]]
 
 
 class StepTokens(NamedTuple):
@@ -70,12 +72,27 @@ class OnePassStep:
         self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
         self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
         self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
+        self.gradients = gradients
         self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
         self.weight_gradient = None
-        if grad_weight is not None:
+        if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
             outer = None if smoothing is None else smoothing.weight_terms()
             self.weight_gradient = WeightGradient(grad_weight, chunks=cut.most_chunks, outer=outer)
+
+    def run(self, recompute: Recompute) -> list[slice]:
+        """The lead chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
+        lead, chunks = [], self.cut.chunks
+        if self.cut.lead is not None:
+            self.run_lead(self.cut.lead)
+            lead = [slice(0, self.cut.lead.rows)]
+        if self.cut.recompute:
+            (rows,) = chunks
+            own = self.gradients._replace(input=None if self.grad_input is None else self.grad_input[rows])
+            chunks = recompute(self.kept.of(rows), own, self.weight_gradient)
+        else:
+            self.run_chunks(chunks)
+        return lead + chunks
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:

@@ -4,6 +4,7 @@ What a step keeps of every token is its log-probability, in the place of its los
 all tokens of these in the end.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,32 +75,15 @@ def policy_step(
         slopes = policy_slopes(found, call.tokens, call.policy)
         return PolicyTerms(torch.where(valid, slopes, 0.0)), found, valid
 
+    options = {"ignore_index": call.ignore_index, **logit_options._asdict(), "output_mask": call.output_mask}
+    of_tokens = WithGrad.bind(*operands, *reduction, **options)
     per_token = StepTokens(None, reduction, log_probs, TokenStatistics())
-    chunks, weight_gradient = cut.chunks, None
-    if cut.lead is not None or not cut.recompute:
-        step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows)
-        if cut.lead is not None:
-            step.run_lead(cut.lead)
-        if not cut.recompute:
-            step.run_chunks(chunks)
-        weight_gradient = step.weight_gradient
-    if cut.recompute:
-        (rows,) = chunks
-        options = {"ignore_index": call.ignore_index, **logit_options._asdict(), "output_mask": call.output_mask}
-        chunks = recompute_step(
-            WithGrad.bind(*operands, *reduction, **options),
-            kept.of(rows),
-            place,
-            per_token,
-            gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
-            weight_gradient,
-            log_probs_of,
-        )
+    step = OnePassStep(operands, logit_options, kept, per_token, gradients, cut, finish_rows)
+    chunks = step.run(partial(recompute_step, of_tokens, place, per_token, losses_of=log_probs_of))
     finish_gradients(grads, gradients, kept, place)
     launch_policy_losses(log_probs, place, losses, policy, names)
     launch_sum_losses(losses, reduction, kept.total, loss)
-    lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
-    return lead + chunks, cut.notes
+    return chunks, cut.notes
 
 
 class PolicyTerms(NamedTuple):

@@ -29,9 +29,9 @@ LossesOfRows = Callable[..., tuple[Any, torch.Tensor, torch.Tensor]]
 
 def recompute_step(
     call: WithGrad,  # of N tokens
-    kept: Kept,  # the tokens to take
     place: torch.Tensor,  # (N,) of each token in the order of all kept ones
     per_token: StepTokens,
+    kept: Kept,  # the tokens to take
     gradients: Gradients,  # input: (n, D), in the order of `kept`
     weight_gradient: WeightGradient | None,
     losses_of: LossesOfRows | None = None,  # None for call.loss

@@ -4,6 +4,7 @@ one_pass_step.py says what is done for each chunk of n tokens. The first of them
 wait in grad_linear_weight (lead.py). cut.py says which tokens go how; ignored ones cost nothing (kept_tokens.py).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -101,33 +102,17 @@ def with_grad_step(
         return launch(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale), sums.argmax
 
     per_token = StepTokens(target_weight, reduction, losses, statistics)
-    chunks, weight_gradient = cut.chunks, None
     if call.sparse.gradient_threshold:
         chunks = run_spans(call, kept, per_token, gradients, finish_rows)
         cut = Cut(None, chunks, False, 0)
-    elif cut.lead is not None or not cut.recompute:
+    else:
         step = OnePassStep(
             operands, logit_options, kept, per_token, gradients, cut, finish_rows, smoothing, call.ignore_index
         )
-        if cut.lead is not None:
-            step.run_lead(cut.lead)
-        if not cut.recompute:
-            step.run_chunks(chunks)
-        weight_gradient = step.weight_gradient
-    if cut.recompute:
-        (rows,) = chunks
-        chunks = recompute_step(
-            call,
-            kept.of(rows),
-            place,
-            per_token,
-            gradients._replace(input=None if gradients.input is None else gradients.input[rows]),
-            weight_gradient,
-        )
+        chunks = step.run(partial(recompute_step, call, place, per_token))
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, kept, place)
     launch_sum_losses(losses, reduction, kept.total, loss)
-    lead = [] if cut.lead is None else [slice(0, cut.lead.rows)]
     sparse = "a sparse gradient, dense where its lists are long"
-    return lead + chunks, cut.notes + [sparse] * (call.sparse.gradient_threshold > 0.0)
+    return chunks, cut.notes + [sparse] * (call.sparse.gradient_threshold > 0.0)

@@ -9,9 +9,11 @@ from collections.abc import Callable
 import torch
 
 from flce_ops.meta.arguments import Forward
-from flce_ops.ops import autograd, paths
-from flce_ops.ops.paths import KERNELS, choose, function, situation_of
+from flce_ops.ops import autograd, retained
+from flce_ops.ops.paths import KERNELS, function
 from flce_ops.ops.registration import OPERATORS
+from flce_ops.ops.situations import situation_of
+from flce_ops.support.table import choose
 from tests.interpreter import remember_what_is_patched
 
 OPS = ("linear_cross_entropy", "linear_kl_div", "cross_entropy")
@@ -33,7 +35,7 @@ def kernel(name: str) -> Callable:
 
 def retained_rows(call: Forward) -> int:
     half = call.operands.input.dtype == torch.float16
-    return paths.retained_rows(call) if half and call.logits.softcap is None else 0
+    return retained.retained_rows(call) if half and call.logits.softcap is None else 0
 
 
 def install() -> None:

@@ -1,0 +1,158 @@
+"""linear_log_probs: what its arguments mean."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry import log_probs, metrics
+from flce_ops.entry.argument_types import typed
+from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.shifted_target import shifted_target
+from flce_ops.functional.entry_of import entry_of
+
+# N tokens, K classes of a token, D hidden, V vocabulary
+
+
+class LinearLogProbs(NamedTuple):
+    """One number a token, (...); float32 (float64 for float64 input), argmax int64."""
+
+    log_probs: Tensor  # of target's shape, log p(target), nats; 0 where it is ignore_index
+    lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
+    entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
+    argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
+    tail_log_prob: Tensor | None = None  # log of the probability of all classes that target does not name, nats
+
+
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    shift: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    tail: bool = False,
+) -> LinearLogProbs: ...
+
+
+@overload
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    shift: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    tail: bool = False,
+    return_metrics: Sequence[str],
+) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
+
+
+@typed
+def linear_log_probs(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...) or (..., K)
+    linear_bias: Tensor | None = None,  # (V,)
+    *,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    shift: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    tail: bool = False,
+    return_metrics: Sequence[str] | None = None,
+) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
+    r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
+
+    With ``z`` the logits, scaled, capped and divided by the temperature as in ``linear_cross_entropy``, per token::
+
+        lse      = logsumexp_j z_j
+        log_prob = z_target - lse
+        entropy  = lse - sum_j softmax(z)_j z_j
+        tail_log_prob = log(1 - sum_k softmax(z)_k), k over the distinct classes that target names for the token
+
+    Args:
+        input: hidden states, (..., D); float64, float32, bfloat16 or float16.
+        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
+        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
+        linear_bias: (V,), in input's dtype.
+        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Of K classes
+            such a slot has log-probability 0, and a token of such slots alone is ignored.
+        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
+        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
+            multiplied into input and linear_bias.
+        temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
+        shift: as of ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
+        entropy: also return the entropy of each token's distribution.
+        argmax: also return the class of the largest logit (the first of equals).
+        tail: also return the log-probability of all other classes together, of those that target does not name. Where
+            that is below the dtype's eps (log: -15.9 in float32), a rounding of the others, it stays there, and has no
+            gradient.
+        return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
+            and ``"mean_logit"``, mean_j z_j. The result is a pair then.
+
+    Returns:
+        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``, log_probs of target's shape, the others one
+        number a token, (...); None where not asked for. All but argmax are differentiable, float32 (float64 for float64
+        input).
+        With ``return_metrics`` a pair: that, and a dict of what it names, (...) each, 0 at ignored tokens.
+
+    Raises:
+        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
+
+    Composability:
+        As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are retained
+        (``set_workspace``), 4 for others. A vocabulary sharded over ranks exchanges 2 to 7 numbers per token, K - 1
+        more of K classes. What is not asked for costs nothing.
+    """
+    refuse_tensors(log_probs.OP, softcap=softcap)
+    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
+        log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
+    )
+    if shift:
+        target = shifted_target(log_probs.OP, target, input, ignore_index)
+    names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
+    entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
+    token_log_probs, lse, entropies, largest, *others, of_tail = entry(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        ignore_index=resolve_ignore_index(log_probs.OP, ignore_index, target),
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        entropy=entropy,
+        argmax=argmax,
+        tail=tail,
+        **{name: name in names for name in metrics.OF_LOG_PROBS},
+    )
+    found = LinearLogProbs(
+        token_log_probs,
+        lse,
+        entropies if entropy else None,
+        largest if argmax else None,
+        of_tail if tail else None,
+    )
+    if return_metrics is None:
+        return found
+    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
+    return found, {name: by_name[name] for name in names}

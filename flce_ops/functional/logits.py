@@ -1,0 +1,114 @@
+"""cross_entropy of logits that are given: what its arguments mean."""
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry import logits as given_logits
+from flce_ops.entry.argument_types import typed
+from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.learnt_scale import refuse_tensors
+from flce_ops.entry.logits_plain import OP
+from flce_ops.entry.shifted_target import shifted_target
+from flce_ops.functional.entry_of import entry_of
+from flce_ops.functional.loss import LinearCrossEntropyMetrics
+from flce_ops.math.scalars import normalizer_tensor
+
+# N tokens, V vocabulary
+
+# by return_metrics and inplace_backward
+ENTRIES = {
+    (False, False): (torch.ops.flce.cross_entropy, given_logits.composite),
+    (True, False): (torch.ops.flce.cross_entropy_metrics, given_logits.composite_metrics),
+    (False, True): (torch.ops.flce.cross_entropy_, given_logits.composite_in_place),
+    (True, True): (torch.ops.flce.cross_entropy_metrics_, given_logits.composite_metrics_in_place),
+}
+
+
+@typed
+def cross_entropy(
+    logits: Tensor,  # (..., V)
+    target: Tensor,  # (...)
+    *,
+    weight: Tensor | None = None,  # (V,)
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,  # (...)
+    normalizer: Tensor | float | None = None,  # ()
+    shift: bool = False,
+    inplace_backward: bool = False,
+    return_metrics: bool = False,
+) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
+    r"""Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())``, without a copy of the logits.
+
+    For models that must have logits, and for heads that are not linear; ``linear_cross_entropy`` never holds them. The
+    loss is that of its docstring with the given logits as ``u``.
+
+    The gradient of a scalar loss is made in forward, in the same pass: each logit is read from memory once, and its
+    gradient, in the logits' dtype, is written once.
+
+    Args:
+        logits: (..., V); float64, float32, bfloat16 or float16. What cannot be seen as (N, V), such as
+            ``logits[:, :-1]`` of several sequences, is copied: pass ``shift=True`` instead.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
+        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as of
+            ``linear_cross_entropy``.
+        logit_scale, temperature: numbers; a learnt one is yours to multiply the logits with.
+        inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
+            their size exists. What they hold after the call is not defined. It is written in forward, where a scalar
+            loss is differentiated, the logits are the result of an operation (no leaf, no input of a compiled graph, no
+            retain_grad()) and all of their memory, and the gradient is made in forward (no float16, checkpoint or
+            torch.func); elsewhere the logits stay. ``explain`` says which. Autograd raises where another operation had
+            saved them (a tanh its result, say) or where something computed from them afterwards is differentiated.
+        return_metrics: also return the accuracy and the argmax, from the same pass and without a host sync.
+
+    Returns:
+        float32 (float64 for float64 logits): shape () or, for "none", target's. In nats per token.
+        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
+
+    Raises:
+        ValueError, TypeError, IndexError: as of ``linear_cross_entropy``.
+        NotImplementedError: second derivatives of a scalar loss whose gradient was made in forward; with
+            reduction="none" derivatives of any order are right.
+        RuntimeError: logits that were handed over had other readers, as above.
+
+    Composability:
+        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, CUDA graphs, DTensor
+        with tokens or classes sharded. The logits are not kept for backward. In float16, under checkpointing,
+        torch.func, with sharded classes and for reduction="none" they are, and backward reads them again.
+    """
+    refuse_tensors(
+        OP,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+    )
+    normalizer = normalizer_tensor(normalizer, logits)
+    if shift:
+        target = shifted_target(OP, target, logits, ignore_index)
+    op, body = ENTRIES[return_metrics, inplace_backward]
+    entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
+    result = entry(
+        logits,
+        target,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        z_loss=z_loss,
+        token_weight=token_weight,
+        normalizer=normalizer,
+    )
+    if not return_metrics:
+        return result
+    loss, token_accuracy, argmax = result
+    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)

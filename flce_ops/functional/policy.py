@@ -1,0 +1,137 @@
+"""linear_policy_loss: what its arguments mean."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry import policy
+from flce_ops.entry.argument_types import typed
+from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.policy_plain import OP
+from flce_ops.functional.entry_of import entry_of
+from flce_ops.math.scalars import normalizer_tensor
+
+# N tokens, D hidden, V vocabulary
+
+
+class LinearPolicyResult(NamedTuple):
+    """Loss of linear_policy_loss, and a by-product: no gradient flows through it."""
+
+    loss: Tensor  # (), or target's shape with reduction="none"
+    log_probs: Tensor  # target's shape: log p(target), nats; 0 at ignored tokens and at those of token_weight 0
+
+
+@typed
+def linear_policy_loss(
+    input: Tensor,  # (..., D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    old_log_probs: Tensor | None = None,  # (...)
+    ref_log_probs: Tensor | None = None,  # (...)
+    linear_bias: Tensor | None = None,  # (V,)
+    *,
+    objective: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    token_weight: Tensor | None = None,  # (...)
+    normalizer: Tensor | float | None = None,  # ()
+) -> LinearPolicyResult:
+    r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
+
+    Same as the formulas below on ``linear_log_probs(input, linear_weight, target, linear_bias).log_probs``, in 3 GEMM
+    passes for loss and gradients. Per token that is not ignored, with A its advantage::
+
+        r     = exp(log_prob - old_log_prob)
+        clip  = min(max(r, 1 - clip_low), 1 + clip_high)
+
+        "ppo"    loss = max(-A * r, -A * clip)     with dual_clip, where A < 0: at most -A * dual_clip
+        "cispo"  loss = -clip * A * log_prob       the clipped ratio is a constant
+
+        loss  = token_weight * (loss + beta * KL)
+        KL    of d = log_prob - ref_log_prob:  "k1": d      "k2": d ** 2 / 2      "k3": exp(-d) + d - 1
+
+    Args:
+        input: hidden states, (..., D); float64, float32, bfloat16 or float16.
+        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
+        target: the tokens that were sampled, (...), int64 or int32, in [0, V) or ``ignore_index``.
+        advantages: (...), a constant. A weight of the objective alone, such as the correction for another sampler's
+            probabilities, is a factor of it.
+        old_log_probs: of the policy that is to be compared with, (...), a constant; None for this policy itself: r is 1
+            then, with its gradient.
+        ref_log_probs: of the reference model, (...), a constant; read where beta is not 0.
+        linear_bias: (V,), in input's dtype.
+        objective: "ppo" (also GRPO's, Dr. GRPO's and DAPO's) or "cispo".
+        clip_low: the ratio's lower bound is 1 - clip_low; ``math.inf`` for none. Not negative, like the next.
+        clip_high: the upper bound is 1 + clip_high.
+        dual_clip: of "ppo", bound on the ratio where the advantage is negative; greater than 1.
+        beta: factor of the KL term; 0 for none.
+        kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence", 2020); differentiated as written.
+        reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of tokens not
+            ignored, nan without one. "sum".
+        ignore_index: target value of tokens that do not count, whatever the other arguments hold there. None is -100.
+        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
+        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
+            multiplied into input and linear_bias.
+        temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
+        token_weight: factor per token, (...), on the objective and on the KL term: 1 / the completion's length for
+            GRPO's mean of means. It does not enter the denominator of "mean". Differentiable. Tokens of weight 0 are
+            left out like ignored ones, unless it gets a gradient.
+        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
+
+    Returns:
+        ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
+        share of clipped tokens or an estimate of the KL.
+
+    Raises:
+        ValueError, TypeError, IndexError: as of ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),
+            by its name.
+        NotImplementedError: advantages, old_log_probs or ref_log_probs that require a gradient (detach them);
+            forward-mode or third derivatives.
+
+    Composability:
+        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
+        graphs, DTensor. Gradients of a scalar loss are made during forward, in the same pass over the logits; in
+        float16, under checkpointing, torch.func, reduction="none" and over a sharded vocabulary backward makes them, as
+        those of ``linear_log_probs``. Where a ratio overflows the loss is that of the formula; the gradient of a token
+        beyond its bound is 0 all the same.
+
+    Source:
+        Schulman et al., "Proximal Policy Optimization Algorithms", 2017; Shao et al., "DeepSeekMath", 2024 (GRPO); Yu
+        et al., "DAPO", 2025; MiniMax, "MiniMax-M1", 2025 (CISPO); Ye et al., "Mastering Complex Control in MOBA
+        Games", 2020 (dual clip). See docs/policy_loss.md.
+    """
+    refuse_tensors(OP, softcap=softcap, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta)
+    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
+        OP, input, linear_bias, logit_scale, temperature, softcap
+    )
+    normalizer = normalizer_tensor(normalizer, input)
+    tensors = (input, linear_weight, target, advantages, old_log_probs, ref_log_probs, linear_bias)
+    entry = entry_of(torch.ops.flce.linear_policy_loss, policy.composite, *tensors, token_weight, normalizer)
+    result = entry(
+        *tensors,
+        objective=objective,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        reduction=reduction,
+        ignore_index=resolve_ignore_index(OP, ignore_index, target),
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        token_weight=token_weight,
+        normalizer=normalizer,
+    )
+    return LinearPolicyResult(*result)

@@ -1,0 +1,47 @@
+"""How many tokens' logits wait between a forward operator and its backward one: the table RETAIN, and the bytes."""
+
+import torch
+
+from flce_ops.meta import retained_columns
+from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
+from flce_ops.ops.paths import PRODUCT_KEPT, RETAIN, UNCAPPED, Choice
+from flce_ops.ops.situations import Situation, loss_situation
+from flce_ops.support.table import choose
+from flce_ops.support.workspace import get_retained
+
+ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are retained together
+
+
+def retained_rows(call: Forward) -> int:
+    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
+    input, linear_weight, _, linear_bias, _ = call.operands
+    situation = loss_situation(input, linear_weight, linear_bias)._replace(
+        one_class=linear_weight.shape[0] == 1,
+        softcap=call.logits.softcap is not None,
+        slots=call.operands.target.dim() == 2,
+    )
+    return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
+
+
+def retained_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
+    """For last_path(): how many rows, and what of the call alone rules it out."""
+    if isinstance(call, Forward) and call.retain:
+        rows = call.retain
+    elif isinstance(call, Backward):
+        rows = 0 if call.retained is None else call.retained.shape[0]
+    else:
+        return ()
+    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens retained"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
+    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_KEPT) if not c.holds(choice.situation)]
+    return (f"{note} (expects {', '.join(expected)})" if expected else note,)
+
+
+def rows_to_retain(situation: Situation, tokens: int, num_classes: int) -> int:
+    """An expression of N and of a constant, the bytes in force now, where N is a symbol."""
+    (paths,) = RETAIN.values()
+    if choose(paths, situation).name == "recompute":
+        return 0
+    fitting = get_retained() // (2 * retained_columns(num_classes, situation.dtype))
+    return torch.sym_min(tokens, fitting // ROW_MULTIPLE * ROW_MULTIPLE)

@@ -1,0 +1,121 @@
+"""What the tables of paths.py look at: the facts of a call, none of them data on a device.
+
+situation_of      -> of an inner operator's call
+loss_situation    -> of a scalar loss, before its operator is known; given_logits_situation, of logits
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.math import kl_div_arguments as kl_div
+from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
+from flce_ops.math.shards import shard_rows
+from flce_ops.support.torch_private import (
+    comes_from_outside_a_traced_graph,
+    functorch_is_active,
+    root_of,
+    saved_tensor_hooks_are_active,
+    tracing_a_checkpointed_region,
+)
+
+
+class Situation(NamedTuple):
+    """What a choice may depend on. The first six are the operator's arguments, the others how it is called."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    empty: bool = False  # no token, or no feature
+    one_class: bool = False
+    label_smoothing: bool = False
+    softcap: bool = False
+    wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
+    functorch: bool = False
+    saved_tensor_hooks: bool = False
+    checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
+    handed_over: bool = False  # logits that may be overwritten
+    leaf: bool = False  # logits that no operation made, or that keep their gradient
+    part: bool = False  # logits that share memory with more than themselves
+    vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
+    rank_without_classes: bool = False
+    trains_weight: bool = False  # of a head with a low-rank pair
+    slots: bool = False  # several classes a token
+    teacher: torch.dtype | None = None  # of a teacher's hidden states
+    sparse: bool = False  # a sparse gradient is asked for
+
+
+def situation_of(call: Any) -> Situation:
+    """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
+    if isinstance(call.operands, kl_div.Operands):
+        return kl_div_situation(call.operands, call.options)
+    operands, groups = call.operands, vars(call)
+    if isinstance(operands, LogitOperands):
+        input, num_classes = operands.logits, operands.logits.shape[1]
+    else:
+        input, num_classes = operands.input, operands.linear_weight.shape[0]
+    situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
+    options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
+    return situation._replace(**options, slots=operands.target.dim() == 2)
+
+
+def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
+    input, teacher = operands.input, operands.teacher_input
+    situation = Situation(
+        input.device.type,
+        input.dtype,
+        input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        teacher=None if teacher is None else teacher.dtype,
+    )
+    if options.vocab_size is None:
+        return situation
+    return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
+
+
+def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> Situation:
+    """Of a scalar loss, before its operator is known, and what else is known of it."""
+    return Situation(
+        device=input.device.type,
+        dtype=input.dtype,
+        wants_gradient=needs_gradient(input) or needs_gradient(linear_weight) or needs_gradient(linear_bias),
+        functorch=functorch_is_active(),
+        saved_tensor_hooks=saved_tensor_hooks_are_active(),
+        checkpoint=tracing_a_checkpointed_region(),
+        **known,
+    )
+
+
+def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
+    """Of a scalar loss of these logits, which may be a view of all of another tensor."""
+    root = root_of(logits)
+    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
+    as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
+    return Situation(
+        device=logits.device.type,
+        dtype=logits.dtype,
+        wants_gradient=needs_gradient(logits),
+        functorch=functorch_is_active(),
+        saved_tensor_hooks=saved_tensor_hooks_are_active(),
+        checkpoint=tracing_a_checkpointed_region(),
+        handed_over=handed_over,
+        # a gradient that is retained would move to what is written over it
+        leaf=root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root),
+        part=not (whole and as_stored),
+    )
+
+
+def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
+    """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
+    sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
+    without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
+    return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
+
+
+def options_in_situation(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
+    return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
