@@ -286,7 +286,8 @@ def test_arguments_of_a_module_are_refused_by_its_name(module):
 
 def test_numbers_of_numpy_are_numbers():
     options = {"softcap": numpy.float64(3.0), "label_smoothing": numpy.float64(0.1), "ignore_index": numpy.int64(3)}
-    options["normalizer"] = numpy.float32(2.0)
+    options |= {"normalizer": numpy.float32(2.0), "z_loss": numpy.float32(0.1), "temperature": numpy.int64(2)}
     found = flce_ops.linear_cross_entropy(**HEAD, **options)
     plain = {name: value.item() for name, value in options.items()}
     torch.testing.assert_close(found, flce_ops.linear_cross_entropy(**HEAD, **plain))
+    assert flce_ops.LinearCrossEntropyHead(numpy.int64(D), numpy.int64(V)).weight.shape == (V, D)

@@ -214,14 +214,21 @@ def test_the_decomposition_is_the_operator(mask):
         ({"pair_weight": torch.zeros(131, 4)}, ValueError, "low_rank_input has 3 features, but low_rank_weight has 4"),
         ({"pair_input": torch.zeros(37, 3).double()}, TypeError, "expected low_rank_input in input's dtype"),
         ({"target": torch.rand(37, 131)}, TypeError, "expected target of class indices"),
+        (
+            {"pair_weight": torch.zeros(131, 3, device="meta")},
+            ValueError,
+            "expected low_rank_weight on the device of input",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals_by_name(change, kind, message):
     call = Call()
     call.__dict__ |= change
-    with pytest.raises(kind, match=message):
-        call.loss()
+    for trained in (False, True):  # the operator of a frozen head, and the copy that joins the pair to it
+        call.linear_weight.requires_grad_(trained)
+        with pytest.raises(kind, match=f"linear_cross_entropy: {message}"):
+            call.loss()
 
 
 def test_refusals_of_the_operator():

@@ -407,6 +407,12 @@ REFUSALS = {
     "a negative clip": ({"clip_low": -0.1}, ValueError, "clip_low"),
     "a tensor": ({"beta": torch.tensor(0.1)}, TypeError, "beta to be a number"),
     "one advantage a sequence": ({"advantages": torch.randn(3)}, ValueError, "expand_as"),
+    "several classes a token": (
+        {"target": torch.zeros(7, 2).long()},
+        ValueError,
+        r"target of shape \(7,\).* got \(7, 2",
+    ),
+    "a column of classes": ({"target": torch.zeros(7, 1).long()}, ValueError, r"target of shape \(7,\).* got \(7, 1"),
     "a reduction": ({"reduction": "batchmean"}, ValueError, "reduction"),
     "a normalizer of none": ({"reduction": "none", "normalizer": 3.0}, ValueError, "normalizer"),
 }

@@ -44,6 +44,8 @@ def typed(function: Function) -> Function:
                 expected = " or ".join(KINDS[part][1] for part in known[name])
                 got = repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
                 raise TypeError(f"{op}: expected {name} to be {expected}, got {got}")
+            if name in kwargs and isinstance(value, Real) and not isinstance(value, float | int):
+                kwargs[name] = int(value) if isinstance(value, Integral) else float(value)  # for the dispatcher
         return function(*args, **kwargs)
 
     return cast(Function, run)

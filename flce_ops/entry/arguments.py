@@ -100,7 +100,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
     elif isinstance(call, CrossEntropy):
         check_class_indices(op, target, input, slots=call.target_weight is not None)
     else:
-        check_class_indices(op, target, input, slots=target.dim() == input.dim())
+        check_class_indices(op, target, input, slots=isinstance(call, LogProbs) and target.dim() == input.dim())
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
 
@@ -116,7 +116,7 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool =
         )
     if not slots and target.shape != tokens:
         several = target.dim() == input.dim() and target.shape[:-1] == tokens
-        hint = "; several classes a token need target_weight, a weight for each" if several else ""
+        hint = "; several classes a token need target_weight, a weight for each" if several and op == OP else ""
         raise ValueError(
             f"{op}: expected target of shape {tokens}, one class index per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}{hint}"

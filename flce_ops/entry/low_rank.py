@@ -14,7 +14,7 @@ from flce_ops.entry.plain import loss_and_statistics, reduction_in_operator, tok
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics
 from flce_ops.meta.arguments import takes
-from flce_ops.meta.checks import check_target_dtype
+from flce_ops.meta.checks import check_device, check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import pair_in_one_pass
 from flce_ops.ops.situations import needs_gradient, options_in_situation
@@ -61,6 +61,7 @@ def check_pair(call: LowRankCrossEntropy) -> None:
             raise ValueError(f"{OP}: expected {name} of shape ({leading}, r), got {tuple(tensor.shape)}")
         if tensor.dtype != call.input.dtype:
             raise TypeError(f"{OP}: expected {name} in input's dtype {call.input.dtype}, got {tensor.dtype}")
+    check_device(OP, call.input, low_rank_input=call.low_rank_input, low_rank_weight=call.low_rank_weight)
     rank = call.low_rank_weight.shape[-1]
     if call.low_rank_input.shape[-1] != rank:
         raise ValueError(

@@ -20,7 +20,7 @@ class LinearPolicyResult(NamedTuple):
     """Loss of linear_policy_loss, and a by-product: no gradient flows through it."""
 
     loss: Tensor  # (), or target's shape with reduction="none"
-    log_probs: Tensor  # target's shape: log p(target), nats; 0 at ignored tokens and at those of token_weight 0
+    log_probs: Tensor  # target's shape: log p(target), nats; 0 at tokens that are ignored or left out by weight 0
 
 
 @typed
@@ -91,7 +91,8 @@ def linear_policy_loss(
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
-        share of clipped tokens or an estimate of the KL.
+        share of clipped tokens or an estimate of the KL; tokens of weight 0 are among them only where token_weight may
+        get a gradient, as under torch.func, so multiply by it before you average.
 
     Raises:
         ValueError, TypeError, IndexError: as of ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),
