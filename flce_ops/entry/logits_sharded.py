@@ -15,12 +15,12 @@ from flce_ops.entry.arguments import check_logits
 from flce_ops.entry.logits_plain import OP, losses_from_forward, one_pass_of
 from flce_ops.entry.plain import token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
-from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
+from flce_ops.entry.sharded import denominator_over_tokens, per_token, quotient_over_tokens
 from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import LogitOperands, Statistics
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, nan_for_nothing, row_factor, weighted_sum
+from flce_ops.math.reduction import row_factor, weighted_sum
 
 # N tokens of this rank, V vocabulary
 
@@ -45,13 +45,7 @@ def dtensor_composite(call: LogitsCrossEntropy, argmax: bool) -> tuple[DTensor, 
     problem = token_losses(call, LogitOperands(rows, target, weight), Statistics(argmax=argmax))
     valid = problem.valid
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
-    denominator = None
-    if reduction != "none":
-        denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, weight)
-        if normalizer is None and denominator is not None:
-            denominator = sum_over_tokens(layout, denominator).to_local()
-            if weight is not None:
-                denominator = nan_for_nothing(denominator)
+    denominator = denominator_over_tokens(layout, reduction, normalizer, valid, accumulate, target, weight)
 
     if layout.splits_vocabulary:
         factor = row_factor(valid, token_weight, denominator, accumulate)

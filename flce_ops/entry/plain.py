@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weighted import WithGrad, weighted_loss, weighted_losses
 from flce_ops.math.loss import losses_of_rows
@@ -61,7 +61,7 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
     return quotient(loss, total, denominator), statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
 
 
-def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy) -> bool:
+def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss) -> bool:
     """All tokens that count have one factor, and nobody asks for its gradient."""
     return call.reduction != "none" and call.token_weight is None and not differentiated(call.normalizer)
 
@@ -75,14 +75,14 @@ def one_pass_of(problem: TokenLosses) -> WithGrad | None:
 
 
 def mean_in_one_pass(
-    call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses, with_grad: WithGrad
+    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses, with_grad: WithGrad
 ) -> tuple[Tensor, Any]:
     """The loss, and what `with_grad` gives besides."""
     loss, _, besides = with_grad(problem, reduction_in_operator(call, problem))
     return loss, besides
 
 
-def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Reduction:
+def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses) -> Reduction:
     """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
     input = problem.operands[0]
     if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
@@ -93,7 +93,7 @@ def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy, problem: Toke
     return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
 
 
-def denominator_of(call: CrossEntropy | LogitsCrossEntropy, problem: TokenLosses) -> Tensor | None:  # ()
+def denominator_of(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses) -> Tensor | None:  # ()
     dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
     weight = problem.denominator_weight
     return denominator_of_all(call.reduction, call.normalizer, problem.valid, dtype, target, weight)

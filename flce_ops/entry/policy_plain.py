@@ -2,27 +2,31 @@
 
 plain_composite -> losses_with_grad       one pass: linear_policy_loss_with_grad
                 -> losses_from_forward    the forward operator's log-probabilities, then differentiable ATen
+
+Around both stand plain.py's mean and weighted.py's weights.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_head, check_normalizer, check_ranges, check_reduction
+from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors_are_equal
 from flce_ops.entry.schemas import PolicyLoss
-from flce_ops.entry.weightless import without_weightless
+from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import LossOptions, Operands, TokenLosses
 from flce_ops.math.policy import policy_losses
 from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, mean_denominator, quotient, row_factor, weighted_sum
+from flce_ops.math.reduction import Reduction, quotient
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import policy_in_one_pass
 from flce_ops.ops.situations import needs_gradient
-from flce_ops.support.differentiated import differentiated
 
 # N tokens, D hidden, V vocabulary
 
@@ -51,38 +55,25 @@ def loss_and_log_probs(call: PolicyLoss, operands: Operands, tokens: PolicyToken
     options = policy_options(call)
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, call.input))
     input, linear_weight, _, linear_bias, _ = operands
-    one_pass = call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias)
-    if one_pass and call.token_weight is None and not differentiated(call.normalizer):
-        loss, _, log_probs = losses_with_grad(problem, tokens, options, reduction_in_operator(call))
-        return loss, log_probs
-    accumulate, valid = accumulation_dtype(input.dtype), problem.valid
-    token_weight = None if call.token_weight is None else call.token_weight.reshape(valid.shape[0]).to(accumulate)
-    denominator = None
-    if call.reduction != "none":
-        denominator = mean_denominator(call.reduction, call.normalizer, valid, accumulate)
-    factor = row_factor(valid, token_weight, denominator, accumulate)
-    problem = without_weightless(problem, token_weight, factor, linear_weight.shape[0])
+    from_forward = partial(losses_from_forward, tokens=tokens, options=options)
+    with_grad = None
+    if call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias):
+        with_grad = partial(losses_with_grad, tokens=tokens, options=options)
+        if token_factors_are_equal(call):
+            return mean_in_one_pass(call, problem, with_grad)
+    valid = problem.valid
+    token_weight = call.token_weight
+    if token_weight is not None:
+        token_weight = token_weight.reshape(valid.shape[0]).to(accumulation_dtype(input.dtype))
     if call.reduction == "none":
-        losses, log_probs = losses_from_forward(problem, tokens, options)
-        return losses * factor, log_probs
-    if one_pass:
-        loss, losses, log_probs = losses_with_grad(problem, tokens, options, Reduction(factor))
-    else:
-        losses, log_probs = losses_from_forward(problem, tokens, options)
-        loss = (factor * losses).sum()
-    return quotient(loss, weighted_sum(valid, token_weight, losses), denominator), log_probs
-
-
-def reduction_in_operator(call: PolicyLoss) -> Reduction:
-    """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
-    if call.reduction == "mean" and call.normalizer is None:
-        return Reduction(None)
-    one = scalar(1.0, call.input)
-    return Reduction(None, one if call.normalizer is None else one * call.normalizer)
+        return weighted_losses(problem, valid, token_weight, from_forward)
+    denominator = denominator_of(call, problem)
+    loss, total, log_probs = weighted_loss(problem, valid, token_weight, denominator, from_forward, with_grad)
+    return quotient(loss, total, denominator), log_probs
 
 
 def losses_with_grad(
-    problem: TokenLosses, tokens: PolicyTokens, options: PolicyOptions, reduction: Reduction
+    problem: TokenLosses, reduction: Reduction, tokens: PolicyTokens, options: PolicyOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """() with its gradients, the losses of tokens and their log-probabilities, (N,) each."""
     input, linear_weight, target, linear_bias, _ = problem.operands

@@ -20,12 +20,12 @@ from flce_ops.entry.policy_plain import (
     tokens_of,
 )
 from flce_ops.entry.schemas import PolicyLoss
-from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
+from flce_ops.entry.sharded import denominator_over_tokens, per_token, quotient_over_tokens
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import LossOptions, Operands, TokenLosses
 from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, mean_denominator, row_factor, weighted_sum
+from flce_ops.math.reduction import Reduction, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import policy_in_one_pass
@@ -54,11 +54,7 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, input))
     accumulate, valid = accumulation_dtype(input.dtype), problem.valid
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
-    denominator = None
-    if call.reduction != "none":
-        denominator = mean_denominator(call.reduction, normalizer, valid, accumulate)
-        if normalizer is None and denominator is not None:
-            denominator = sum_over_tokens(layout, denominator).to_local()
+    denominator = denominator_over_tokens(layout, call.reduction, normalizer, valid, accumulate, operands.target, None)
     factor = row_factor(valid, token_weight, denominator, accumulate)
     problem = without_weightless(problem, token_weight, factor, num_classes)
     local_loss = None
@@ -72,7 +68,7 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
         )
         losses, log_probs = losses_of_rows(problem.valid, rows.target_logit, rows.lse, None, tokens, options)
     elif call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias):
-        local_loss, losses, log_probs = losses_with_grad(problem, tokens, options, Reduction(factor))
+        local_loss, losses, log_probs = losses_with_grad(problem, Reduction(factor), tokens, options)
     else:
         losses, log_probs = losses_from_forward(problem, tokens, options)
     log_probs = per_token(layout, log_probs.reshape(tokens_shape), target_shape)

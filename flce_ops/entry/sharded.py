@@ -22,7 +22,7 @@ from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.plain import losses_from_forward, one_pass_of, token_losses
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
-from flce_ops.entry.weighted import weighted_loss
+from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import Operands, Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
@@ -66,14 +66,9 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
     problem = token_losses(call, Operands(input, linear_weight, target, linear_bias, weight), asked)
     problem = problem._replace(target_weight=call.target_weight)
     valid = problem.valid
-    denominator = None
-    if reduction != "none":
-        of_classes = problem.denominator_weight
-        denominator = mean_denominator(reduction, normalizer, valid, accumulate, target, of_classes)
-        if normalizer is None and denominator is not None:
-            denominator = sum_over_tokens(layout, denominator).to_local()
-            if of_classes is not None:
-                denominator = nan_for_nothing(denominator)
+    denominator = denominator_over_tokens(
+        layout, reduction, normalizer, valid, accumulate, target, problem.denominator_weight
+    )
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
 
     if layout.splits_vocabulary:
@@ -86,9 +81,7 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
         total = None if reduction == "none" else weighted_sum(valid, token_weight, losses)
     elif reduction == "none":
-        factor = row_factor(valid, token_weight, None, accumulate)
-        losses, statistics = losses_from_forward(without_weightless(problem, token_weight, factor, num_classes))
-        local_loss = losses * factor
+        local_loss, statistics = weighted_losses(problem, valid, token_weight, losses_from_forward)
     else:
         with_grad = one_pass_of(problem)
         local_loss, total, statistics = weighted_loss(
@@ -110,6 +103,25 @@ def dtensor_composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
         top1 = accuracy_and_top1(cast(DTensor, statistics.argmax), target, call.ignore_index)
     local = loss.to_local()
     return loss, *(local.new_zeros(0) if result is None else result for result in (*top1, *statistics))
+
+
+def denominator_over_tokens(
+    layout: Layout,
+    reduction: str,
+    normalizer: Tensor | None,  # ()
+    valid: Tensor,  # (N,)
+    dtype: torch.dtype,
+    target: Tensor,  # (N,)
+    weight: Tensor | None,  # (V,)
+) -> Tensor | None:  # ()
+    """denominator_of_all where the tokens are those of all ranks; None for "none", too."""
+    if reduction == "none":
+        return None
+    denominator = mean_denominator(reduction, normalizer, valid, dtype, target, weight)
+    if denominator is None or normalizer is not None:
+        return denominator
+    denominator = sum_over_tokens(layout, denominator).to_local()
+    return denominator if weight is None else nan_for_nothing(denominator)
 
 
 def per_token(layout: Layout, local: Tensor, shape: torch.Size) -> DTensor:  # (...), sharded as the tokens are
