@@ -17,7 +17,7 @@ from torch import Tensor
 import flce_ops
 
 from .memory import MIB, peak_bytes_cuda
-from .report import Report, environment, say
+from .report import Environment, Report, environment, say
 from .timing import time_steps
 
 # N tokens, V vocabulary
@@ -34,11 +34,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class LogitsRow:
-    gpu: str  # or the processor
-    torch: str
-    triton: str
-    commit: str
+class LogitsRow(Environment):
     N: int
     V: int
     ignored: float

@@ -45,11 +45,7 @@ Step = Callable[[], Tensor]  # one training step; returns the loss, the same on 
 
 
 @dataclass
-class VocabularyRow:
-    gpu: str
-    torch: str
-    triton: str
-    commit: str
+class VocabularyRow(Environment):
     ranks: int
     N: int
     D: int
@@ -70,11 +66,7 @@ class VocabularyRow:
 
 
 @dataclass
-class WeakScalingRow:
-    gpu: str
-    torch: str
-    triton: str
-    commit: str
+class WeakScalingRow(Environment):
     ranks: int
     head: str
     tokens_per_rank: int

@@ -18,7 +18,7 @@ import flce_ops
 from .cross_entropy import peak_of, reason_of, version_of
 from .data import Problem, make_problem
 from .memory import MIB
-from .report import Report, environment, say
+from .report import Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
@@ -31,11 +31,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]  # student, its w
 
 
 @dataclass
-class DivergenceRow:
-    gpu: str  # or the processor
-    torch: str
-    triton: str
-    commit: str
+class DivergenceRow(Environment):
     N: int
     D: int
     V: int

@@ -19,7 +19,7 @@ import flce_ops
 
 from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
-from .report import Report, environment, say
+from .report import Environment, Report, environment, say
 from .shapes import Shape
 from .timing import time_steps
 
@@ -31,11 +31,7 @@ LossOfMicroBatch = Callable[[Tensor, Tensor, Tensor], None]  # of input, linear_
 
 
 @dataclass
-class MainGradRow:
-    gpu: str  # or the processor
-    torch: str
-    triton: str
-    commit: str
+class MainGradRow(Environment):
     N: int
     D: int
     V: int

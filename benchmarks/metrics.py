@@ -16,7 +16,7 @@ from flce_ops.entry.metrics import NAMES
 from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
 from .modes import Step
-from .report import Report, environment, say
+from .report import Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
@@ -27,11 +27,7 @@ WITHOUT, ALL = "without", "all"
 
 
 @dataclass
-class MetricsRow:
-    gpu: str  # or the processor
-    torch: str
-    triton: str
-    commit: str
+class MetricsRow(Environment):
     N: int
     D: int
     V: int

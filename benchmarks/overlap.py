@@ -28,18 +28,14 @@ from torch import Tensor
 
 import flce_ops
 from benchmarks.ranks import Clock, common_parser, process_group, setting_of
-from benchmarks.report import KeepingReport, say
+from benchmarks.report import Environment, KeepingReport, say
 from benchmarks.shapes import Shape
 
 TOY_CHUNKS = 2
 
 
 @dataclass
-class OverlapRow:
-    gpu: str
-    torch: str
-    triton: str
-    commit: str
+class OverlapRow(Environment):
     ranks: int
     N: int
     D: int

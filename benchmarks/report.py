@@ -21,11 +21,21 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass
-class Row:
+class Environment:
+    """Where a row was measured: its first columns."""
+
     gpu: str  # or the processor
     torch: str
     triton: str
     commit: str
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+
+
+@dataclass
+class Row(Environment):
     N: int
     D: int
     V: int
@@ -49,18 +59,6 @@ class Row:
     first_call_s: float | None = None
     seed: int | None = None
     reason: str = ""  # why a number is missing, or what is wrong with it
-
-
-@dataclass(frozen=True)
-class Environment:
-    gpu: str
-    torch: str
-    triton: str
-    commit: str
-
-    @property
-    def slug(self) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
 
 
 def environment(device: torch.device, commit: str | None = None) -> Environment:
