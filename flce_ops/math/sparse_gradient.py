@@ -30,6 +30,7 @@ from torch import Tensor
 # N tokens, n rows, V vocabulary, T tiles along it
 
 TILE = 2048  # classes that share a random number
+LIVE = 128  # tokens and classes of a tile of a GEMM
 BITS = 26  # of q: the sum of sixteen fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: sets neighbouring numbers apart before they are mixed
