@@ -153,6 +153,7 @@ class OnePassStep:
             logit_options=self.logit_options,
             scratch=scratch,
         )
+        self.row_sum = sums.exponentials
         finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         if statistics.argmax is not None:
             store_by_token(statistics.argmax, columns, kept)

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from flce_ops.math.sparse_gradient import room_of_row
 from flce_ops.meta.arguments import WithGrad
-from flce_ops.support.workspace import matrix_bytes, reserved
+from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import TOKEN_BYTES, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
-from flce_ops.triton.cut import Cut, problem_of
-from flce_ops.triton.exponentials import RowSums
+from flce_ops.triton.cut import Cut, cut_beside
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
 from flce_ops.triton.gradients import Gradients
@@ -54,15 +53,9 @@ class SparseStep(OnePassStep):
         room: int,
         chunks: list[slice],
     ) -> None:
-        sums: list[Tensor] = []
-
-        def noting_sums(tokens: Tokens, row_sums: RowSums) -> tuple[FinishedRows, Tensor | None]:
-            sums[:] = [row_sums.exponentials]
-            return finish_rows(tokens, row_sums)
-
         cut = Cut(None, chunks, False, 0)
-        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, noting_sums)
-        self.sums, self.options, self.room = sums, call.sparse, room
+        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows)
+        self.options, self.room = call.sparse, room
         self.dense = NONE_DENSE
         if call.sparse.gradient_mode == "unbiased":  # what is to be dropped is dropped, whatever it takes
             self.dense = empty_dense(call.operands.linear_weight.shape[0], kept.order)
@@ -84,7 +77,7 @@ class SparseStep(OnePassStep):
         """Lists besides. What comes after sees targets of dense classes alone."""
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
-        (row_sum,), kept = self.sums, tokens.kept
+        row_sum, kept = self.row_sum, tokens.kept
         if chunk.start == 0 and self.dense.count is not None:
             launch_sparse_or_dense(exponentials, row_sum, kept, self.options.gradient_threshold, self.dense)
         lists = self.lists_of(chunk)
@@ -125,23 +118,15 @@ def run_spans(
     num_classes, tokens = call.operands.linear_weight.shape[0], kept.order.shape[0]
     room = room_of_row(call.sparse.gradient_threshold, num_classes)
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    cuts = [cut_span(span, call, room) for span in spans]
+    cuts = [
+        cut_beside(list_bytes(span.stop - span.start, room), span, call.operands.linear_weight, call.output_mask)
+        for span in spans
+    ]
     chunks = [chunk for cut in cuts for chunk in cut.chunks]
     step = SparseStep(call, kept, per_token, gradients, finish_rows, room, chunks)
     for span, cut in zip(spans, cuts):
         step.run_span(span, cut)
     return chunks
-
-
-def cut_span(span: slice, call: WithGrad, room: int) -> Cut:
-    """As an exact step, beside the lists and without a lead chunk."""
-    n = span.stop - span.start
-    with reserved(list_bytes(n, room)):
-        problem = problem_of(n, call.operands.linear_weight, call.output_mask, smoothed=False, sum_pairs=0)
-        _, chunks = problem.chunks(0)
-        room_for_products = problem.product_bytes(chunks[0].stop)
-    shifted = [slice(span.start + chunk.start, span.start + chunk.stop) for chunk in chunks]
-    return Cut(None, shifted, False, room_for_products)
 
 
 def pieces_at_most(entries: int, hidden: int) -> int:

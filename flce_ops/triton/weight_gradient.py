@@ -161,8 +161,8 @@ def weight_gradient_kernel(
                 b = rows_ptr.load([step * BLOCK_K, feature_start])
             else:
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(exponentials_ptr, ks, classes, ks < n, class_mask, stride_exponentials_n)
-                b = load_tile(rows_ptr, ks, features, ks < n, features < D, stride_rows_n)
+                a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
+                b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             if live.count is not None:
                 step = step_at(live, class_start, k + 1, BLOCK_K)
