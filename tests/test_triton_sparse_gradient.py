@@ -9,12 +9,11 @@ from reference_loss import error
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.math import sparse_gradient
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_with_grad
+from flce_ops.triton.chunks import slices
 from flce_ops.triton.class_order import launch_class_order
 from flce_ops.triton.finish_rows import FinishedRows
-from flce_ops.triton.chunks import slices
 from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
@@ -198,6 +197,6 @@ def test_live_tiles_are_those_of_the_aten_path(rows, monkeypatch, poisoned_memor
     found = launch_with_grad(*args, **mask, **chosen)
     expected = aten.with_grad(*args, **mask, **chosen)
     exact = launch_with_grad(*args, **mask)
-    for ours, truth, whole in zip(found, expected, exact, strict=True):
+    for ours, truth in zip(found, expected, strict=True):
         assert error(ours, truth) < 1e-5
     assert error(found[2], exact[2]) > 1e-3 and error(found[3][128:], exact[3][128:]) > 1e-3

@@ -151,9 +151,7 @@ class Problem(NamedTuple):
         return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
 
 
-def cut_beside(
-    nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]
-) -> Cut:
+def cut_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Cut:
     """Of some tokens, without a lead chunk, beside memory for something else."""
     with reserved(nbytes):
         tokens = span.stop - span.start

@@ -149,14 +149,14 @@ def input_gradient_kernel(
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         total = depth
-        if live.count is not None:
+        if live.number is not None:
             total = number_of_steps(live, row_start, BLOCK_K)
         steps = tl.cdiv(total, parts)
         step = part * steps
-        if live.count is not None:
+        if live.number is not None:
             step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
         for k in range(part * steps, min(part * steps + steps, total)):
-            if live.count is None:
+            if live.number is None:
                 step = k
             if USE_TMA:
                 a = exponentials_ptr.load([row_start, step * BLOCK_K])
@@ -166,7 +166,7 @@ def input_gradient_kernel(
                 a = load_tile(exponentials_ptr, rows, ks, row_mask, ks < v, stride_exponentials_n)
                 b = load_tile(classes_ptr, ks, cols, ks < v, col_mask, stride_weight_v, stride_weight_d)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            if live.count is not None:
+            if live.number is not None:
                 step = step_at(live, row_start, k + 1, BLOCK_K)
         mask = row_mask[:, None] & col_mask[None, :]
         places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
@@ -239,7 +239,7 @@ class InputGradient:
         assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
         self.out, self.linear_weight, self.finish, self.kept, self.product = out, linear_weight, finish, kept, product
         self.live, self.programs = live, multiprocessors(out)
-        self.tiles = input_tiles_for(linear_weight, live=live.count is not None)
+        self.tiles = input_tiles_for(linear_weight, live=live.number is not None)
         self.whole = len(columns) == 1
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
         self.numbers = min(product.shape[0], 2**31 - 1)

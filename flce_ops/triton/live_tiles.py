@@ -26,19 +26,19 @@ LIVE = tl.constexpr(TILE)
 
 
 class Steps(NamedTuple):
-    """The blocks of the inner dimension that a block of the output multiplies; without `count` all."""
+    """The blocks of the inner dimension that a block of the output multiplies; without `number` all."""
 
-    count: Tensor | None = None  # (B,) int32; with strides of 0 all blocks have the same
-    index: Tensor | None = None  # (B, K + 1) int32, ascending: the one behind the last is read and not used
-    stride_count: int = 0
-    stride_index: int = 0
+    number: Tensor | None = None  # (B,) int32; with strides of 0 all blocks have the same
+    which: Tensor | None = None  # (B, K + 1) int32, ascending: the one behind the last is read and not used
+    stride_number: int = 0
+    stride_which: int = 0
 
 
 class Blocks(NamedTuple):
-    """The blocks of the output that are made; without `count` all. Others are left as they are."""
+    """The blocks of the output that are made; without `number` all. Others are left as they are."""
 
-    count: Tensor | None = None  # () int32
-    index: Tensor | None = None  # (B,) int32
+    number: Tensor | None = None  # () int32
+    which: Tensor | None = None  # (B,) int32
 
 
 EVERY_STEP, EVERY_BLOCK = Steps(), Blocks()
@@ -47,7 +47,7 @@ EVERY_STEP, EVERY_BLOCK = Steps(), Blocks()
 @triton.jit
 def number_of_steps(steps, start, BLOCK_K: tl.constexpr):
     """Of the main loop, for the block of the output that begins at `start`."""
-    return tl.load(steps.count + start // LIVE * steps.stride_count) * (LIVE // BLOCK_K)
+    return tl.load(steps.number + start // LIVE * steps.stride_number) * (LIVE // BLOCK_K)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def step_at(steps, start, k, BLOCK_K: tl.constexpr):
     """The k-th. A loop takes that of the next turn along: the one that it loads for itself ends its pipelining."""
     SPLIT: tl.constexpr = LIVE // BLOCK_K
     k = tl.full((), k, tl.int32)
-    return tl.load(steps.index + start // LIVE * steps.stride_index + k // SPLIT) * SPLIT + k % SPLIT
+    return tl.load(steps.which + start // LIVE * steps.stride_which + k // SPLIT) * SPLIT + k % SPLIT
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def block_at(blocks, k, BLOCK: tl.constexpr):
     """The k-th block of BLOCK numbers."""
     SPLIT: tl.constexpr = LIVE // BLOCK
     k = tl.full((), k, tl.int32)
-    return tl.load(blocks.index + k // SPLIT) * SPLIT + k % SPLIT
+    return tl.load(blocks.which + k // SPLIT) * SPLIT + k % SPLIT
 
 
 @Kernel
@@ -113,9 +113,9 @@ def list_live_kernel(
         k = start + tl.arange(0, BLOCK)
         live = tl.load(live_ptr + block * stride_b + k * stride_k, mask=k < K, other=0).to(tl.int32)
         place = count + tl.cumsum(live, 0) - live
-        tl.store(steps.index + block * steps.stride_index + place, k, mask=live > 0)
+        tl.store(steps.which + block * steps.stride_which + place, k, mask=live > 0)
         count += tl.sum(live, 0)
-    tl.store(steps.count + block * steps.stride_count, count)
+    tl.store(steps.number + block * steps.stride_number, count)
 
 
 def launch_live_tiles(

@@ -138,15 +138,15 @@ def list_groups_kernel(
         entries_row = entries_ptr + row.to(tl.int64) * R
         count = 0
         tiles = tl.cdiv(V, TILE)
-        if rows.dense.count is not None:
-            tiles = tl.where(tl.load(rows.dense.count) < tl.cdiv(V, LIVE), tiles, 0)
+        if rows.dense.number is not None:
+            tiles = tl.where(tl.load(rows.dense.number) < tl.cdiv(V, LIVE), tiles, 0)
         for tile in range(0, tiles):
             group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
             u, dither = tl.zeros((), tl.int64), 0.0
             if UNBIASED:
                 u, dither = uniforms(key, tile)
             here = group * GROUP < V
-            if rows.dense.count is not None:
+            if rows.dense.number is not None:
                 here = here & (tl.load(rows.dense.is_dense + group // (LIVE // GROUP), mask=here, other=1) == 0)
             q = group_shares(e_row, group, here, scale, dither, V, UNBIASED, EVEN_V).to(tl.int64)
             behind = tl.cumsum(q, 0) + u
@@ -163,7 +163,7 @@ def list_groups_kernel(
                     tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
             count += found & 0xFFFF
         tl.store(rows.lengths + row, tl.minimum(count, R))
-        if rows.dense.count is not None:
+        if rows.dense.number is not None:
             column = tl.load(rows.column + row)
             dense = tl.load(rows.dense.is_dense + column // LIVE, mask=column >= 0, other=0) > 0
             tl.store(rows.column_of_dense + row, tl.where(dense, column, -1))
@@ -239,9 +239,7 @@ def launch_lists(
     assert exponentials.stride(1) == 1 and lists.entries.stride(1) == 1
     n, num_classes = exponentials.shape
     of_dense = torch.empty_like(column)
-    rows = SparseRows(
-        row_sum, finished.row_factor, column, finished.residual, dense, lists.lengths, of_dense
-    )
+    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, dense, lists.lengths, of_dense)
     args = (
         exponentials,
         rows,

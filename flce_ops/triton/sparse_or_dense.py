@@ -31,19 +31,19 @@ DECIDING = tl.constexpr(128)  # tokens, evenly spread
 
 
 class DenseClasses(NamedTuple):
-    """Blocks of classes; without `count` none."""
+    """Blocks of classes; without `number` none."""
 
     is_dense: Tensor | None = None  # (B,) int32
-    index: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
-    count: Tensor | None = None  # () int32
+    which: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
+    number: Tensor | None = None  # () int32
 
     @property
     def blocks(self) -> Blocks:
-        return Blocks(self.count, self.index)
+        return Blocks(self.number, self.which)
 
     @property
     def steps(self) -> Steps:
-        return Steps(self.count, self.index)
+        return Steps(self.number, self.which)
 
 
 NONE_DENSE = DenseClasses()
@@ -103,9 +103,9 @@ def choose_dense_kernel(
         b = start + tl.arange(0, BLOCK)
         is_dense = (tl.load(kept_ptr + b, mask=b < B, other=-1.0) > most).to(tl.int32)
         tl.store(dense.is_dense + b, is_dense, mask=b < B)
-        tl.store(dense.index + count + tl.cumsum(is_dense, 0) - 1, b, mask=is_dense > 0)
+        tl.store(dense.which + count + tl.cumsum(is_dense, 0) - 1, b, mask=is_dense > 0)
         count += tl.sum(is_dense, 0)
-    tl.store(dense.count, count)
+    tl.store(dense.number, count)
 
 
 def launch_sparse_or_dense(
@@ -131,6 +131,4 @@ def launch_sparse_or_dense(
         num_warps=4,
     )
     most = LIVE.value / CLASSES_PER_ENTRY
-    choose_dense_kernel[(1,)](
-        kept_of_blocks, dense, blocks, WORTH * blocks * most, most, BLOCK=1024, num_warps=8
-    )
+    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, WORTH * blocks * most, most, BLOCK=1024, num_warps=8)

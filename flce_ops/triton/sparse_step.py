@@ -78,20 +78,20 @@ class SparseStep(OnePassStep):
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
         row_sum, kept = self.row_sum, tokens.kept
-        if chunk.start == 0 and self.dense.count is not None:
+        if chunk.start == 0 and self.dense.number is not None:
             launch_sparse_or_dense(exponentials, row_sum, kept, self.options.gradient_threshold, self.dense)
         lists = self.lists_of(chunk)
         of_dense = launch_lists(exponentials, row_sum, finished, tokens.column, kept, self.options, lists, self.dense)
         return tokens._replace(column=of_dense), finished
 
     def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
-        if self.dense.count is not None:
+        if self.dense.number is not None:
             super().add_to_weight(tokens, rows, pieces, finished)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
     ) -> None:
-        dense = self.dense.count is not None
+        dense = self.dense.number is not None
         if dense:
             super().write_input(chunk, tokens, pieces, finished, product)
         if self.grad_input is not None:

@@ -111,8 +111,8 @@ def weight_gradient_kernel(
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = kept_rows(kept, n)
     class_blocks = tl.cdiv(V, BLOCK_M)
-    if blocks.count is not None:
-        class_blocks = tl.load(blocks.count) * (LIVE // BLOCK_M)
+    if blocks.number is not None:
+        class_blocks = tl.load(blocks.number) * (LIVE // BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
@@ -131,7 +131,7 @@ def weight_gradient_kernel(
         first = (tile // group_tiles) * GROUP
         height = min(class_blocks - first, GROUP)
         class_block = first + tile % height
-        if blocks.count is not None:
+        if blocks.number is not None:
             class_block = block_at(blocks, class_block, BLOCK_M)
         class_start = class_block * BLOCK_M
         feature_block = (tile % group_tiles) // height
@@ -140,7 +140,7 @@ def weight_gradient_kernel(
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
         steps = depth
-        if live.count is not None:
+        if live.number is not None:
             steps = number_of_steps(live, class_start, BLOCK_K)
         if not (FIRST and LAST):
             exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
@@ -151,10 +151,10 @@ def weight_gradient_kernel(
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         step = 0
-        if live.count is not None:
+        if live.number is not None:
             step = step_at(live, class_start, 0, BLOCK_K)
         for k in range(steps):
-            if live.count is None:
+            if live.number is None:
                 step = k
             if USE_TMA:
                 a = exponentials_ptr.load([step * BLOCK_K, class_start])
@@ -164,7 +164,7 @@ def weight_gradient_kernel(
                 a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
                 b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            if live.count is not None:
+            if live.number is not None:
                 step = step_at(live, class_start, k + 1, BLOCK_K)
 
         if FIRST:
@@ -325,7 +325,7 @@ class WeightGradient:
             BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten and not marked and live.count is None,
+            FLATTEN=tiles.flatten and not marked and live.number is None,
             PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
