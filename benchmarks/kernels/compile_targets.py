@@ -21,6 +21,7 @@ from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.logit_codes import Coding
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
+from flce_ops.triton.low_rank_pair import BLOCK_R, Pair
 from flce_ops.triton.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
@@ -39,6 +40,7 @@ OPERANDS = {
     "codes": EXP_SUM._replace(coding=Coding("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
+    "low_rank": EXP_SUM,
 }
 KEPT = Kept("*i32", "*i32", "i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
@@ -116,12 +118,13 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
             "guard_ptr": "constexpr",
             "logit_options": LogitOptions("constexpr", "constexpr"),
             "operands": operands,
+            "pair": Pair("*bf16", "*bf16") if name == "low_rank" else Pair("constexpr", "constexpr"),
             "kept": KEPT,
         }
         matrices = dict(blocks)
         if name == "codes":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        epilogue = {"EPILOGUE": EPILOGUES[type(operands)]}
+        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": BLOCK_R.value if name == "low_rank" else 0}
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
@@ -172,7 +175,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         **gradient_blocks(tiles),
     }
     constants["FLATTEN"] = tiles.flatten and not marked
-    name = f"weight, {chunk}"
+    name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
@@ -189,10 +192,11 @@ def input_variant(tiles: Tiles, *, whole: bool) -> Variant:
 
 
 def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
-    weight_tiles = WEIGHT_TILES["hopper" if tma else "ampere"]
-    for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
-        if (every or chunk in ("later", "main_grad")) and (tma or not marked):
-            yield weight_variant(weight_tiles, chunk)
+    for name, tiles in WEIGHT_TILES.items():
+        if name != "interpreter" and tiles.tma == tma:
+            for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
+                if (every or chunk in ("later", "main_grad")) and (tma or not marked):
+                    yield weight_variant(tiles, chunk)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

@@ -55,6 +55,7 @@ RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.labe
 RANK_ONE_IN_TRITON = Condition(  # whatever the sizes, which ranks may not share
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
+NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
@@ -176,7 +177,14 @@ KERNELS = {
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
-    "linear_cross_entropy_low_rank_with_grad": (Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),),
+    "linear_cross_entropy_low_rank_with_grad": (
+        Path(
+            "triton",
+            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED),
+            "flce_ops.triton.low_rank_with_grad:launch_low_rank_with_grad",
+        ),
+        Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),
+    ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
     "cross_entropy_forward": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),

@@ -7,6 +7,7 @@
                                  BLOCK_V
 
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
+                        + the product of a low-rank pair, if there is one              (low_rank_pair.py)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
              0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
@@ -31,6 +32,7 @@ from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.fixed_point import to_fixed_point
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, tiles_for
 from flce_ops.triton.tiles import LogitsTiles
@@ -90,6 +92,7 @@ def logits_gemm_kernel(
     bias_ptr,  # (V,) or None
     logit_options,  # LogitOptions
     operands,  # of the epilogue: ExpSum, MaxSum, Gradient
+    pair,  # Pair, beside the operands
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
     kept,  # Kept, the tokens of the rows
     n,
@@ -115,6 +118,7 @@ def logits_gemm_kernel(
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
     FIXED_POINT: tl.constexpr,
+    RANK: tl.constexpr,  # of the pair
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
@@ -148,6 +152,8 @@ def logits_gemm_kernel(
                 a = load_tile(input_ptr, rows, ks, row_mask, ks < D, stride_input_n, stride_input_d)
                 b = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+        if pair.weight is not None:
+            acc = add_pair_product(acc, pair, rows, cols, row_mask, col_mask, RANK, PRECISION)
 
         bias = None
         if bias_ptr is not None:
@@ -190,6 +196,7 @@ def launch_logits_gemm(
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
     before_softcap: bool = False,  # what is stored, in nats, in place of the result
+    pair: Pair = NO_PAIR,  # whose product is added
     tiles: LogitsTiles | None = None,
 ) -> None:
     assert out is None or out.stride(1) == 1
@@ -209,6 +216,7 @@ def launch_logits_gemm(
         linear_bias,
         logit_options,
         epilogue,
+        pair,
         guard,
         kept,
         n,
@@ -232,6 +240,7 @@ def launch_logits_gemm(
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
         BEFORE_SOFTCAP=before_softcap,
         FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
+        RANK=pair.rank,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
