@@ -21,7 +21,6 @@ from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.logit_codes import Coding
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
-from flce_ops.triton.low_rank_pair import BLOCK_R, Pair
 from flce_ops.triton.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
@@ -118,13 +117,16 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
             "guard_ptr": "constexpr",
             "logit_options": LogitOptions("constexpr", "constexpr"),
             "operands": operands,
-            "pair": Pair("*bf16", "*bf16") if name == "low_rank" else Pair("constexpr", "constexpr"),
             "kept": KEPT,
         }
         matrices = dict(blocks)
         if name == "codes":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": BLOCK_R.value if name == "low_rank" else 0}
+        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": 64 if name == "low_rank" else 0}
+        if name == "low_rank":
+            matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
+        else:
+            types |= {"pair_input_ptr": "constexpr", "pair_weight_ptr": "constexpr"}
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 

@@ -6,8 +6,9 @@
            └─────────┘      └───┘
                 V              V
 
-The logits GEMM adds the second product to its tile in registers, behind the main loop, by loads of its own: of r
-features there is nothing to pipeline, and a tile of h and of B comes from the L2.
+By tensor maps the main loop of the logits GEMM runs on over h and B: a step takes the address of one pair of maps or of
+the other, and columns behind the last are zeros. A product of its own behind the loop would wait for its loads, and
+ptxas serialises the loop's own products where another adds to the same registers.
 """
 
 from typing import NamedTuple
@@ -49,13 +50,23 @@ def even_rank(matrix: Tensor) -> Tensor:
 
 
 @triton.jit
-def add_pair_product(acc, pair, rows, cols, row_mask, col_mask, RANK: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + h @ B.T of a tile."""
-    WIDTH: tl.constexpr = min(RANK, BLOCK_R)
-    for start in tl.static_range(0, RANK, WIDTH):
-        ks = start + tl.arange(0, WIDTH)
-        h = load_tile(pair.input, rows, ks, row_mask, ks < RANK, RANK)
-        b = load_tile(pair.weight, cols, ks, col_mask, ks < RANK, RANK)
+def add_pair_product(
+    acc,
+    input_ptr,  # (n, r)
+    weight_ptr,  # (V, r)
+    rows,
+    cols,
+    row_mask,
+    col_mask,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + h @ B.T of a tile, by pointers."""
+    for start in tl.static_range(0, RANK, BLOCK_R):
+        ks = start + tl.arange(0, BLOCK_R)
+        h = load_tile(input_ptr, rows, ks, row_mask, ks < RANK, RANK)
+        b = load_tile(weight_ptr, cols, ks, col_mask, ks < RANK, RANK)
         acc = tl.dot(h, b.T, acc, input_precision=PRECISION)
     return acc
 
