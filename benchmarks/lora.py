@@ -19,7 +19,7 @@ from torch import Tensor
 
 import flce_ops
 
-from .data import IGNORE_INDEX, Problem, make_problem
+from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
 from .modes import MODES, Step
 from .providers import floor
