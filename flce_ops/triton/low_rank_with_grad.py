@@ -7,7 +7,7 @@ from flce_ops.math.loss import class_weight_of
 from flce_ops.math.options import LowRankOperands, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad, takes
-from flce_ops.meta.low_rank import with_grad_outputs
+from flce_ops.meta.low_rank import Outputs, with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
 from flce_ops.triton.cut import best_cut, problem_of
@@ -26,9 +26,9 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 
 @takes(LowRankWithGrad)
-def launch_low_rank_with_grad(call: LowRankWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = loss, losses, grad_input, *of_pair, grad_bias = with_grad_outputs(call)
-    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight = call.operands
+def launch_low_rank_with_grad(call: LowRankWithGrad) -> Outputs:
+    outputs = loss, losses, grad_input, *of_pair, grad_bias, _ = with_grad_outputs(call)
+    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, _ = call.operands
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
     pair = even_rank(pair_input), even_rank(pair_weight)
     made = [even_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
@@ -56,7 +56,7 @@ def low_rank_step(
     """The chunks it took."""
     loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias = outputs
     input, linear_weight, pair_input, pair_weight, target, *_ = call.operands
-    want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
+    want_input, want_pair_input, want_pair_weight, want_bias, _ = call.output_mask
     reduction, logit_options, num_classes = call.reduction, call.logits, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
