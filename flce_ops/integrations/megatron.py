@@ -53,13 +53,18 @@ def linear_cross_entropy(
         options: of flce_ops.linear_cross_entropy, but for main_grad.
 
     Raises:
-        AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model.
+        AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model, or its FSDP does.
         NotImplementedError: tensor parallelism shards the vocabulary: targets are not rows of linear_weight.
     """
     refuse_shard(linear_weight)
     parameter: Any = linear_weight
     if torch.is_grad_enabled() and linear_weight.requires_grad:
-        options["main_grad"] = parameter.main_grad
+        options["main_grad"] = getattr(parameter, "main_grad", None)
+        if options["main_grad"] is None:
+            raise AttributeError(
+                "expected linear_weight.main_grad, which Megatron's DistributedDataParallel sets on the parameters of the "
+                "model that it wraps, got none; elsewhere call flce_ops.linear_cross_entropy"
+            )
         linear_weight = AddedToMainGrad.apply(linear_weight)
     return functional.linear_cross_entropy(input, linear_weight, target, linear_bias, **options)
 
