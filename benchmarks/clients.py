@@ -7,6 +7,7 @@ A model of Qwen3-1.7B's layers, fewer of them, with random weights; AdamW's lear
             err_...: of the loss and of the gradients of hidden states and weight, relative to dense float32's
 
 A row is one loss and one provider. `own` is the client's default head: TRL's Triton kernels, Transformers' logits.
+`flce_ops_retaining` may keep RETAINED bytes of logits for backward, which is all: a matter of losses per token, TRL's.
 `equal` says that no error of the row is above TOLERANCE, nor above SLACK times that of the client's own head.
 """
 
@@ -17,6 +18,7 @@ import gc
 import re
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import flce_ops
 from flce_ops.integrations.transformers import patched as patched_model
 
 from .data import IGNORE_INDEX, make_problem
@@ -39,7 +42,8 @@ from .timing import time_steps
 # B sequences of T tokens, N = B T, D hidden, V vocabulary
 
 TOLERANCE, SLACK = 2e-2, 1.25  # relative, of bfloat16's products
-OWN, OURS, LIGER = "own", "flce_ops", "liger"
+RETAINED = 3 * 2**30  # bytes; by default twice the workspace, 1 GiB
+OWN, OURS, RETAINING, LIGER = "own", "flce_ops", "flce_ops_retaining", "liger"
 TRAINERS = {  # loss: (trainer, its options)
     "SFT nll": ("SFT", {}),
     "SFT dft": ("SFT", {"loss_type": "dft"}),
@@ -216,10 +220,18 @@ def trl_client(loss: str, options: argparse.Namespace, dtype: torch.dtype, label
     def loss_and_backward() -> Tensor:
         return trainer.training_step(prepared, dict(inputs), count)
 
-    providers = {OWN: contextlib.nullcontext, OURS: patched}
+    providers = {OWN: contextlib.nullcontext, OURS: patched, RETAINING: retaining}
     return Client(
         model, loss_and_backward, trainer.create_optimizer(), providers, dense_log_probs, extra.get("ref_model")
     )
+
+
+@contextlib.contextmanager
+def retaining() -> Iterator[None]:
+    from flce_ops.integrations.trl import patched
+
+    with patched(), flce_ops.workspace(retained=RETAINED):
+        yield
 
 
 TEXTS = {  # what a trainer is made with
@@ -358,7 +370,7 @@ def time_and_peak(
 
 def table(rows: Sequence[ClientRow]) -> str:
     lines = [
-        f"{'provider':10}{'step ms':>10}{'+-':>7}{'MiB':>8}{'head ms':>10}{'+-':>7}{'MiB':>8}"
+        f"{'provider':19}{'step ms':>10}{'+-':>7}{'MiB':>8}{'head ms':>10}{'+-':>7}{'MiB':>8}"
         f"{'err loss':>10}{'dX':>9}{'dW':>9}  equal to {TOLERANCE:g} and {SLACK:g} of own"
     ]
     for row in rows:
@@ -368,7 +380,7 @@ def table(rows: Sequence[ClientRow]) -> str:
             *((row.err_loss, "10.1e"), (row.err_dx, "9.1e"), (row.err_dw, "9.1e")),
         )
         text = "".join(" " * int(re.match(r"\d+", form)[0]) if v is None else f"{v:{form}}" for v, form in cells)
-        lines.append(f"{row.provider:10}{text}  {row.equal}  {row.reason}".rstrip())
+        lines.append(f"{row.provider:19}{text}  {row.equal}  {row.reason}".rstrip())
     return "\n".join(lines)
 
 
@@ -381,19 +393,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=300, help="back-to-back time of a provider in a round")
+    parser.add_argument("--ms", type=float, default=200, help="back-to-back time of a provider in a round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
+    start = time.perf_counter()
     report = Report(options.out / environment(device).slug / "clients.csv")
     with tempfile.TemporaryDirectory() as folder:
         options.folder = folder
         for case in options.cases.split(","):
             rows = measure(case, options, device)
             report.add(rows)
-            say(f"{case} {rows[0].weights}\n{table(rows)}")
+            say(f"{case} {rows[0].weights}, after {time.perf_counter() - start:.0f} s\n{table(rows)}")
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
