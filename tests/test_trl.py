@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import csv
 import importlib
 import re
 import sys
@@ -431,6 +432,25 @@ def test_unpatch_puts_everything_back(utils, their_divergence):
         unpatch()
 
 
+def test_patched_leaves_patched_what_was_patched_before(utils):
+    with patched():
+        with patched():
+            pass
+        assert utils._ChunkedLogProbFunction is ChunkedLogProbs
+    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_a_compiled_model_follows_patch_and_unpatch(utils, calls):
+    model, batch = make_model(), make_batch()
+    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    expected = model(**batch, fused_lm_head=True).loss
+    compiled = torch.compile(model, backend="eager")
+    for context in (patched(), contextlib.nullcontext()):
+        with context:
+            torch.testing.assert_close(compiled(**batch, fused_lm_head=True).loss, expected)
+        assert calls == ["linear_log_probs"]
+
+
 class Renamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs): ...
@@ -465,3 +485,22 @@ def test_an_output_that_is_not_known_is_refused():
     inputs = head_inputs(torch.float32, bias=False)
     with pytest.raises(NotImplementedError, match=r"TRL asks its head for \['top_k'\], which flce_ops does not have"):
         ChunkedLogProbs.apply(*inputs, 1.0, 32, None, 1.0, ("log_probs", "top_k"))
+
+
+def test_the_benchmark_of_clients(tmp_path):
+    from benchmarks import clients
+    from benchmarks.client_steps import LIGER, OURS, OWN, RETAINING
+
+    sizes = "--tokens 8 --hidden 128 --vocabulary 101 --layers 1 --rounds 1 --ms 1 --device cpu".split()
+    clients.main(["--cases", "trl:SFT dft,transformers:labels", *sizes, "--out", str(tmp_path)])
+    (path,) = tmp_path.rglob("clients.csv")
+    with path.open(newline="") as file:
+        rows = {(row["client"], row["provider"]): row for row in csv.DictReader(file)}
+    assert list(rows) == [
+        *(("trl", provider) for provider in (OWN, OURS, RETAINING)),
+        *(("transformers", provider) for provider in (OWN, OURS, LIGER)),
+    ]
+    for (_, provider), row in rows.items():
+        if provider != LIGER:  # wants Triton and a GPU
+            assert row["reason"] == "" and row["equal"] == "True" and float(row["head_ms"]) > 0
+            assert float(row["err_dw"]) < float(row["tolerance"])
