@@ -62,8 +62,8 @@ def linear_cross_entropy(
         options["main_grad"] = getattr(parameter, "main_grad", None)
         if options["main_grad"] is None:
             raise AttributeError(
-                "expected linear_weight.main_grad, which Megatron's DistributedDataParallel sets on the parameters of the "
-                "model that it wraps, got none; elsewhere call flce_ops.linear_cross_entropy"
+                "expected linear_weight.main_grad, which Megatron's DistributedDataParallel gives to parameters, got "
+                "none; elsewhere call flce_ops.linear_cross_entropy"
             )
         linear_weight = AddedToMainGrad.apply(linear_weight)
     return functional.linear_cross_entropy(input, linear_weight, target, linear_bias, **options)

@@ -139,7 +139,7 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = cast(Callable, model.get_base_model)()
     if not isinstance(model, PreTrainedModel):
-        inside = next((name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)), "")
-        hint = f"; patch its .{inside}, before or after it is wrapped" if inside else ""
+        wrapped = [name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)]
+        hint = f"; patch its .{wrapped[0]}, before or after it is wrapped" if wrapped else ""
         raise TypeError(f"expected a Transformers model, or one wrapped by PEFT, got {type(model).__qualname__}{hint}")
     return model
