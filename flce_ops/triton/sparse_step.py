@@ -13,8 +13,8 @@
 A class that many tokens keep is faster by GEMM, and exact then. Where rows are flat, as a model's are before it is
 trained, all classes are dense. The device decides and the host launches both, whatever there is for them.
 
-The lists wait in the last rows of grad_linear_weight, which nothing has written: chunks are as large as an exact step's.
-The classes of those rows are dense only if all are, and then there are no lists.
+The lists wait in the last rows of grad_linear_weight, which nothing has written, so that chunks are as large as an
+exact step's. The classes of those rows are dense only if all are, and then there are no lists.
 
 Where the lists are too long for that, a span is as many tokens as fit the workspace with their lists and what orders
 these. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
