@@ -84,7 +84,7 @@ def ratio(rows: Rows, shape: str, step: Step, beside: Step) -> str:
 
 def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *body]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("---", "---") for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
 def marks(rows: Rows) -> str:
@@ -120,9 +120,8 @@ def times(rows: Rows) -> str:
             if floor:
                 products = "four" if mode == "kl_forward" else "three"
                 name = f"{name}, {shape} ({products} GEMMs {float(floor['ms']):.1f})"
-            others = [
-                f"{label} {figures(row)}" for peer, label in peers.items() if (row := found(rows, shape, ours(mode, provider=peer)))
-            ]
+            rows_of_peers = ((label, found(rows, shape, ours(mode, provider=peer))) for peer, label in peers.items())
+            others = [f"{label} {figures(row)}" for label, row in rows_of_peers if row]
             body.append((name, figures(mine), figures(dense) if dense else "", "; ".join(others)))
     return markdown(["", "flce_ops", "torch.compile of the plain formula", "others"], body)
 
@@ -131,15 +130,23 @@ def figures(row: dict[str, str]) -> str:
     return f"{float(row['ms']):.1f}, {float(row['beyond_gradients_MiB']):,.0f} MiB"
 
 
+ERRORS = {
+    "scalar losses": ("fwd_bwd", "soft64", "smoothing", "softcap_smoothing"),
+    "per token": ("none", "log_probs"),
+    "`linear_policy_loss`": ("policy",),
+    "`linear_kl_div`": tuple(f"kl_{kind}" for kind in KINDS),
+}
+
+
 def errors(rows: Rows) -> str:
-    """Ranges over the shapes and the steps of bfloat16, relative to float64."""
+    """Relative to float64: the range over the steps of bfloat16 at all shapes."""
     body = []
-    for name, modes in {"losses": ("fwd_bwd", "none", "log_probs", "soft64", "smoothing", "softcap_smoothing"), "`linear_policy_loss`": ("policy",), "`linear_kl_div`": tuple(f"kl_{kind}" for kind in KINDS)}.items():
-        cells = [
-            spread([row[column] for row in rows if row["provider"] == provider and row["mode"] in modes and row["ms"] and row["dtype"] == BFLOAT16])
-            for provider in ("ours", "torch_compile")
-            for column in ("err_dx", "err_dw")
-        ]
+    for name, modes in ERRORS.items():
+        cells = []
+        for provider in ("ours", "torch_compile"):
+            steps = {ours(mode, provider=provider) for mode in modes}
+            timed = [row for row in rows if row["ms"] and (row["mode"], row["provider"], row["dtype"]) in steps]
+            cells += [spread([row[column] for row in timed]) for column in ("err_dx", "err_dw")]
         body.append((name, *cells))
     return markdown(["relative error", "flce_ops dX", "dW", "torch.compile dX", "dW"], body)
 
