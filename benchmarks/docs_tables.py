@@ -13,7 +13,7 @@ from .modes import KINDS, METRICS
 from .report import REPOSITORY
 
 CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "objectives.csv"
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = {"README.md": ("times", "errors"), "docs/performance.md": ("marks",)}  # and their tables
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
 Rows = Sequence[dict[str, str]]
 Step = tuple[str, str, str]  # mode, provider, dtype
@@ -58,7 +58,7 @@ def marks_of_issue() -> list[tuple[str, str, Step, Step]]:
     return lines
 
 
-ROOM = "ours_2GiB"  # the provider with room for the logits of all tokens
+ROOM = "ours_retained"  # the provider with room for the logits of all tokens
 
 
 def shapes_of(rows: Rows) -> list[str]:
@@ -99,7 +99,7 @@ def marks(rows: Rows) -> str:
 TIMES = {  # mode: what README calls it, peers with theirs
     "fwd_bwd": ("class indices", {}),
     "soft64": ("`target_weight`, K = 64", {}),
-    "policy": ("`linear_policy_loss`", {"verl": "verl's log-probabilities", "trl": "TRL's"}),
+    "policy": ("`linear_policy_loss`", {"verl": "verl", "trl": "TRL"}),
     "none": ('`reduction="none"`', {"verl": "verl", "trl": "TRL"}),
     "log_probs": ("log-probabilities and entropies", {"verl": "verl", "trl": "TRL"}),
     "kl_forward": ("`linear_kl_div` forward", {"liger": "Liger"}),
@@ -109,25 +109,33 @@ TIMES = {  # mode: what README calls it, peers with theirs
 
 
 def times(rows: Rows) -> str:
-    """ms and MiB beyond the gradients."""
+    """ms, the shortest of a line in bold, and MiB beyond the gradients."""
     body = []
     for shape in shapes_of(rows):
         for mode, (name, peers) in TIMES.items():
-            mine, dense = found(rows, shape, ours(mode)), found(rows, shape, compiled(mode))
-            if mine is None:
-                continue
             floor = found(rows, shape, ours(mode, provider="floor"))
             if floor:
                 products = "four" if mode == "kl_forward" else "three"
                 name = f"{name}, {shape} ({products} GEMMs {float(floor['ms']):.1f})"
-            rows_of_peers = ((label, found(rows, shape, ours(mode, provider=peer))) for peer, label in peers.items())
-            others = [f"{label} {figures(row)}" for label, row in rows_of_peers if row]
-            body.append((name, figures(mine), figures(dense) if dense else "", "; ".join(others)))
-    return markdown(["", "flce_ops", "torch.compile of the plain formula", "others"], body)
+            providers = {"ours": "", "torch_compile": "", **peers}
+            timed = {provider: found(rows, shape, ours(mode, provider=provider)) for provider in providers}
+            shortest = min((float(row["ms"]) for row in timed.values() if row), default=0.0)
+            cells = {provider: figures(row, shortest) for provider, row in timed.items() if row}
+            others = (f"{label} {cells[peer]}" for peer, label in peers.items() if peer in cells)
+            body.append((name, cells.get("ours", ""), cells.get("torch_compile", ""), "; ".join(others)))
+    return f"{where(rows)}\n\n{markdown(['', 'flce_ops', 'torch.compile of the plain formula', 'others'], body)}"
 
 
-def figures(row: dict[str, str]) -> str:
-    return f"{float(row['ms']):.1f}, {float(row['beyond_gradients_MiB']):,.0f} MiB"
+def where(rows: Rows) -> str:
+    names = {"liger": "Liger", "trl": "TRL", "verl": "verl"}
+    versions = {names[row["provider"]]: row["version"] for row in rows if row["provider"] in names and row["version"]}
+    (commit,) = {row["commit"] for row in rows}
+    return f"Commit {commit}, torch {rows[0]['torch']}, {', '.join(f'{name} {v}' for name, v in versions.items())}."
+
+
+def figures(row: dict[str, str], shortest: float) -> str:
+    ms, mark = float(row["ms"]), "**" if float(row["ms"]) == shortest else ""
+    return f"{mark}{ms:.1f}{mark}, {float(row['beyond_gradients_MiB']):,.0f} MiB"
 
 
 ERRORS = {
