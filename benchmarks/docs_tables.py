@@ -102,7 +102,7 @@ TIMES = {  # mode: what README calls it, peers with theirs
     "policy": ("`linear_policy_loss`", {"verl": "verl", "trl": "TRL"}),
     "none": ('`reduction="none"`', {"verl": "verl", "trl": "TRL"}),
     "log_probs": ("log-probabilities and entropies", {"verl": "verl", "trl": "TRL"}),
-    "kl_forward": ("`linear_kl_div` forward", {"liger": "Liger"}),
+    "kl_forward": ("forward divergence", {"liger": "Liger"}),
     "kl_reverse": ("reverse", {"liger": "Liger"}),
     "kl_jsd": ("jsd", {"liger": "Liger"}),
 }
@@ -115,8 +115,7 @@ def times(rows: Rows) -> str:
         for mode, (name, peers) in TIMES.items():
             floor = found(rows, shape, ours(mode, provider="floor"))
             if floor:
-                products = "four" if mode == "kl_forward" else "three"
-                name = f"{name}, {shape} ({products} GEMMs {float(floor['ms']):.1f})"
+                name = f"{name}, {shape} (GEMMs {float(floor['ms']):.1f})"
             providers = {"ours": "", "torch_compile": "", **peers}
             timed = {provider: found(rows, shape, ours(mode, provider=provider)) for provider in providers}
             shortest = min((float(row["ms"]) for row in timed.values() if row), default=0.0)
