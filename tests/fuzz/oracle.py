@@ -180,9 +180,11 @@ def soft_losses(
     case: Case, at: Tensors, z: Tensor, classes: Tensor, class_weight: Tensor | None, z_loss: Tensor | float
 ) -> Tensor:
     lse = torch.logsumexp(z, -1, keepdim=True)
-    q = torch.where(at["target"] != case.ignore_index, at["target_weight"], 0.0).to(z.dtype)
+    counts = at["target"] != case.ignore_index
+    q = torch.where(counts, at["target_weight"], 0.0).to(z.dtype)
     q = q if class_weight is None else q * class_weight[classes]
-    losses = (1.0 - case.label_smoothing) * (q * (lse - z.gather(-1, classes))).sum(-1)
+    of_slots = torch.where(counts, z.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
+    losses = (1.0 - case.label_smoothing) * (q * (lse - of_slots)).sum(-1)
     if case.label_smoothing:
         below = lse - z if class_weight is None else class_weight * (lse - z)
         losses = losses + case.label_smoothing * below.mean(-1)
