@@ -31,6 +31,7 @@ FILES = {
     "ours_recompute": "ours",
     "ours_compacted": "ours",
     "ours_sparse_10": "ours",
+    "ours_sparse_11": "ours",
     "ours_sparse_12": "ours",
     "ours_drop_12": "ours",
     "ours_tiles_12": "ours",

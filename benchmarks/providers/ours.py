@@ -17,7 +17,7 @@ from .unavailable import Unavailable
 VERSION_OF = "flce_ops"
 # A sparse gradient: mode, and the threshold is 2 to this power
 SPARSE = {
-    **{"ours_sparse_10": ("unbiased", -10), "ours_sparse_12": ("unbiased", -12)},
+    **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
     **{"ours_drop_12": ("drop", -12), "ours_tiles_12": ("tiles", -12)},
 }
 BY_MEAN = "_by_mean"  # behind a name of SPARSE: with gradient_class_order
