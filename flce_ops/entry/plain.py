@@ -28,13 +28,15 @@ from flce_ops.support.differentiated import differentiated
 
 # N tokens, K slots of a target, D hidden, V vocabulary
 
+OP = "linear_cross_entropy"
+
 
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
-    check_sparse_gradient(call)
+    check_sparse_gradient(OP, call)
     *shape, hidden = call.input.shape
     tokens = math.prod(shape)  # -1 has no answer in a vmap over nothing
     target, target_weight = (
@@ -133,6 +135,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
         **problem.logits._asdict(),
         **asked_of_forward(asked),
         main_grad=problem.main_grad,
+        **problem.sparse._asdict(),
     )
     target_logit, lse, logit_sum, *_, lse_rest, _ = found
     rows = (target_logit, lse, logit_sum, lse_rest)

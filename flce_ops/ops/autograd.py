@@ -50,6 +50,12 @@ SPARSE_SECOND_DERIVATIVE_REFUSAL = (
 )
 
 
+SPARSE_ENTROPY_REFUSAL = (
+    "linear_log_probs: the gradient of the entropy with gradient_threshold is not implemented, as it is not made of "
+    "probabilities alone; detach the entropy, or leave gradient_threshold out"
+)
+
+
 class Formula(Function):
     """The derivative of one operator: `arguments` are its own, and each gradient is returned by its name.
 
@@ -153,6 +159,8 @@ class ForwardFormula(Formula):
         cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum)
         if all(cotangent is None for cotangent in (*cotangents, grad_expected_logit)):
             return Forward.gradients()
+        if call.sparse.gradient_threshold and grad_expected_logit is not None:
+            raise NotImplementedError(SPARSE_ENTROPY_REFUSAL)
         expected_logit = None if grad_expected_logit is None else expected_logit
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             if expected_logit is not None:
@@ -177,6 +185,7 @@ class ForwardFormula(Formula):
             expected_logit=expected_logit,
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
+            **call.sparse._asdict(),
             **into,
         )
         if into:
@@ -211,6 +220,8 @@ class BackwardFormula(Formula):
         grad_grads = [grad if want else None for grad, want in zip(grad_grads, call.output_mask)]
         if all(grad is None for grad in grad_grads):
             return Backward.gradients()
+        if call.sparse.gradient_threshold:
+            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
         if ctx.has_expectation:
             raise NotImplementedError(
                 "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "

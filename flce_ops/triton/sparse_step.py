@@ -19,8 +19,9 @@ the lists are long. The exponentials of a chunk, beside the span's lists, are go
 import torch
 from torch import Tensor
 
+from flce_ops.math.slots import in_columns
 from flce_ops.math.sparse_gradient import room_of_row
-from flce_ops.meta.arguments import WithGrad
+from flce_ops.meta.arguments import Backward, WithGrad
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import TOKEN_BYTES, rows_that_fit, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
@@ -39,13 +40,14 @@ from flce_ops.triton.sparse_or_dense import launch_sparse_or_dense
 
 PIECE = 256  # entries of a class beyond which it is cut: 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256)
 PIECES_BYTES = 64 << 20  # of their float32 sums
+SPARSE_NOTE = "a sparse gradient, dense where its lists are long"
 MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
 
 
 class SparseStep(OnePassStep):
     def __init__(
         self,
-        call: WithGrad,
+        call: WithGrad | Backward,
         kept: Kept,
         per_token: StepTokens,
         gradients: Gradients,
@@ -62,6 +64,7 @@ class SparseStep(OnePassStep):
         cut = Cut(None, chunks, False, 0)
         super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, noting_sums)
         self.sums, self.options, self.room = sums, call.sparse, room
+        self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.sparse_total, self.dense_total = kept.order.new_empty(2).unbind()  # kept tokens, or 0
 
     def run_span(self, span: slice, chunks: list[slice]) -> None:
@@ -69,7 +72,7 @@ class SparseStep(OnePassStep):
         order = self.kept.order
         self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n))
         self.run_chunks(chunks)
-        if self.weight_gradient is not None:
+        if self.sparse_weight:
             self.gather_weight(span)
 
     def exponentiate(
@@ -88,10 +91,15 @@ class SparseStep(OnePassStep):
             )
         return tokens._replace(kept=kept._replace(total=self.dense_total)), finished
 
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
+        super().add_to_weight(tokens if self.sparse_weight else self.of_all(tokens), rows, pieces, finished)
+
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
     ) -> None:
-        if self.grad_input is not None:
+        if not self.sparse_input:
+            tokens = self.of_all(tokens)
+        else:
             launch_gather_rows(self.lists_of(chunk), self.operands.linear_weight, self.grad_input[chunk])
         super().write_input(chunk, tokens, pieces, finished, product)
 
@@ -103,17 +111,22 @@ class SparseStep(OnePassStep):
         sums = self.per_token.losses.new_empty(at_most, hidden)
         launch_gather_classes(classes, self.sparse_total, sums, self.operands.input, out, add=span.start > 0)
 
+    def of_all(self, tokens: Tokens) -> Tokens:
+        """For a gradient that is to be dense, whatever the lists are."""
+        return tokens._replace(kept=tokens.kept._replace(total=self.kept.total))
+
     def lists_of(self, chunk: slice) -> Lists:
         return self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
 
 
 def run_spans(
-    call: WithGrad, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
 ) -> list[slice]:
     """The chunks that it takes."""
     input, linear_weight = call.operands[:2]
     (tokens, hidden), num_classes, size = input.shape, linear_weight.shape[0], input.dtype.itemsize
-    room = room_of_row(call.sparse.gradient_threshold, num_classes)
+    target = call.operands.target
+    room = room_of_row(call.sparse.gradient_threshold, num_classes, in_columns(target).shape[1])
     row_bytes = 0 if gradients.input is not None else hidden * size
     spans = {}
     for span in slices(tokens, span_at_most(tokens, num_classes, room)):
