@@ -7,7 +7,7 @@ import torch
 from inputs import make_inputs
 from reference_loss import dense_logits, error, reference_loss
 from reference_policy import token_losses
-from test_sparse_gradient import seed_of, sparse
+from test_sparse_gradient import sparse
 
 import flce_ops
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
@@ -168,7 +168,9 @@ def expected_gradients(case, inputs, chosen):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("gradient_sparse, mode", [("both", "unbiased"), ("input", "drop"), ("linear_weight", "unbiased")])
+@pytest.mark.parametrize(
+    "gradient_sparse, mode", [("both", "unbiased"), ("input", "drop"), ("linear_weight", "unbiased")]
+)
 def test_gradients_are_those_of_the_exact_logit_gradient_with_its_small_entries_sampled(name, gradient_sparse, mode):
     case = CASES[name]()
     inputs = make_inputs(SHAPE, dtype=torch.float64, bias=True)
