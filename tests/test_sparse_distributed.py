@@ -1,4 +1,4 @@
-"""A sparse gradient on a mesh: ranks that share the vocabulary keep what one device would; the draws of token shards."""
+"""A sparse gradient on a mesh: what ranks keep that share the vocabulary, and those that share the tokens."""
 
 # B x T tokens, D hidden, V vocabulary
 
