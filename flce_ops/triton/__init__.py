@@ -34,6 +34,7 @@
         sparse_or_dense.py                    whether these are few
         class_order.py                        class by class
         gather_sums.py                        sums of gathered rows: both gradients
+    sparse_backward.py                        the same of rows whose slopes backward brings
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
