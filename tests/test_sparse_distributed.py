@@ -139,5 +139,9 @@ def refused(device):
         flce_ops.linear_log_probs(*placed.args, **sparse())
     with pytest.raises(NotImplementedError, match="linear_policy_loss: the sparse gradient over a sharded vocabulary"):
         flce_ops.linear_policy_loss(*placed.args[:3], torch.ones(inputs.target.shape), **sparse())
+    with pytest.raises(NotImplementedError, match="of mode 'tiles' over a sharded vocabulary"):
+        flce_ops.linear_cross_entropy(*placed.args, **sparse("tiles"))
+    with pytest.raises(NotImplementedError, match="of DTensors with gradient_class_order"):
+        flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=torch.arange(37), **sparse())
     with pytest.raises(ValueError, match="expects gradient_seed"):
         flce_ops.linear_cross_entropy(*placed.args, gradient_threshold=0.1)

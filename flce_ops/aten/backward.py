@@ -16,7 +16,7 @@ from flce_ops.aten.logits import (
     softmax_gradient,
     upcast,
 )
-from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, needs_exact
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
 from flce_ops.math.shards import target_columns
 from flce_ops.math.sparse_gradient import Draws
 from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
@@ -61,19 +61,20 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
         matrices_in_block=in_block,
         reserved=copy_bytes(linear_weight),
     )
+    step = whole_tiles(call, step)
     retained = None if call.retained is None else call.retained.view(input.dtype)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
     else:
         gradients = SparseAccumulator(call, draws, grads, step)
     for chunk, product in chunk_products(call, input, linear_weight, step, retained):
-        for rows, block in row_blocks(input, chunk, product):
+        for rows, block in row_blocks(input, chunk, product, multiple=multiple_of(gradients)):
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, chunk, rows)
+                gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, column[rows], chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_ops.aten.chunks import product_dtype
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.math.sparse_gradient import Draws, Shard, keep_entries
+from flce_ops.math.sparse_gradient import LIVE, Draws, Shard, keep_entries, keep_tiles
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 
 # N tokens, n rows of a chunk, V vocabulary
@@ -33,6 +33,19 @@ def needs_exact(call: Call) -> bool:
     return any(sparse) and list(sparse) != call.output_mask[:2]
 
 
+def whole_tiles(call: Call, rows: int) -> int:
+    """Rows of a chunk, where tiles of tokens are kept or not."""
+    if call.sparse.gradient_mode != "tiles" or not any(call.sparse.products(call.output_mask)):
+        return rows
+    return max(rows // LIVE, 1) * LIVE
+
+
+def multiple_of(gradients: object) -> int:
+    """Rows that a block has a multiple of."""
+    of_tiles = isinstance(gradients, SparseAccumulator) and gradients.sparse.gradient_mode == "tiles"
+    return LIVE if of_tiles else 1
+
+
 class SparseAccumulator(GradientAccumulator):
     def __init__(
         self,
@@ -49,12 +62,15 @@ class SparseAccumulator(GradientAccumulator):
         if needs_exact(call):
             self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
 
-    def keep(self, grad_logits: Tensor, slope: Tensor, chunk: slice, rows: slice) -> None:
-        """Of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,)."""
+    def keep(self, grad_logits: Tensor, slope: Tensor, column: Tensor, chunk: slice, rows: slice) -> None:
+        """Of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,), `column` the target's, (n, 1)."""
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         slope = slope if self.logit_scale is None else slope * self.logit_scale
-        keep_entries(grad_logits, slope, self.sparse, self.draws.of(rows), self.shard)
+        if self.sparse.gradient_mode == "tiles":
+            keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
+        else:
+            keep_entries(grad_logits, slope, self.sparse, self.draws.of(rows), self.shard)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         if self.exact is None:

@@ -79,7 +79,7 @@ def vocab_parallel_with_grad_of_rows(
         add_target_and_sum(grad_logits, column[rows], cotangents._replace(grad_target_logit=own_target), own_weight)
         gradients.add_bias(apply_slope(grad_logits, slope))
         if isinstance(gradients, SparseAccumulator):
-            gradients.keep(grad_logits, cotangents.grad_lse, rows, rows)
+            gradients.keep(grad_logits, cotangents.grad_lse, column[rows], rows, rows)
         gradients.add_products(rows, grad_logits)
         del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()

@@ -18,7 +18,7 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
-from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, needs_exact
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
@@ -52,6 +52,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
         matrices_beside=beside,
         matrices=needs_exact(call),
     )
+    step = whole_tiles(call, step)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
@@ -110,7 +111,7 @@ def loss_and_gradients(
     of_targets = column.squeeze(1) if slot_weight is None else column
     loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     for chunk, product in products:
-        blocks = row_blocks(input, chunk, product, column, scale, losses)
+        blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple_of(gradients))
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
@@ -124,7 +125,7 @@ def loss_and_gradients(
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.grad_lse, chunk, rows)
+                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

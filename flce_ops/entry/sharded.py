@@ -56,6 +56,10 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
     )
     check_arguments(call)
     check_sparse_gradient(OP, call)
+    if call.gradient_class_order is not None:
+        refuse_sparse_gradient(OP, call, "of DTensors with gradient_class_order")
+    if call.sparse.gradient_mode == "tiles" and layout.splits_vocabulary:
+        refuse_sparse_gradient(OP, call, "of mode 'tiles' over a sharded vocabulary")
     reduction, num_classes, shape = call.reduction, call.linear_weight.shape[0], call.input.shape[:-1]
     tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
         layout, call.input, call.linear_weight, call.target, call.linear_bias

@@ -15,6 +15,8 @@ def check_sparse_gradient(op: str, call: Call) -> None:
     if not wants_gradient(call):
         return
     check_sparse(op, call.sparse, call.input)
+    if call.sparse.gradient_mode == "tiles" and call.target.dim() == call.input.dim():
+        refuse_sparse_gradient(op, call, "of mode 'tiles' with several classes a token")
     if isinstance(call, CrossEntropy) and call.main_grad is not None:
         refuse_sparse_gradient(op, call, "with main_grad")
 

@@ -38,7 +38,7 @@ from flce_ops.triton.replay import repeated
 from flce_ops.triton.retained_gradient import launch_retained_gradient
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.sparse_backward import sparse_backward_step
-from flce_ops.triton.sparse_step import SPARSE_NOTE
+from flce_ops.triton.sparse_run import is_sparse, sparse_notes
 from flce_ops.triton.target import tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
@@ -72,12 +72,11 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     )
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
-    sparse = any(call.sparse.products(call.output_mask))
-    record_chunks(call, linear_weight, row_slices, *[SPARSE_NOTE] * sparse)
+    record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
-    if any(call.sparse.products(call.output_mask)):
+    if is_sparse(call):
         return sparse_backward_step(call, outputs)
     kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
     gradients = wanted_gradients(outputs, call.output_mask)

@@ -20,7 +20,7 @@ from flce_ops.triton.kept_tokens import keep_tokens, kept_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.one_pass_step import StepTokens
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.sparse_step import run_spans
+from flce_ops.triton.sparse_run import run_sparse
 
 # N tokens, n rows of a chunk, V vocabulary
 
@@ -73,6 +73,6 @@ def sparse_backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]
 
     unread = torch.empty_like(call.lse)  # where a step that knows its loss puts that
     per_token = StepTokens(None, Reduction(None), unread, TokenStatistics())
-    chunks = run_spans(call, kept, per_token, gradients, finish_rows)
+    chunks = run_sparse(call, kept, per_token, gradients, finish_rows)
     finish_gradients(outputs, gradients, kept, place)
     return chunks
