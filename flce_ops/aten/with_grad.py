@@ -68,7 +68,7 @@ def rows_of_chunk(
     *,
     reserved: int,
     matrices_beside: int = 0,
-    matrices: int = 0,
+    matrices: int = 0,  # of all rows
 ) -> int:
     in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
     classes = operands.linear_weight.shape[0]

@@ -43,6 +43,7 @@ class Situation(NamedTuple):
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
     trains_weight: bool = False  # of a head with a low-rank pair
+    class_scale: bool = False  # of one
     slots: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
@@ -63,7 +64,8 @@ def situation_of(call: Any) -> Situation:
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return situation._replace(**options, slots=operands.target.dim() == 2)
+    scaled = getattr(operands, "class_scale", None) is not None
+    return situation._replace(**options, slots=operands.target.dim() == 2, class_scale=scaled)
 
 
 def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
