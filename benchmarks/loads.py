@@ -25,15 +25,16 @@ class Load(NamedTuple):
 
 
 LOADS = (  # what decides first: the budget may end a run
-    Load("8192x4096x128256,16384x2048x128256", f"floor,ours,{PEERS},{HOPPER_PEERS}"),
-    Load("odd", f"floor,ours,{PEERS}"),
-    *(Load("8192x4096x128256", "floor,ours,ours_compacted,cce", share) for share in (0.5, 0.75, 0.9, 0.99)),
+    Load("8192x4096x128256", f"floor,ours,{PEERS},{HOPPER_PEERS}"),
+    *(Load("8192x4096x128256", "floor,ours,ours_compacted,cce", share) for share in (0.99, 0.9)),
+    *(Load("8192x4096x128256", "floor,ours,ours_compacted", share) for share in (0.75, 0.5)),
     Load("8192x4096x128256", "floor,ours", 0.0),
     Load("2048x512x32000,256x4096x128256", f"floor,{EVERY_OURS},{PEERS}"),
-    Load("small", f"floor,{EVERY_OURS},torch_compile,cce"),
-    Load("8192x2304x256000,16384x896x151936,8192x512x128256", f"floor,ours,{PEERS}"),
-    Load("8192x5120x151936,4096x8192x128256", "floor,ours,torch_compile"),
-    Load("8192x4096x128256,16384x2048x128256", "floor,ours,torch_compile,cce", prior="ordered"),
+    Load("1024x4096x151936,1024x2048x128256", f"floor,{EVERY_OURS},torch_compile,cce"),
+    Load("odd,8192x2304x256000,16384x896x151936,8192x512x128256", "floor,ours,torch_compile,quack_chunked"),
+    Load("16384x2048x128256,8192x5120x151936,4096x8192x128256", "floor,ours,torch_compile,quack_chunked"),
+    Load("8192x4096x128256", "floor,ours,cce", prior="ordered"),
+    Load("small", f"floor,{EVERY_OURS},torch_compile"),
 )
 
 
