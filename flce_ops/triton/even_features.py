@@ -17,6 +17,9 @@ from flce_ops.triton.target import on_tma_device
 
 # N tokens, D hidden, V vocabulary
 
+ADDRESSED_BYTES = 16  # rows of a matrix that a tensor map addresses start on multiples of it
+LINE_BYTES = 128  # of the L2: rows that start on these cost no more of it than they have numbers
+
 
 def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
     """A launcher whose results of two dimensions are (N, D) or (V, D), but for those of another dtype."""
@@ -25,7 +28,7 @@ def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[
     def run(call: Any) -> tuple[Tensor, ...]:
         input, linear_weight = call.operands[:2]
         hidden, size = input.shape[1], input.element_size()
-        missing = -hidden % (16 // size)
+        missing = -hidden % (LINE_BYTES // size) if hidden * size % ADDRESSED_BYTES else 0
         copies = 2 * (input.shape[0] + linear_weight.shape[0]) * (hidden + missing) * size
         if not missing or copies > 3 * get_workspace() // 4 or not on_tma_device(input):
             return launch(call)
