@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         every = itertools.product(options.modes.split(","), shapes, options.ignored)
         units = [loads.Unit(*one, options.prior or PRIORS[0], "*") for one in every]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _one_compilation_per_shape()
+    one_compilation_per_shape()
     here = environment(device, options.commit)
     report = Report(options.out / here.slug / f"{options.name}.csv", resume=options.resume_after is not None)
     say(f"{here.gpu}, torch {here.torch}, triton {here.triton}, commit {here.commit} -> {report.path}")
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return report.path
 
 
-def _one_compilation_per_shape() -> None:
+def one_compilation_per_shape() -> None:
     """Past its limit of recompilations torch.compile runs eagerly without a word; a run has many shapes and modes."""
     import torch._dynamo
 

@@ -6,12 +6,12 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import providers
-from .data import IGNORED, PRIORS, TRAINED, Problem, load_problem, make_problem
+from .data import IGNORED, PRIORS, SIGMA, TRAINED, Problem, load_problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
@@ -34,6 +34,7 @@ class Settings(NamedTuple):
     seed: int
     ignored: float = IGNORED  # share of the tokens
     prior: str = PRIORS[0]
+    sigma: float = SIGMA
     trained: Path | None = None  # operands from this file instead
 
 
@@ -59,13 +60,13 @@ def measure(
     device = settings.device
     gc.collect()
     gc.freeze()  # else each of the collections below takes a quarter of a second, for what the libraries hold
-    data = {"seed": settings.seed, "ignored": settings.ignored}
+    data: dict[str, Any] = {"seed": settings.seed, "ignored": settings.ignored}
     if settings.trained:
         problem = load_problem(settings.trained, dtype=settings.dtype, device=device, **data)
         data["prior"] = TRAINED
     else:
         data["prior"] = settings.prior
-        problem = make_problem(shape, dtype=settings.dtype, device=device, **data)
+        problem = make_problem(shape, dtype=settings.dtype, device=device, sigma=settings.sigma, **data)
     kept = int(problem.kept.sum())
     prepare(problem, mode)
     reference = make_reference(problem, mode)
