@@ -15,6 +15,7 @@ from test_memory import peak_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce_ops
+from benchmarks.data import is_usual
 from flce_ops import aten
 from flce_ops.plan import Head, cuts, device_of, plan
 from flce_ops.plan.__main__ import main
@@ -162,8 +163,8 @@ PROVIDERS = {
 }
 
 
-# fwd_bwd.csv is of commit 7c22e5e, whose chunks and products of grad_input were others: loads.csv is newer
-MEASURED_WITH_OTHER_CHUNKS = ("ours_compiled", "ours_2GiB", "ours_128MiB", "ours_64MiB")
+# fwd_bwd.csv is of commit 7c22e5e, whose chunks and products of grad_input were others, rows of loads.csv of several
+MEASURED_WITH_OTHER_CHUNKS = ("ours", "ours_compiled", "ours_2GiB", "ours_128MiB", "ours_64MiB")
 MEASURED_IN = [
     pytest.param(
         "loads.csv" if name == "ours" else "fwd_bwd.csv",
