@@ -280,6 +280,22 @@ def test_errors_of_the_documents_are_the_csvs(document, heading, shapes):
                 assert abs(written - number) <= 0.05 * 10 ** int(f"{number:e}".split("e")[1]) * 1.01, (name, column)
 
 
+def test_tables_of_the_other_objectives_are_made_of_one_run():
+    """After another run: python -m benchmarks.docs_tables."""
+    from benchmarks import docs_tables, objectives
+
+    rows = docs_tables.rows_of_csv()
+    assert len({row["commit"] for row in rows}) == 1
+    for shape in objectives.SHAPES.split(","):
+        for dtype, mode, provider in objectives.units_of("*"):
+            step = (mode.name, provider, str(dtype).removeprefix("torch."))
+            assert docs_tables.found(rows, shape, step), (shape, step)
+    for document, tables in docs_tables.DOCUMENTS.items():
+        text = text_of(document)
+        assert all(f"<!-- objectives: {name} -->" in text for name in tables)
+        assert docs_tables.written(text, rows) == text, document
+
+
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("triton")  # the other figures' planner
