@@ -2,7 +2,8 @@
 
     forward.py, with_grad.py, backward.py     one operator each
     vocab_parallel_with_grad.py               with_grad on ranks that share the vocabulary
-        even_features.py                      a D that is no multiple of 8: copies with zeros behind, where they fit
+        even_features.py                      a D that is no multiple of 16: copies with zeros behind, where they fit
+            copy_rows.py
         one_pass_step.py                      the chunks of both
         chunks.py                             rows at a time
         retained_gradient.py, logit_codes.py  backward of rows whose logits forward kept
@@ -55,6 +56,7 @@
             row_policy.py                     the loss of a token and its slope
     sum_losses.py, upstream.py                the scalar loss; the scalar that arrives in backward
     replay.py, driver_launch.py               a step's launches, repeated
+        launch_graphs.py                      at the addresses of an earlier call: as one
 
 Imported only when a CUDA kernel of an operator runs.
 """
