@@ -413,6 +413,7 @@ def test_launches_at_addresses_that_come_again_are_one_graph(monkeypatch):
     for module in (driver_launch, launch_graphs):
         monkeypatch.setattr(module, "driver", lambda: fake)
     monkeypatch.setattr(launch_graphs, "capture_stream", lambda device: SimpleNamespace(cuda_stream=3))
+    monkeypatch.setattr(launch_graphs, "_graphs", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     launches = driver_launch.DriverLaunches(0)
     node = driver_launch.KernelNodeParams(function=77, grid=(2, 3, 4), block=(128, 1, 1), shared_bytes=99)
@@ -444,6 +445,35 @@ def test_launches_at_addresses_that_come_again_are_one_graph(monkeypatch):
     for address in range(2048, 2048 + launch_graphs.ADDRESSES_AT_MOST):
         call(address)
     assert len(graphs.known) == launch_graphs.ADDRESSES_AT_MOST and sorted(fake.destroyed) == [1, 2]
+
+
+def test_graphs_that_nobody_used_make_room_for_others(monkeypatch):
+    """Of other kinds, too; while all are in use there are no more."""
+    fake, now = GraphDriver(), [0.0]
+    for module in (driver_launch, launch_graphs):
+        monkeypatch.setattr(module, "driver", lambda: fake)
+    monkeypatch.setattr(launch_graphs, "capture_stream", lambda device: SimpleNamespace(cuda_stream=3))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch_graphs, "_graphs", [])
+    monkeypatch.setattr(launch_graphs, "GRAPHS_AT_MOST", 2)
+    monkeypatch.setattr(launch_graphs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def kind():
+        launches = driver_launch.DriverLaunches(0)
+        for _ in range(launch_graphs.LAUNCHES_AT_LEAST):
+            launches.add(driver_launch.KernelNodeParams(function=77), [], {})
+        return launch_graphs.LaunchGraphs(launches)
+
+    def has_graph(graphs):
+        for _ in range(2):
+            graphs.add(640)
+        return graphs.run(640, 5)
+
+    first, second, third = kind(), kind(), kind()
+    assert has_graph(first) and has_graph(second) and not has_graph(third)
+    now[0] += 2 * launch_graphs.IDLE_SECONDS
+    assert has_graph(first) and has_graph(third) and not second.run(640, 5) and fake.destroyed == [2]
+    assert first.run(640, 5) and len(launch_graphs._graphs) == 2
 
 
 def test_a_tensor_map_of_unknown_memory_is_not_repeated():
