@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flce_ops
+from benchmarks import loads
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -239,6 +240,21 @@ def test_times_and_memory_of_the_readme_are_the_csvs():
             ratio, memory = re.fullmatch(r"([\d.]+)x, ([\d,]+) MiB", cells[column - 1]).groups()
             assert abs(float(ratio) - float(row["x_floor"])) < 0.0051, (name, shape)
             assert abs(float(memory.replace(",", "")) - float(row["beyond_gradients_MiB"])) < 0.6, (name, shape)
+
+
+def test_tables_of_loads_are_printed_from_the_csv():
+    with (H200 / "loads.csv").open(newline="") as file:
+        times = loads.Times(csv.DictReader(file))
+    of_loads = loads.milliseconds(times)
+    for document in ("README.md", "docs/performance.md"):
+        found = lines_after(document, "| load, ms |")
+        assert found[:2] == of_loads[:2] and set(found) <= set(of_loads) and len(found) >= 10
+    assert lines_after("docs/performance.md", "| mark | must |") == loads.marks(times)
+
+
+def lines_after(document: str, heading: str) -> list[str]:
+    text = text_of(document)
+    return text[text.index(heading) :].split("\n\n")[0].splitlines()
 
 
 def bounds(cell: str) -> tuple[float, float]:
