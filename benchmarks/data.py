@@ -4,7 +4,8 @@ N tokens, D hidden, V vocabulary. The logits are a Zipf prior over the vocabular
 Targets are drawn from the softmax, so the loss is its entropy: 4.2 at V = 32k, 5.4 at 256k.
 
 The prior is shuffled over the token ids, or ordered by them: tokenizers number tokens as they merge them, frequent ones
-first, so whole tiles of rare tokens have gradients near 0.
+first, so whole tiles of rare tokens have gradients near 0. Or it is flat, and with little noise beside it the logits
+are those of a model before training.
 
     input  = randn (N, D) + u                      u = 1/2 everywhere
     weight = sigma / sqrt(D) randn (V, D) + log_prior (V, 1) u / |u|^2
@@ -28,7 +29,7 @@ from .shapes import Shape
 SIGMA = 3.0  # of the context noise: entropy falls by about sigma^2 / 2 from the prior's 8 nats at V = 128k
 OFFSET = 0.5
 IGNORED = 0.02  # share of the tokens
-PRIORS = ("shuffled", "ordered")
+PRIORS = ("shuffled", "ordered", "flat")
 TRAINED = "trained"  # in the place of a prior: the operands come from a file
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
@@ -88,6 +89,7 @@ def make_problem(
     seed: int,
     ignored: float = IGNORED,
     prior: str = PRIORS[0],
+    sigma: float = SIGMA,
 ) -> Problem:
     generator = torch.Generator(device=device).manual_seed(seed)
     options = {"device": device, "generator": generator}
@@ -96,7 +98,9 @@ def make_problem(
     log_prior = -torch.arange(1, v + 1, device=device, dtype=torch.float32).log()
     if prior == "shuffled":
         log_prior = log_prior[torch.randperm(v, **options)]
-    weight = torch.randn(v, d, **options).mul_(SIGMA * d**-0.5)
+    elif prior == "flat":
+        log_prior = torch.zeros_like(log_prior)
+    weight = torch.randn(v, d, **options).mul_(sigma * d**-0.5)
     weight.add_((log_prior - log_prior.mean())[:, None] / (OFFSET * d))
     weight = weight.to(dtype)
     input = torch.randn(n, d, **options).add_(OFFSET).to(dtype)

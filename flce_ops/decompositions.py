@@ -44,9 +44,9 @@ from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
-from flce_ops.ops.autograd import recomputed_step
 from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.ops.policy_autograd import recomputed_policy_step
+from flce_ops.ops.with_grad_autograd import recomputed_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 

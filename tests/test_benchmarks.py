@@ -17,6 +17,7 @@ from benchmarks import (
     cross_entropy,
     host_step,
     kl_div,
+    loads,
     main_grad,
     metrics,
     overhead,
@@ -58,6 +59,31 @@ def make_toy(mode="fwd_bwd", dtype=torch.float32):
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_every_mark_is_of_a_load_that_the_run_measures(tmp_path, monkeypatch):
+    """Of times that are all 2 ms: no mark may look for a row that no unit makes."""
+    rows = []
+    for unit in loads.units():
+        for name in providers.choose(unit.providers):
+            sizes = {key: str(value) for key, value in unit.shape._asdict().items()}
+            numbers = {"ms": "2", "x_floor": "1", "err_dw": "1e-3", "host_us": "900"}
+            where = {"ignored": str(unit.ignored), "prior": unit.prior, "mode": unit.mode, "provider": name}
+            rows.append({**sizes, **numbers, **where})
+    marks = loads.tables(rows)[2 : 2 + len(loads.MARKS)]
+    late = [mark for mark in marks if "launch to return" in mark]
+    assert not any("not measured" in mark for mark in marks)
+    assert [mark for mark in marks if "missed" in mark] == late and all("| 0.90 **missed** |" in mark for mark in late)
+    assert all("not measured" in mark for mark in loads.tables(rows[:0])[2 : 2 + len(loads.MARKS)])
+
+
+def test_loads_go_through_the_command_with_their_own_share_and_prior(tmp_path, monkeypatch, capsys):
+    toy = (loads.Load("24x16x40", "floor,ours", 0.5), loads.Load("24x16x40", "ours,torch_eager", prior="ordered"))
+    monkeypatch.setattr(loads, "LOADS", toy)
+    argv = ["--loads", "--rounds", "1", "--ms", "1", "--dtype", "float32", "--device", "cpu", "--out", str(tmp_path)]
+    found = [(row["provider"], row["ignored"], row["prior"]) for row in rows_of(main([*argv, "--without", "floor"]))]
+    assert found == [("ours", "0.5", "shuffled"), ("ours", "0.02", "ordered"), ("torch_eager", "0.02", "ordered")]
+    assert "| 24x16x40, ordered prior |" in capsys.readouterr().out
 
 
 def test_the_command_writes_a_row_per_shape_mode_and_provider_and_plots_come_from_it(tmp_path):

@@ -166,6 +166,57 @@ def test_gradients_approach_the_exact_ones_as_one_over_the_root_of_the_draws():
     assert 0.85 < ratio < 1.15
 
 
+def tiles_by_hand(g, large, column):
+    """What is kept of G, by loops over tiles."""
+    out, (n, num_classes) = torch.zeros_like(g), g.shape
+    for i in range(0, n, 128):
+        for j in range(0, num_classes, 128):
+            tile = slice(i, i + 128), slice(j, j + 128)
+            targets = column[tile[0]]
+            if large[tile].any() or ((targets >= j) & (targets < j + 128)).any():
+                out[tile] = g[tile]
+    return out
+
+
+@pytest.mark.parametrize("order", [False, True], ids=["ids", "an order"])
+def test_tiles_of_small_entries_without_a_target_are_left_out(order):
+    """Against float64 by hand, tokens that are ignored left out before tiles are formed."""
+    tokens, hidden, num_classes = 300, 6, 700
+    inputs = make_inputs((tokens, hidden, num_classes), dtype=torch.float64, bias=True, weight=True)
+    place = torch.randperm(num_classes) if order else torch.arange(num_classes)
+    inputs.target[:] = torch.where(inputs.target >= 0, place[inputs.target % 40], inputs.target)
+    with torch.no_grad():
+        inputs.linear_weight *= 0.5
+        inputs.linear_bias[place[200:]] -= 6.0
+    options = sparse(2.0**-7, "tiles") | {"reduction": "sum"}
+    _, found = gradients(inputs, **options, gradient_class_order=place if order else None)
+    x, w, y, b = (tensor.detach() for tensor in inputs.args)
+    valid = y >= 0
+    x, column = x[valid], place.argsort()[y[valid]]
+    factor = inputs.weight[y[valid]][:, None]
+    g = (x @ w[place].T + b[place]).softmax(1)
+    g[torch.arange(len(column)), column] -= 1.0
+    kept = factor * tiles_by_hand(g, g.abs() >= 2.0**-7, column)
+    assert 0.05 < (kept == 0.0).float().mean() < 0.95
+    expected_x, expected_w = torch.zeros(tokens, hidden, dtype=torch.float64), torch.zeros_like(w)
+    expected_x[valid], expected_w[place] = kept @ w[place], kept.T @ x
+    assert error(found[0], expected_x) < 1e-12 and error(found[1], expected_w) < 1e-12
+    _, exact = gradients(inputs, reduction="sum")
+    assert error(found[0], exact[0]) > 1e-3 and error(found[2], exact[2]) < 1e-12
+
+
+def test_an_order_of_classes_changes_nothing_else():
+    inputs = make_inputs(SHAPE, dtype=torch.float64, bias=True)
+    order = torch.randperm(SHAPE[2])
+    exact = flce_ops.linear_cross_entropy(*inputs.args, return_metrics=True)
+    loss, metrics = flce_ops.linear_cross_entropy(
+        *inputs.args, **sparse(), gradient_class_order=order, return_metrics=True
+    )
+    assert error(loss, exact[0]) < 1e-14 and torch.equal(metrics.argmax, exact[1].argmax)
+    with pytest.raises(ValueError, match=r"gradient_class_order to be a permutation of the 4500 classes, \(4500,\)"):
+        flce_ops.linear_cross_entropy(*inputs.args, **sparse(), gradient_class_order=order[:-1])
+
+
 def test_chunks_and_ignored_tokens_do_not_change_what_is_kept():
     inputs = make_inputs((600, 8, 4500), dtype=torch.float64)
     options = sparse() | {"reduction": "sum"}
@@ -213,7 +264,7 @@ def test_the_operators_pass_opcheck(device, mode):
 REFUSED = [
     ({"gradient_threshold": 1.0}, ValueError, r"gradient_threshold in \[0, 1\), got 1.0"),
     ({"gradient_threshold": torch.tensor(0.1)}, TypeError, "gradient_threshold"),
-    ({"gradient_mode": "keep"}, ValueError, "gradient_mode to be one of unbiased, drop, got 'keep'"),
+    ({"gradient_mode": "keep"}, ValueError, "gradient_mode to be one of unbiased, drop, tiles, got 'keep'"),
     ({"gradient_seed": None}, ValueError, "expects gradient_seed, a 0-d int64 tensor"),
     ({"gradient_seed": torch.tensor([1])}, ValueError, r"gradient_seed to be a 0-d tensor in torch.int64, got \(1,\)"),
     ({"gradient_seed": torch.tensor(1.0)}, ValueError, "gradient_seed to be a 0-d tensor in torch.int64"),

@@ -15,7 +15,12 @@ from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
 # A sparse gradient: mode, and the threshold is 2 to this power
-SPARSE = {"ours_sparse_10": ("unbiased", -10), "ours_sparse_12": ("unbiased", -12), "ours_drop_12": ("drop", -12)}
+SPARSE = {
+    **{"ours_sparse_10": ("unbiased", -10), "ours_sparse_12": ("unbiased", -12)},
+    **{"ours_drop_12": ("drop", -12), "ours_tiles_12": ("tiles", -12)},
+}
+BY_MEAN = "_by_mean"  # behind a name of SPARSE: with gradient_class_order
+MEAN_OF_TOKENS = 1024
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
@@ -28,14 +33,22 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
     return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
 
 
+def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
+    """Classes by their mean probability over some tokens, as a training run would know it from earlier steps."""
+    x, w = problem.input.detach()[:MEAN_OF_TOKENS], problem.linear_weight.detach()
+    return (x @ w.T).float().softmax(1).mean(0).argsort(descending=True)
+
+
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
     if not mode.backward or mode.per_token or mode.name == "soft64":
         raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
-    how, exponent = SPARSE[name]
+    how, exponent = SPARSE[name.removesuffix(BY_MEAN)]
     seed = torch.tensor(problem.seed, device=problem.input.device)
     sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}
+    if name.endswith(BY_MEAN):
+        sparse["gradient_class_order"] = _order_by_mean(problem)
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         return linear_cross_entropy(input, linear_weight, target, reduction=reduction, **sparse)
@@ -104,7 +117,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
             return found.log_probs, found.entropy
         return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
 
-    if name in SPARSE:
+    if name.removesuffix(BY_MEAN) in SPARSE:
         return _sparse_step(name, problem, mode)
     if mode.name == "soft64":
         if name in ("ours_recompute", "ours_compacted"):

@@ -23,7 +23,7 @@ from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_mat
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
-from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
+from flce_ops.math.sparse_gradient import LIVE, Draws, SparseGradient, keep_entries, keep_tiles
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -52,16 +52,25 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     step = rows_of_chunk(
         call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight), matrices_beside=beside
     )
+    multiple = LIVE if draws is not None and call.sparse.gradient_mode == "tiles" else 1
+    step = max(step // multiple, 1) * multiple
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     products = chunk_products(call, input, linear_weight, step)
-    keep = None if draws is None else partial(keep_entries_of_rows, call.sparse, draws)
+    keep = None if draws is None else partial(keep_of_rows, call.sparse, draws)
     loss.copy_(
-        loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight, keep)
+        loss_and_gradients(
+            call, call.operands, products, gradients, losses, statistics, call.target_weight, keep, multiple
+        )
     )
 
 
-def keep_entries_of_rows(sparse: SparseGradient, draws: Draws, grad_logits: Tensor, slope: Tensor, rows: slice) -> None:
-    keep_entries(grad_logits, slope, sparse, draws.of(rows))
+def keep_of_rows(
+    sparse: SparseGradient, draws: Draws, grad_logits: Tensor, slope: Tensor, column: Tensor, rows: slice
+) -> None:
+    if sparse.gradient_mode == "tiles":
+        keep_tiles(grad_logits, slope, column, sparse.gradient_threshold)
+    else:
+        keep_entries(grad_logits, slope, sparse, draws.of(rows))
 
 
 def rows_of_chunk(
@@ -97,7 +106,9 @@ def loss_and_gradients(
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
     target_weight: Tensor | None = None,  # (N, K)
-    keep: Callable[[Tensor, Tensor, slice], None] | None = None,  # makes G of rows, whose slopes it takes, sparse
+    # makes G of rows sparse, from their slopes and their targets' columns
+    keep: Callable[[Tensor, Tensor, Tensor, slice], None] | None = None,
+    multiple: int = 1,  # of rows in a block
 ) -> Tensor:  # ()
     input, linear_weight, target, linear_bias, weight = operands
     num_classes = linear_weight.shape[0]
@@ -112,7 +123,7 @@ def loss_and_gradients(
     of_targets = column.squeeze(1) if slot_weight is None else column
     loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     for chunk, product in products:
-        blocks = row_blocks(input, chunk, product, column, scale, losses)
+        blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple)
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
@@ -126,7 +137,8 @@ def loss_and_gradients(
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if keep is not None:  # without a softcap: the slope is one number, or none
-                keep(grad_logits, cotangents.grad_lse if slope is None else cotangents.grad_lse * slope, rows)
+                slopes = cotangents.grad_lse if slope is None else cotangents.grad_lse * slope
+                keep(grad_logits, slopes, own_column.squeeze(1), rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

@@ -20,9 +20,10 @@ from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.meta.arguments import VocabParallelWithGrad
-from flce_ops.ops.autograd import OPERANDS, multiply_by_upstream, save, saved
+from flce_ops.ops.formula import OPERANDS, save, saved
 from flce_ops.ops.paths import LOSS
 from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
+from flce_ops.ops.upstream import multiply_by_upstream
 from flce_ops.support.table import choose
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -60,7 +61,7 @@ def loss(
 
 
 class VocabParallelFormula(Function):
-    """Its gradients wait for the upstream scalar, as in flce_ops/ops/autograd.py."""
+    """Its gradients wait for the upstream scalar, as in flce_ops/ops/with_grad_autograd.py."""
 
     @staticmethod
     def forward(ctx, layout, *values):

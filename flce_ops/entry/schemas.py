@@ -23,6 +23,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     target_weight: Tensor | None = None  # (..., K)
     main_grad: Tensor | None = None  # (V, D)
     sparse: SparseGradient
+    gradient_class_order: Tensor | None = None  # (V,)
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):

@@ -49,6 +49,7 @@ def linear_cross_entropy(
     gradient_threshold: float = 0.0,
     gradient_mode: str = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
+    gradient_class_order: Tensor | None = None,  # (V,)
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics | dict[str, Tensor]"]:
@@ -116,9 +117,15 @@ def linear_cross_entropy(
             input and linear_weight as they are: 2^-10, say. The loss and linear_bias's gradient stay exact. For a
             scalar loss of class indices, without label smoothing and softcap, not in float16, not of DTensors.
         gradient_mode: what becomes of an entry g below the threshold. "unbiased": with probability |g| / threshold it
-            is threshold with g's sign, otherwise 0, so gradients have the right mean and some noise. "drop": 0.
+            is threshold with g's sign, otherwise 0, so gradients have the right mean and some noise; where many
+            tokens keep a block of 128 classes, CUDA kernels make its exact gradient, which is faster. "drop": 0.
+            "tiles": only where all of a tile of 128 tokens by 128 classes is below it, and none of the tokens has its
+            target there, the tile becomes 0: Cut Cross-Entropy's filter, whose threshold is 2^-12.
         gradient_seed: 0-d int64 tensor on input's device, for "unbiased": the same seed keeps the same entries.
             Another one in every step, and on every rank that has other tokens.
+        gradient_class_order: (V,) int64, a permutation of the classes, in whose order blocks and tiles are formed:
+            frequent classes first makes others' tiles small. Costs a copy of linear_weight, of its gradient too; not
+            needed where ids stand in such an order, as tokenizers that merge number them. No other effect on "drop".
         return_metrics: also return by-products of the same pass, without a host sync: True for the accuracy and the
             argmax, or names. Of target's shape and, with ``p = softmax(z)``, in nats::
 
@@ -196,6 +203,7 @@ def linear_cross_entropy(
         gradient_threshold=gradient_threshold,
         gradient_mode=gradient_mode,
         gradient_seed=gradient_seed,
+        gradient_class_order=gradient_class_order,
         **asked,
     )
     if return_metrics is False:

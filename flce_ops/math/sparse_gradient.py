@@ -5,6 +5,10 @@ whatever the token's weight.
 
     "unbiased"    |G_ij| >= h_i: as it is       else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
     "drop"        |G_ij| >= h_i: as it is       else 0
+    "tiles"       0 where no entry of a tile is so large and no token has its target there, else all of it as it is
+
+A tile is LIVE tokens, of those that are not ignored, in their order, by LIVE classes: Cut Cross-Entropy's filter
+(Wijmans et al., 2024), whose threshold is 2^-12.
 
 "unbiased" has the mean G over seeds, and the variance |G_ij| (h_i - |G_ij|) for an entry below h_i. One random number
 serves a row's tile of TILE classes (systematic sampling): with u uniform in [0, 1)
@@ -30,10 +34,11 @@ from torch import Tensor
 # N tokens, n rows, V vocabulary, T tiles along it
 
 TILE = 2048  # classes that share a random number
+LIVE = 128  # tokens and classes of a tile that is made or left out
 BITS = 26  # of q: the sum of sixteen fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: sets neighbouring numbers apart before they are mixed
-MODES = ("unbiased", "drop")
+MODES = ("unbiased", "drop", "tiles")
 
 
 class SparseGradient(NamedTuple):
@@ -75,6 +80,24 @@ def uniforms(seed: Tensor, token: Tensor, tiles: int) -> tuple[Tensor, Tensor]: 
     key = mix(key ^ (seed >> 32 & 0xFFFFFFFF))
     u = mix((key[:, None] + tile * GOLDEN) & 0xFFFFFFFF)
     return u >> 32 - BITS, (mix(u ^ GOLDEN) >> 8).float() * 2.0**-24
+
+
+def keep_tiles(
+    grad_logits: Tensor,  # (n, V), in place: whole tiles of rows, but for the last
+    slope: Tensor,  # (n,), l
+    column: Tensor,  # (n,) int64, the target's
+    threshold: float,
+) -> None:
+    n, num_classes = grad_logits.shape
+    slope = slope.abs()[:, None]
+    has_gradient = slope != 0.0
+    live = ~(grad_logits.abs() < torch.where(has_gradient, slope * threshold, torch.inf))  # nan is
+    live.scatter_(1, column[:, None], has_gradient | live.gather(1, column[:, None]))
+    down, across = -(-n // LIVE), -(-num_classes // LIVE)
+    live = torch.nn.functional.pad(live, (0, across * LIVE - num_classes, 0, down * LIVE - n))
+    live = live.view(down, LIVE, across, LIVE).any(3).any(1)
+    live = live.repeat_interleave(LIVE, 0)[:n].repeat_interleave(LIVE, 1)[:, :num_classes]
+    grad_logits.masked_fill_(~live, 0.0)
 
 
 def keep_entries(

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
-from flce_ops.ops.autograd import Formula, differentiable_gradients, multiply_by_upstream, save, saved, wanted
+from flce_ops.ops.formula import Formula, save, saved, wanted
+from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 

@@ -31,9 +31,11 @@
             target.py, tiles.py               the device; tile shapes
     sparse_step.py                            the chunks of a step whose logit gradient is sparse
         sparse_lists.py                       the entries that are kept, token by token
-        sparse_or_dense.py                    whether these are few
+        sparse_or_dense.py                    the classes of which these are many, and have GEMMs
         class_order.py                        class by class
         gather_sums.py                        sums of gathered rows: both gradients
+    tile_step.py                              the chunks of a step without tiles of small entries
+        live_tiles.py                         the tiles that the gradients' GEMMs multiply
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities

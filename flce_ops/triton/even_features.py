@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flce_ops.meta.arguments import Forward
 from flce_ops.support.workspace import get_workspace, reserved
+from flce_ops.triton.copy_rows import copied_rows
 from flce_ops.triton.target import on_tma_device
 
 # N tokens, D hidden, V vocabulary
@@ -29,14 +29,15 @@ def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[
         copies = 2 * (input.shape[0] + linear_weight.shape[0]) * (hidden + missing) * size
         if not missing or copies > 3 * get_workspace() // 4 or not on_tma_device(input):
             return launch(call)
-        input, linear_weight = (torch.nn.functional.pad(matrix, (0, missing)) for matrix in (input, linear_weight))
+        input, linear_weight = copied_rows((input, linear_weight), hidden + missing)
         call.operands = call.operands._replace(input=input, linear_weight=linear_weight)
         call.notes += (f"{missing} features of zeros added",)
         if isinstance(call, Forward):
             call.main_grad = None  # of as many features as there were; only backward writes it
         with reserved(copies):
             results = launch(call)
-        matrices = (result.dim() == 2 and result.dtype == input.dtype for result in results)
-        return tuple(r[:, :hidden].contiguous() if matrix else r for r, matrix in zip(results, matrices))
+        is_matrix = [result.dim() == 2 and result.dtype == input.dtype for result in results]
+        matrices = iter(copied_rows([result for result, matrix in zip(results, is_matrix) if matrix], hidden))
+        return tuple(next(matrices) if matrix else result for result, matrix in zip(results, is_matrix))
 
     return run

@@ -41,12 +41,13 @@ def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
     return WEIGHT_TILES["hopper" if on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0 else "ampere"]
 
 
-def input_tiles_for(linear_weight: Tensor) -> Tiles:
+def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
+    """Of at most 128 rows where only live tiles are multiplied."""
     if interpreted(linear_weight):
         return INPUT_TILES["interpreter"]
     if not takes_tma(linear_weight):
         return INPUT_TILES["ampere"]
-    return INPUT_TILES["hopper" if (linear_weight.shape[1] - 1) % 256 >= 128 else "hopper, columns of 128"]
+    return INPUT_TILES["hopper" if live or (linear_weight.shape[1] - 1) % 256 >= 128 else "hopper, columns of 128"]
 
 
 def takes_tma(matrix: Tensor) -> bool:
