@@ -21,8 +21,9 @@ LABELS = {
     "unbiased_12": "unbiased, $2^{-12}$",
     "unbiased_10": "unbiased, $2^{-10}$",
     "unbiased_8": "unbiased, $2^{-8}$",
-    "drop_12": "dropped below $2^{-12}$",
     "cce": "Apple CCE, its filter",
+    "tiles_12": "that filter here",
+    "drop_12": "dropped below $2^{-12}$",
 }
 COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
 LOSSES = {"held_out_loss": "all tokens", "rare_loss": "rarest 10 %", "rarest_loss": "rarest 1 %"}

@@ -5,8 +5,8 @@ differs is the gradient of the head's input and weight.
 
     exact                                   linear_cross_entropy
     unbiased_12, unbiased_10, unbiased_8    the same with gradient_threshold 2^-12, 2^-10, 2^-8, a fresh seed a step
-    drop_12                                 entries below 2^-12 dropped
     cce                                     Apple's cut cross-entropy, its filter as it comes
+    tiles_12, drop_12                       linear_cross_entropy with that filter; with entries below 2^-12 dropped
 
 Rare are the classes that hold the rarest tenth of the training tokens, rarest those of the rarest hundredth; the losses
 of both are means over the held-out tokens of these classes.
@@ -35,8 +35,9 @@ SETTINGS: dict[str, dict[str, object]] = {  # options of linear_cross_entropy
     "unbiased_12": {"gradient_threshold": 2.0**-12},
     "unbiased_10": {"gradient_threshold": 2.0**-10},
     "unbiased_8": {"gradient_threshold": 2.0**-8},
-    "drop_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "drop"},
     "cce": {},
+    "tiles_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "tiles"},
+    "drop_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "drop"},
 }
 RARE, RAREST = 0.1, 0.01  # of the training tokens
 COUNTS = (0, 10, 100, 1000, 10_000, 100_000)  # in the training text: where groups of classes begin
