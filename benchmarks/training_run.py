@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import flce_ops
 
+from .entries import entries_kept
 from .llama import Llama, LlamaSize
 from .trained import operands, train, windows, write
 
@@ -100,17 +101,6 @@ def held_out_losses(model: Llama, tokens: Tensor, size: LlamaSize, most: int) ->
         losses.append(loss.flatten())
         targets.append(target.flatten())
     return torch.cat(losses), torch.cat(targets)
-
-
-@torch.no_grad()
-def entries_kept(input: Tensor, linear_weight: Tensor, target: Tensor, threshold: float) -> float:
-    """Entries of softmax - onehot that an unbiased sparse gradient keeps of a row, in the mean over rows and draws."""
-    kept = 0.0
-    for x, y in zip(input.split(COUNTED_ROWS), target.split(COUNTED_ROWS), strict=True):
-        gradient = (x @ linear_weight.T).float().softmax(-1)
-        gradient.scatter_add_(1, y[:, None], -torch.ones_like(gradient[:, :1]))
-        kept += gradient.abs_().div_(threshold).clamp_(max=1).sum().item()
-    return kept / input.shape[0]
 
 
 def mean_of(losses: Tensor, chosen: Tensor) -> float | None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from benchmarks import training, training_plot
+from benchmarks.entries import entries_kept
 from benchmarks.llama import Llama, LlamaSize
-from benchmarks.training_run import SETTINGS, Run, Trainee, entries_kept, held_out_losses, mean_of, rarity_of
+from benchmarks.training_run import SETTINGS, Run, Trainee, held_out_losses, mean_of, rarity_of
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
 
 CPU = torch.device("cpu")
