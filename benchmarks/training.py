@@ -10,7 +10,8 @@ training_counts.csv     held-out losses of a run by how often the class occurs i
 
 The text is made into tokens once; then each GPU takes one run after the other, all settings of a seed before the next
 seed, each in a process of its own: one that dies is a row with a reason. The CSVs are written after every run. Once
---budget-s is spent, what runs is ended and what has not begun is left out, both with their reason.
+--budget-s is spent, what runs is ended and what has not begun is left out, both with their reason; the same command
+with --resume goes on with those.
 
 B sequences of T tokens, D hidden, V vocabulary.
 """
@@ -82,10 +83,14 @@ class CountRow(Environment):
 
 
 class Reports:
-    def __init__(self, folder: Path, here: Environment) -> None:
+    def __init__(self, folder: Path, here: Environment, *, resume: bool) -> None:
         names = ("training", "training_curves", "training_counts")
-        self.runs, self.curves, self.counts = (Report(folder / here.slug / f"{name}.csv") for name in names)
+        reports = [Report(folder / here.slug / f"{name}.csv", resume=resume) for name in names]
+        self.runs, self.curves, self.counts = reports
         self.here, self.lock = here.__dict__, threading.Lock()
+        self.done = {(row["setting"], row["seed"]) for row in self.runs.rows if not row["reason"]}
+        for report in reports:
+            report.rows = [row for row in report.rows if (row["setting"], row["seed"]) in self.done]
 
     def add(self, chosen: Run, points: list[dict], end: dict, reason: str) -> None:
         which = self.here | {"setting": chosen.setting, "seed": chosen.seed}
@@ -162,11 +167,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=32, help="of a step")
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--rate", type=float, default=6e-4, help="the highest learning rate")
-    parser.add_argument("--evaluate", type=int, default=250, help="steps between held-out losses")
+    parser.add_argument("--evaluate", type=int, default=200, help="steps between held-out losses, a multiple of 20")
     parser.add_argument("--held-out", type=int, default=2**20, help="tokens, at most")
     parser.add_argument("--operands", type=Path, default=None, help="folder for the head's operands in the first run")
     parser.add_argument("--operand-rows", type=int, default=8192)
     parser.add_argument("--budget-s", type=float, default=1800, help="of the whole command")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that are in the CSVs, but for failed ones")
     parser.add_argument("--compile", action="store_true", help="the model's blocks by torch.compile")
     parser.add_argument("--device", default=None)
     parser.add_argument("--commit", default=None, help="to note in the CSVs, where git cannot tell")
@@ -184,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     deadline = time.monotonic() + options.budget_s
     on_gpus = options.device != "cpu" and torch.cuda.is_available()
     devices = [torch.device("cuda", i) for i in range(options.gpus)] if on_gpus else [torch.device("cpu")]
-    reports = Reports(options.out, environment(devices[0], options.commit))
+    reports = Reports(options.out, environment(devices[0], options.commit), resume=options.resume)
 
     with tempfile.TemporaryDirectory() as temporary:
         scratch = options.scratch or Path(temporary)
@@ -193,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         save_file(text._asdict(), scratch / "tokens.safetensors")
         runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
         for seed, setting in itertools.product(options.seeds, options.settings):
+            if (setting, str(seed)) in reports.done:
+                continue
             runs.put(
                 Run(
                     setting,

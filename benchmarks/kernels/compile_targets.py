@@ -40,6 +40,7 @@ OPERANDS = {
     "codes": EXP_SUM._replace(coding=Coding("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
+    "low_rank": EXP_SUM,
 }
 KEPT = Kept("*i32", "*i32", "i32")
 EVERY_STEP, EVERY_BLOCK = Steps("constexpr", "constexpr", "i32", "i32"), Blocks("constexpr", "constexpr")
@@ -124,7 +125,11 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         matrices = dict(blocks)
         if name == "codes":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        epilogue = {"EPILOGUE": EPILOGUES[type(operands)]}
+        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": 64 if name == "low_rank" else 0}
+        if name == "low_rank":
+            matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
+        else:
+            types |= {"pair_input_ptr": "constexpr", "pair_weight_ptr": "constexpr"}
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
@@ -180,7 +185,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         **gradient_blocks(tiles),
     }
     constants["FLATTEN"] = tiles.flatten and not marked and chunk != "live"
-    name = f"weight, {chunk}"
+    name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
@@ -198,10 +203,11 @@ def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
 
 
 def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
-    weight_tiles = WEIGHT_TILES["hopper" if tma else "ampere"]
-    for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
-        if (every or chunk in ("later", "main_grad")) and (tma or not marked):
-            yield weight_variant(weight_tiles, chunk)
+    for name, tiles in WEIGHT_TILES.items():
+        if name != "interpreter" and tiles.tma == tma:
+            for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
+                if (every or chunk in ("later", "main_grad")) and (tma or not marked):
+                    yield weight_variant(tiles, chunk)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

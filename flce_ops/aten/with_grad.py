@@ -80,10 +80,13 @@ def rows_of_chunk(
     *,
     reserved: int,
     matrices_beside: int = 0,
+    matrices: int = 0,  # of all rows
 ) -> int:
     in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
     classes = operands.linear_weight.shape[0]
-    return rows_beside_gradients(operands.input, classes, want_weight, matrices_in_block=in_block, reserved=reserved)
+    return rows_beside_gradients(
+        operands.input, classes, want_weight, matrices=matrices, matrices_in_block=in_block, reserved=reserved
+    )
 
 
 class Gradients(Protocol):

@@ -51,7 +51,8 @@ def of_classes_in_order(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
         None if by_slot is None else by_slot.reshape(tokens, *by_slot.shape[len(shape) :])
         for by_slot in (call.target, call.target_weight)
     )
-    input = call.input.reshape(tokens, hidden)
+    # as it is where it can be: a view would be a node of the graph
+    input = call.input if len(shape) == 1 else call.input.reshape(tokens, hidden)
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), asked)
     problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
     with_grad = None if call.reduction == "none" else one_pass_of(problem)

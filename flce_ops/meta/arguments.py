@@ -33,7 +33,7 @@ from flce_ops.support.path import Choice, NoChoice
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
-LowRankMask = Annotated[list[bool], "bool[4]"]  # of input, low_rank_input, low_rank_weight, linear_bias
+LowRankMask = Annotated[list[bool], "bool[5]"]  # of input, low_rank_input, low_rank_weight, linear_bias, class_scale
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 SCHEMA_TYPES: dict[Any, str] = {

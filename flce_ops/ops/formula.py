@@ -86,7 +86,8 @@ def saved(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
-    return [ctx.needs_input_grad[arguments.index[name]] for name in names]
+    needs = ctx.needs_input_grad  # made anew each time it is asked for
+    return [needs[arguments.index[name]] for name in names]
 
 
 def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:

@@ -55,6 +55,8 @@ RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.labe
 RANK_ONE_IN_TRITON = Condition(  # whatever the sizes, which ranks may not share
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
+NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
+UNSCALED = Condition("no class_scale", lambda s: not s.class_scale)
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
@@ -176,7 +178,14 @@ KERNELS = {
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
     ),
-    "linear_cross_entropy_low_rank_with_grad": (Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),),
+    "linear_cross_entropy_low_rank_with_grad": (
+        Path(
+            "triton",
+            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNSCALED),
+            "flce_ops.triton.low_rank_with_grad:launch_low_rank_with_grad",
+        ),
+        Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),
+    ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
     "cross_entropy_forward": (
         Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
@@ -244,9 +253,9 @@ def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor
 
 def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
     """Whether a scalar loss of a head with a low-rank pair has an operator of its own."""
-    input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
-        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias))),
+        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias, class_scale))),
         trains_weight=needs_gradient(linear_weight),
     )
     return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name == "one pass"

@@ -93,7 +93,7 @@ OPERATORS = {
     "linear_cross_entropy_low_rank_with_grad": Operator(
         arguments.LowRankWithGrad,
         "Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_low_rank_input, Tensor grad_low_rank_weight, "
-        "Tensor grad_linear_bias",
+        "Tensor grad_linear_bias, Tensor grad_class_scale",
         low_rank.with_grad_outputs,
         low_rank_autograd.LowRankWithGradFormula,
         autocast=True,

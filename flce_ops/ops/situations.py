@@ -42,6 +42,7 @@ class Situation(NamedTuple):
     vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
     rank_without_classes: bool = False
     trains_weight: bool = False  # of a head with a low-rank pair
+    class_scale: bool = False  # of one
     slots: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
@@ -58,7 +59,8 @@ def situation_of(call: Any) -> Situation:
         input, num_classes = operands.input, operands.linear_weight.shape[0]
     situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
     options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    return situation._replace(**options, slots=operands.target.dim() == 2)
+    scaled = getattr(operands, "class_scale", None) is not None
+    return situation._replace(**options, slots=operands.target.dim() == 2, class_scale=scaled)
 
 
 def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:

@@ -29,6 +29,7 @@ from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces, float3
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.live_tiles import EVERY_STEP
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
 from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
@@ -55,6 +56,9 @@ class StepTokens(NamedTuple):
 
 class OnePassStep:
     """What the chunks of a step share."""
+
+    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_step.py
+    pair_of_chunk: Pair = NO_PAIR
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class OnePassStep:
             ignore_index=self.ignore_index,
             vocab_start=self.vocab_start,
             class_sum=None if self.smoothing is None else self.smoothing.class_sum,
+            pair=self.pair,
         )
         tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, reduction, losses)
         sums = launch_exponentials(
@@ -152,6 +157,7 @@ class OnePassStep:
             total=statistics.mean_logit is not None,
             logit_options=self.logit_options,
             scratch=scratch,
+            pair=self.pair_of_chunk,
         )
         self.row_sum = sums.exponentials
         finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
