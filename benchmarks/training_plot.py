@@ -1,8 +1,8 @@
 """`python -m benchmarks.training_plot CSV`: a PNG of what `python -m benchmarks.training` wrote, and of nothing else.
 
-Left: held-out loss by steps, a line a setting, in the mean over seeds. Right: what a run's held-out loss is above that
-of the exact run of the same seed, a dot a run, over all tokens and over those of rare classes; grey: the range of the
-exact runs themselves, about their mean.
+Left: training loss, a line a run. Middle: what it is above that of the exact run of the same seed, so on the same batches,
+a line a setting: the mean over seeds and over 100 steps. Right: the same of held-out losses at the end, a dot a run, over
+all tokens and over those of rare classes; grey: the range of the exact runs themselves, about their mean.
 """
 
 from __future__ import annotations
@@ -14,18 +14,10 @@ from pathlib import Path
 from statistics import fmean
 
 from .plot import OTHERS, OURS
+from .training_table import EXACT, LABELS
 
-EXACT = "exact"
-LABELS = {
-    EXACT: "exact",
-    "unbiased_12": "unbiased, $2^{-12}$",
-    "unbiased_10": "unbiased, $2^{-10}$",
-    "unbiased_8": "unbiased, $2^{-8}$",
-    "cce": "Apple CCE, its filter",
-    "tiles_12": "that filter here",
-    "drop_12": "dropped below $2^{-12}$",
-}
 COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
+SMOOTH = 5  # points
 LOSSES = {"held_out_loss": "all tokens", "rare_loss": "rarest 10 %", "rarest_loss": "rarest 1 %"}
 
 
@@ -36,20 +28,37 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def draw(plt, path: Path):
     runs = [row for row in rows_of(path) if row["held_out_loss"] and not row["reason"]]
-    points = [row for row in rows_of(path.with_name(f"{path.stem}_curves.csv")) if row["held_out_loss"]]
     settings = [name for name in LABELS if any(row["setting"] == name for row in runs)]
-    figure, (curves, ends) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-
+    curves = {(row["setting"], row["seed"]): ([], []) for row in runs}
+    for row in rows_of(path.with_name(f"{path.stem}_curves.csv")):
+        if row["loss"] and (row["setting"], row["seed"]) in curves:
+            steps, losses = curves[row["setting"], row["seed"]]
+            steps.append(int(row["step"]))
+            losses.append(float(row["loss"]))
+    figure, (left, middle, ends) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for name in settings:
-        seeds = {row["seed"] for row in runs if row["setting"] == name}
-        of_setting = [row for row in points if row["setting"] == name and row["seed"] in seeds]
-        steps = sorted({int(row["step"]) for row in of_setting if int(row["step"])})
-        means = [fmean(float(row["held_out_loss"]) for row in of_setting if int(row["step"]) == step) for step in steps]
-        curves.plot(steps, means, "o-", markersize=3, color=COLOURS[name], label=LABELS[name])
-    curves.set_xlabel("steps")
-    curves.set_ylabel("loss of held-out text, nats a token")
-    curves.grid(alpha=0.25)
-    curves.legend(fontsize=8)
+        above = []
+        for (setting, seed), (steps, losses) in curves.items():
+            if setting == name:
+                left.plot(steps, losses, linewidth=0.8, color=COLOURS[name])
+                exact = curves.get((EXACT, seed), ((), ()))[1]
+                if name != EXACT and len(exact) == len(losses):
+                    above.append([loss - other for loss, other in zip(losses, exact, strict=True)])
+        left.plot([], [], color=COLOURS[name], label=LABELS[name])
+        if above:
+            means = [fmean(values) for values in zip(*above, strict=True)]
+            smooth = [fmean(means[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(means))]
+            middle.plot(steps, smooth, color=COLOURS[name])
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
+    left.set_ylabel("training loss, nats a token")
+    left.legend(fontsize=8)
+    middle.axhline(0, color="black", linewidth=0.8)
+    middle.set_ylabel("training loss above the exact run's")
+    for axes in (left, middle):
+        axes.set_xlabel("steps")
+        axes.grid(alpha=0.25)
 
     others = [name for name in settings if name != EXACT]
     for i, column in enumerate(LOSSES):
