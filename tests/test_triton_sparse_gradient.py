@@ -5,12 +5,12 @@
 import inputs
 import pytest
 import torch
-from reference_loss import error
+from reference_loss import dense_logits, error
 
 import flce_ops
 from flce_ops import aten
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
-from flce_ops.triton import launch_with_grad
+from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.chunks import slices
 from flce_ops.triton.class_order import launch_class_order
 from flce_ops.triton.finish_rows import FinishedRows
@@ -32,8 +32,9 @@ def short_lists(monkeypatch):
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
 
 
-def options(threshold, mode="unbiased", seed=2**40 + 5):
-    return {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_seed": torch.tensor(seed)}
+def options(threshold, mode="unbiased", seed=2**40 + 5, of="both"):
+    chosen = {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_sparse": of}
+    return chosen | {"gradient_seed": torch.tensor(seed)}
 
 
 def dense_lists(lists, num_classes):
@@ -126,6 +127,57 @@ def test_a_step_agrees_with_the_aten_path(mode, bias, short_lists, poisoned_memo
         assert error(ours, expected) < 2e-3  # an entry or two may be another one
     exact = launch_with_grad(*args, output_mask=[True, True, bias], z_loss=chosen["z_loss"])
     assert error(launch_with_grad(*args, **chosen)[2], exact[2]) > 1e-2
+
+
+CAPPED = {"softcap": torch.tensor(1.5), "logit_scale": torch.tensor(-0.7)}
+
+
+@pytest.mark.parametrize(
+    "of, dense, mode", [("input", 3, "unbiased"), ("linear_weight", 2, "drop"), ("input", 3, "tiles")]
+)
+def test_a_gradient_that_is_not_chosen_is_made_by_gemms(of, dense, mode, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 35, 200 if mode == "tiles" else 67), bias=True, requires_grad=False)
+    made.target[made.target >= 0] %= 60  # behind a cap of 1.5, a tile without targets has probabilities below 1/8
+    args = (*made.args, None, torch.rand(15), None)
+    chosen = options(2.0**-3 if mode == "tiles" else 2.0**-4, mode, of=of) | {"output_mask": [True] * 3} | CAPPED
+    found, both = launch_with_grad(*args, **chosen), launch_with_grad(*args, **chosen | {"gradient_sparse": "both"})
+    exact = launch_with_grad(*args, output_mask=[True] * 3, **CAPPED)
+    for index, (ours, lists, gemms) in enumerate(zip(found, both, exact)):
+        assert error(ours, gemms if index == dense else lists) < 1e-6
+    assert error(found[5 - dense], exact[5 - dense]) > 1e-2
+
+
+def test_soft_targets_have_several_entries_of_their_own(short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 20, 67), requires_grad=False)
+    target = torch.randint(0, 67, (15, 5))
+    target[3], target[4, 2:], target[5, 1] = -100, -100, target[5, 0]
+    args = (*made.args[:2], target, None, None, None, None)
+    chosen = options(2.0**-4) | {"output_mask": [True, True, False], "target_weight": torch.rand(15, 5) / 5}
+    for ours, expected in zip(launch_with_grad(*args, **chosen), aten.with_grad(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+
+
+def cotangents(kind):
+    """Of target logit and lse; with the second far below the first, and without it."""
+    a, l = torch.randn(2, 15)
+    return {"loss": (-l, l), "any": (a, l), "no lse": (a, None), "no target": (None, l), "few": (a, 1e-20 * l)}[kind]
+
+
+KINDS = {"loss": {}, "any": CAPPED, "no lse": {}, "no target": CAPPED, "few": {}}
+
+
+@pytest.mark.parametrize("kind, logits", KINDS.items(), ids=KINDS)
+def test_backward_agrees_with_the_aten_path(kind, logits, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 20, 67), bias=True, requires_grad=False)
+    lse = dense_logits(made.input, made.linear_weight, made.linear_bias, **logits).logsumexp(1)
+    args = (*cotangents(kind), None, *made.args, None, lse)
+    chosen = options(2.0**-4) | {"output_mask": [True] * 3} | logits
+    found = launch_backward(*args, **chosen)
+    assert "a sparse gradient" in flce_ops.last_path().reason
+    exact = aten.backward(*args, output_mask=[True] * 3, **logits)
+    for ours, expected in zip(found, aten.backward(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+    assert kind in ("no lse", "few") or error(found[1], exact[1]) > 1e-2
 
 
 @pytest.mark.parametrize("mask", [[True, False, False], [False, True, False]], ids=["dX only", "dW only"])

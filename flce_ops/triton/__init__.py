@@ -37,6 +37,7 @@
         gather_sums.py                        sums of gathered rows: both gradients
     tile_step.py                              the chunks of a step without tiles of small entries
         live_tiles.py                         the tiles that the gradients' GEMMs multiply
+    sparse_run.py, sparse_backward.py         which of the two; rows whose slopes backward brings
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities

@@ -24,8 +24,9 @@ import torch
 import triton
 from torch import Tensor
 
+from flce_ops.math.slots import in_columns
 from flce_ops.math.sparse_gradient import room_of_row
-from flce_ops.meta.arguments import WithGrad
+from flce_ops.meta.arguments import Backward, WithGrad
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import TOKEN_BYTES, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
@@ -50,7 +51,7 @@ LENT = 0.75  # of grad_linear_weight, at most: frequent classes, the first of a 
 class SparseStep(OnePassStep):
     def __init__(
         self,
-        call: WithGrad,
+        call: WithGrad | Backward,
         kept: Kept,
         per_token: StepTokens,
         gradients: Gradients,
@@ -62,11 +63,13 @@ class SparseStep(OnePassStep):
         cut = Cut(None, chunks, False, 0)
         super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows)
         self.options, self.room, self.borrowed = call.sparse, room, borrowed
+        self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
         if call.sparse.gradient_mode == "unbiased":  # what is to be dropped is dropped, whatever it takes
             self.dense = empty_dense(call.operands.linear_weight.shape[0], kept.order)
-            self.input_steps = self.dense.steps
-            if self.weight_gradient is not None:
+            if self.sparse_input:
+                self.input_steps = self.dense.steps
+            if self.sparse_weight:
                 self.weight_gradient.blocks = self.dense.blocks
 
     def run_span(self, span: slice, cut: Cut) -> None:
@@ -75,13 +78,13 @@ class SparseStep(OnePassStep):
         entries = order.new_empty(n, self.room, dtype=torch.int64) if self.borrowed is None else self.borrowed
         self.lists = Lists(entries, order.new_empty(n))
         self.run_chunks(cut.chunks)
-        if self.weight_gradient is not None:
+        if self.sparse_weight:
             self.gather_weight(span)
 
     def exponentiate(
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
-        """Lists besides. What comes after sees targets of dense classes alone."""
+        """Lists besides. What a sparse gradient is made of after sees targets of dense classes alone."""
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
         row_sum, kept = self.row_sum, tokens.kept
@@ -91,21 +94,24 @@ class SparseStep(OnePassStep):
             launch_sparse_or_dense(exponentials, row_sum, kept, threshold, hidden, self.dense, lent=lent)
         lists = self.lists_of(chunk)
         of_dense = launch_lists(exponentials, row_sum, finished, tokens.column, kept, self.options, lists, self.dense)
+        self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
     def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
-        if self.dense.number is not None:
+        if self.dense.number is not None or not self.sparse_weight:
+            tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
             super().add_to_weight(tokens, rows, pieces, finished)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
     ) -> None:
-        dense = self.dense.number is not None
-        if dense:
+        has_dense = self.dense.number is not None
+        if has_dense or not self.sparse_input:
+            tokens = tokens if self.sparse_input else tokens._replace(column=self.column)
             super().write_input(chunk, tokens, pieces, finished, product)
-        if self.grad_input is not None:
+        if self.sparse_input:
             table, out = self.operands.linear_weight, self.grad_input[chunk]
-            launch_gather_rows(self.lists_of(chunk), table, out, add=dense)
+            launch_gather_rows(self.lists_of(chunk), table, out, add=has_dense)
 
     def gather_weight(self, span: slice) -> None:
         out = self.weight_gradient.out
@@ -121,12 +127,14 @@ class SparseStep(OnePassStep):
 
 
 def run_spans(
-    call: WithGrad, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
 ) -> list[slice]:
     """The chunks that it takes."""
     num_classes, tokens = call.operands.linear_weight.shape[0], kept.order.shape[0]
-    room = room_of_row(call.sparse.gradient_threshold, num_classes)
-    borrowed = borrowed_lists(gradients.linear_weight, tokens, room)
+    slots = in_columns(call.operands.target).shape[1]
+    room = room_of_row(call.sparse.gradient_threshold, num_classes, slots)
+    _, sparse_weight = call.sparse.products(call.output_mask)  # else GEMMs write it while there are lists
+    borrowed = borrowed_lists(gradients.linear_weight if sparse_weight else None, tokens, room)
     spans = slices(tokens, tokens if borrowed is not None else span_at_most(tokens, num_classes, room))
     cuts = [
         cut_beside(
