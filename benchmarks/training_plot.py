@@ -1,8 +1,8 @@
 """`python -m benchmarks.training_plot CSV`: a PNG of what `python -m benchmarks.training` wrote, and of nothing else.
 
-Left: training loss, a line a run. Middle: what it is above that of the exact run of the same seed, so on the same batches,
-a line a setting: the mean over seeds and over 100 steps. Right: the same of held-out losses at the end, a dot a run, over
-all tokens and over those of rare classes; grey: the range of the exact runs themselves, about their mean.
+Left: training loss, a line a run. Middle: what it is above that of the exact run of the same seed, so on the same
+batches, a line a setting: the mean over seeds and over 100 steps. Right: the same of held-out losses at the end, a dot
+a run, over all tokens and over those of rare classes; grey: the range of the exact runs themselves, about their mean.
 """
 
 from __future__ import annotations

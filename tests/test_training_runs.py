@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import training, training_plot
+from benchmarks import training, training_plot, training_table
 from benchmarks.entries import entries_kept
 from benchmarks.llama import Llama, LlamaSize
 from benchmarks.training_run import SETTINGS, Run, Trainee, held_out_losses, mean_of, rarity_of
@@ -141,6 +141,9 @@ def test_runs_of_one_seed_start_alike_and_one_that_fails_is_a_row_with_a_reason(
         assert mean / sum(int(group["tokens"]) for group in groups) == pytest.approx(
             float(row["held_out_loss"]), rel=1e-4
         )
+    monkeypatch.setattr(training, "take", lambda chosen, *_: ([], {}, "again"))
+    training.main([*options, "--seeds", "0,1", *TINY, "--resume"])
+    assert [row["reason"] for row in rows_of(path)] == [""] * 4 + ["again"] * 2  # what had succeeded is kept
     at_start = [point["held_out_loss"] for point in curves if point["step"] == "0"]
     assert len(set(at_start[:3])) == len(set(at_start[3:])) == 1 and len(set(at_start)) == 2
     assert {"initial.safetensors", "trained.safetensors"} <= {file.name for file in tmp_path.iterdir()}
@@ -154,6 +157,17 @@ def test_a_process_that_dies_and_a_budget_that_is_spent_are_reasons(monkeypatch)
     assert training.take(chosen, CPU, time.monotonic()) == ([], {}, "time budget spent")
     monkeypatch.setattr(training, "serve", multiprocessing.process.current_process)  # which takes no arguments
     assert training.take(chosen, CPU, time.monotonic() + 120) == ([], {}, "its process ended with 1")
+
+
+def test_the_tables_of_the_pages_are_made_of_the_csvs():
+    """After another run: python -m benchmarks.training_table, and benchmarks.docs_figures."""
+    text = (training_table.REPOSITORY / training_table.DOCUMENT).read_text()
+    assert training_table.written(text) == text
+    runs = training_table.rows_of("training")
+    for name, table in (("losses", training_table.losses(runs)), ("counts", "10 to 100 | 100 to 1,000")):
+        assert f"<!-- training: {name} -->" in text and table in text
+    assert {row["setting"] for row in runs} >= {"exact", "unbiased_12", "unbiased_10", "unbiased_8", "cce"}
+    assert min(int(row["steps"]) for row in runs) >= 1000
 
 
 def test_an_unknown_setting_is_refused(capsys):
