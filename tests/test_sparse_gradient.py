@@ -316,6 +316,12 @@ def test_the_operators_pass_opcheck(device, mode):
     opcheck(torch.ops.flce.linear_cross_entropy.default, inputs.args, options)
     args = (*inputs.args, None, None)
     opcheck(torch.ops.flce.linear_cross_entropy_with_grad.default, args, {"output_mask": [True] * 3, **options})
+    opcheck(torch.ops.flce.linear_cross_entropy_forward.default, inputs.args, options)
+    opcheck(torch.ops.flce.linear_log_probs.default, inputs.args, options | {"gradient_sparse": "input"})
+    no_leaves = [tensor.detach() for tensor in inputs.args]
+    slopes = torch.rand(12, device=device)
+    args = (-slopes, slopes, None, *no_leaves, None, slopes)
+    opcheck(torch.ops.flce.linear_cross_entropy_backward.default, args, {"output_mask": [True] * 3, **options})
 
 
 REFUSED = [
