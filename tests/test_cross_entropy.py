@@ -422,8 +422,9 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("shape", "padded", "options"),
-    [  # a block has 16 numbers in float32, 32 in float16; up to 2 and 3 are held, without a softcap
+    [  # a block has 32 numbers in float32, 64 in float16; up to 8 are held, without a softcap
         ((3, 131), 0, {}),
+        ((3, 700), 3, {"label_smoothing": 0.1}),
         ((3, 131), 3, OPTIONS[1]),
         ((3, 64), 0, OPTIONS[3]),
         ((4, 50), 3, {"logit_scale": -0.7}),
@@ -471,6 +472,16 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
     assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+def test_bfloat16_logits_are_unpacked_as_they_are():
+    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
+    found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
+    right = aten.forward(logits.double(), target, None, logit_sum=True, argmax=True)
+    for number, expected in zip(found[:4], right[:4]):
+        assert error(number, expected) <= TOLERANCE[torch.float32]
 
 
 def test_the_benchmark_writes_a_row_for_each_provider(tmp_path):

@@ -14,13 +14,13 @@ from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGra
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous
+from flce_ops.triton.count_tokens import Count, count_tokens
 from flce_ops.triton.cross_entropy_kernels import (
     ForwardNumbers,
     LossNumbers,
     gradient_kernel,
     rows_kernel,
 )
-from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
@@ -29,42 +29,26 @@ from flce_ops.triton.target import interpreted
 
 # N tokens, V vocabulary
 
-# H200, GB/s of one read and one write (a copy 4230) at 4096x50257 and 8192x128256 bfloat16, 16384x32000 float32:
-#   2837 / 2885 / 3157   16 warps, streamed
-#   2595 / 2788 / 2844    8 warps, streamed
-#   2422 /      / 3008   16 warps, the row in registers
-#   2379 /      / 3679   32 warps, the row in registers
-#   1899 / 2826 / 2804   16 warps, two blocks in registers and the others streamed
-# Half numbers take a register each once they are unpacked: rows in registers are for float32 and for short ones.
-GROUPS_OF_WARP = 128  # four 16-byte loads a thread
-HELD_WARPS = {2: (4, 8), 4: (4, 8, 16, 32)}  # by bytes of a number: whose registers may hold a row
-HELD_BLOCKS = {2: 3, 4: 2}  # one more spills
-STAGES = 3  # blocks on their way to shared memory, and the one at hand
-
-
 class Tile(NamedTuple):
     """How a program takes its row."""
 
-    block_g: int  # groups of 16 bytes in a block
-    held: int  # all blocks of a row, in registers; 0: they are read twice
     num_warps: int
-    num_stages: int  # blocks on their way where they are read twice
+    block_g: int  # groups of 16 bytes in a block
+    held: int = 0  # blocks in registers
+    streamed: bool = True  # there are more of them, which are read twice
+    num_stages: int = 3  # blocks on their way to shared memory, and the one at hand
+    registers: int | None = None  # of a thread, so that so many programs share a multiprocessor
 
 
 def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
-    """For a row of so many bytes: the fewest warps whose registers hold it, if any do."""
-    size = logits.element_size()
-    vec = 16 // size
-    groups = triton.cdiv(logits.shape[1], vec)
-    stages = 1 if weighted else STAGES  # class weights on their way take 128 KiB of shared memory, more than some have
-    warp_groups = 4 if interpreted(logits) else GROUPS_OF_WARP
-    if gradient and not softcap:  # whose slope takes the registers
-        for num_warps in (1,) if interpreted(logits) else HELD_WARPS[size]:
-            held = triton.cdiv(groups, num_warps * warp_groups)
-            if held <= HELD_BLOCKS[size]:
-                return Tile(num_warps * warp_groups, held, num_warps, stages)
-    num_warps = 1 if interpreted(logits) else 16
-    return Tile(num_warps * warp_groups, 0, num_warps, stages)
+    num_warps, threads = (1, 4) if interpreted(logits) else (16, 512)
+    tile = Tile(num_warps, 2 * threads, num_stages=1 if weighted else 4)
+    if not gradient or softcap:
+        return tile
+    vec = 16 // logits.element_size()
+    least, most = max(0, (logits.shape[1] - vec + 1) // vec), logits.shape[1] // vec  # groups, wherever a row begins
+    held = min(least // tile.block_g, 8)
+    return tile._replace(held=held, streamed=most > (held + 1) * tile.block_g)
 
 
 @takes(LogitsForward)
@@ -75,7 +59,7 @@ def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
-    keep_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
+    count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
     numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
     launch_rows(call, numbers, call.logit_sum)
 
@@ -114,7 +98,7 @@ def loss_step(
     grad_logits: Tensor | None = None,  # (N, V) out; None for over the logits
 ) -> None:
     logits, target, _ = call.operands
-    kept, _ = keep_tokens(target, call.ignore_index, logits.shape[1], in_range)
+    kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
     row_loss = RowLoss(weight_sum, logits.shape[1], call.loss)
     numbers = LossNumbers(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
@@ -163,7 +147,7 @@ def launch_rows(
     grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
     row_loss: RowLoss | None = None,
     reduction: Reduction | None = None,
-    kept: Kept | None = None,
+    kept: Count | None = None,
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
@@ -186,6 +170,7 @@ def launch_rows(
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
+        STREAMED=tile.streamed,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )

@@ -18,17 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.logit_rows import (
-    LOWEST,
-    add_block,
-    edges_of,
-    gradient_numbers,
-    load_block,
-    numbers_of,
-    row_of,
-    store_block,
-    whole_row,
-)
+from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient, store_zeros
+from flce_ops.triton.logit_rows import LOWEST, add_block, as_loaded, edges_of, load_block, numbers_in, row_of, whole_row
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import row_loss
@@ -60,82 +51,6 @@ def target_column(target_ptr, i, ignore_index, V):
     return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
 
 
-@triton.jit
-def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
-    """Pointers to the gradient's row and to its first group."""
-    row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
-    groups = row + head
-    if ALIKE:
-        groups = tl.multiple_of(groups, 16)
-    return row, groups
-
-
-@triton.jit
-def store_gradient(
-    out_groups_ptr,
-    u,  # (BLOCK_G, VEC)
-    block,
-    head,
-    groups,
-    reference,
-    factor,
-    sum_factor,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
-    BLOCK_G: tl.constexpr,
-    VEC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    group, number = numbers_of(block, BLOCK_G, VEC)
-    mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
-    g = gradient_numbers(
-        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale,
-        softcap,
-    )  # fmt: skip
-    store_block(out_groups_ptr, g, block, groups, BLOCK_G, VEC, MASKED)
-
-
-@triton.jit
-def finish_gradient(
-    out_row,
-    u_edges,  # (2 VEC,), read before anything was written, as u_target
-    edge,
-    there,
-    u_target,
-    column,
-    V,
-    reference,
-    factor,
-    sum_factor,
-    at_target,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
-):
-    """The edges and the target's entry."""
-    g = gradient_numbers(
-        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
-    )
-    tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
-    g = gradient_numbers(
-        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
-        logit_scale, softcap,
-    )  # fmt: skip
-    tl.debug_barrier()  # another thread wrote there with its block
-    tl.store(out_row + column, g.to(out_row.dtype.element_ty))
-
-
-@triton.jit
-def store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
-    edge, there = edges_of(head, groups, V, VEC)
-    tl.store(out_row + edge, tl.zeros((2 * VEC,), out_row.dtype.element_ty), mask=there)
-    for block in range(0, tl.cdiv(groups, BLOCK_G)):
-        store_block(out_groups_ptr, tl.zeros((BLOCK_G, VEC), tl.float32), block, groups, BLOCK_G, VEC, True)
-
-
 @Kernel
 @triton.jit
 def rows_kernel(
@@ -143,7 +58,7 @@ def rows_kernel(
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
     target_ptr,  # (N,)
     reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without grad_logits
-    kept,  # Kept
+    kept,  # Count
     outputs,  # ForwardNumbers, or with grad_logits LossNumbers
     class_weight_ptr,  # (V,) float32
     loss,  # RowLoss; None without grad_logits
@@ -155,9 +70,11 @@ def rows_kernel(
     ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    HELD: tl.constexpr,  # all blocks of a row, or 0
+    HELD: tl.constexpr,  # blocks in registers: all that a row has before its last one, or with STREAMED its first ones
+    STREAMED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
     valid, column = target_column(target_ptr, i, ignore_index, V)
     row, head, groups = row_of(logits, i, V, VEC)
@@ -174,28 +91,29 @@ def rows_kernel(
         s = tl.zeros((BLOCK_G,), tl.float32)
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
         columns = tl.zeros((BLOCK_G,), tl.int32)
-        full = groups // BLOCK_G
         held = ()
         for block in tl.static_range(HELD):
-            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, True, "evict_first")
-            held += (u,)  # type: ignore[assignment]
+            held += (load_block(groups_ptr, block, groups, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
+        last = HELD
+        if STREAMED:
+            last = groups // BLOCK_G
+        end = load_block(groups_ptr, last, groups, BLOCK_G, True, "evict_first")
         for block in tl.static_range(HELD):
             m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, held[block], block, head, groups, V, class_weight_ptr, logit_options,
-                logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
+                m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
+                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
             )  # fmt: skip
-        if not HELD:
-            for block in tl.range(0, full, num_stages=STAGES):
-                u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_last")
+        if STREAMED:
+            for streamed in tl.range(HELD, last, num_stages=STAGES):
+                words = load_block(groups_ptr, streamed, groups, BLOCK_G, False, "evict_last")
                 m, s, logit_sums, columns = add_block(
-                    m, s, logit_sums, columns, u, block, head, groups, V, class_weight_ptr, logit_options,
-                    logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+                    m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
+                    logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
                 )  # fmt: skip
-            u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_last")
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, full, head, groups, V, class_weight_ptr, logit_options, logit_scale,
-                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
-            )  # fmt: skip
+        m, s, logit_sums, columns = add_block(
+            m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
+            logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
+        )  # fmt: skip
         row_max, row_sum, logit_sum2, argmax = whole_row(
             m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
             LOGIT_SUM, ARGMAX,
@@ -230,23 +148,22 @@ def rows_kernel(
             sum_factor = None
             if LOGIT_SUM:
                 sum_factor = -scale * loss.options.label_smoothing / V
-            if not HELD:
-                u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
-                store_gradient(
-                    out_groups_ptr, u, full, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                    logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
-                )  # fmt: skip
-                for back in tl.range(0, full, num_stages=STAGES):
-                    block = full - 1 - back
-                    u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
+            store_gradient(
+                out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+            )  # fmt: skip
+            if STREAMED:
+                for back in tl.range(0, last - HELD, num_stages=STAGES):
+                    again = last - 1 - back
+                    words = load_block(groups_ptr, again, groups, BLOCK_G, False, "evict_first")
                     store_gradient(
-                        out_groups_ptr, u, block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                        out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
                         logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
                     )  # fmt: skip
             for block in tl.static_range(HELD):
                 store_gradient(
-                    out_groups_ptr, held[block], block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                    logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+                    out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
+                    class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
                 )  # fmt: skip
             finish_gradient(
                 out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
@@ -309,14 +226,14 @@ def gradient_kernel(
             at_target = tl.load(cotangents.grad_target_logit + i).to(tl.float32) * logit_scale
         full = groups // BLOCK_G
         for block in tl.range(0, full, num_stages=STAGES):
-            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
+            words = load_block(groups_ptr, block, groups, BLOCK_G, False, "evict_first")
             store_gradient(
-                out_groups_ptr, u, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+                out_groups_ptr, words, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
                 logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
-        u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
+        words = load_block(groups_ptr, full, groups, BLOCK_G, True, "evict_first")
         store_gradient(
-            out_groups_ptr, u, full, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+            out_groups_ptr, words, full, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
             logit_scale, softcap, BLOCK_G, VEC, True,
         )  # fmt: skip
         finish_gradient(
