@@ -25,30 +25,30 @@ from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
-from flce_ops.triton.target import interpreted
+from flce_ops.triton.target import interpreted, multiprocessors
 
 # N tokens, V vocabulary
 
 class Tile(NamedTuple):
-    """How a program takes its row."""
+    """How a program takes its rows."""
 
     num_warps: int
     block_g: int  # groups of 16 bytes in a block
-    held: int = 0  # blocks in registers
-    streamed: bool = True  # there are more of them, which are read twice
-    num_stages: int = 3  # blocks on their way to shared memory, and the one at hand
-    registers: int | None = None  # of a thread, so that so many programs share a multiprocessor
+    held: int  # blocks of a row in registers, the others are read twice
+    num_stages: int  # of these, blocks on their way to shared memory and the one at hand
+    registers: int | None  # of a thread
+    programs: int  # a program takes every programs-th row
 
 
 def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
-    num_warps, threads = (1, 4) if interpreted(logits) else (16, 512)
-    tile = Tile(num_warps, 2 * threads, num_stages=1 if weighted else 4)
-    if not gradient or softcap:
-        return tile
+    tokens, num_classes = logits.shape
+    num_warps, block_g = (1, 8) if interpreted(logits) else (8, 512)
+    stages = 1 if weighted else 4  # class weights on their way take memory too
+    if not gradient or softcap:  # whose slope takes the registers
+        return Tile(num_warps, block_g, 0, stages, None, tokens)
     vec = 16 // logits.element_size()
-    least, most = max(0, (logits.shape[1] - vec + 1) // vec), logits.shape[1] // vec  # groups, wherever a row begins
-    held = min(least // tile.block_g, 8)
-    return tile._replace(held=held, streamed=most > (held + 1) * tile.block_g)
+    full = max(0, num_classes - vec + 1) // vec // block_g  # blocks of a row, wherever it begins
+    return Tile(num_warps, block_g, min(full, 8), stages, 128, min(tokens, 2 * multiprocessors(logits)))
 
 
 @takes(LogitsForward)
@@ -152,7 +152,7 @@ def launch_rows(
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
     tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None, weight is not None)
-    rows_kernel[(tokens,)](
+    rows_kernel[(tile.programs,)](
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
         target,
@@ -163,6 +163,7 @@ def launch_rows(
         row_loss,
         call.logits,
         call.ignore_index,
+        tokens,
         num_classes,
         LOGIT_SUM=logit_sum,
         ARGMAX=call.argmax,
@@ -170,9 +171,9 @@ def launch_rows(
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
-        STREAMED=tile.streamed,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
+        maxnreg=tile.registers,
     )
 
 
@@ -189,6 +190,7 @@ def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
         weight,
         call.logits,
         call.ignore_index,
+        logits.shape[0],
         logits.shape[1],
         ALIKE=lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,

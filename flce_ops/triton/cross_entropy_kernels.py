@@ -18,8 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient, store_zeros
-from flce_ops.triton.logit_rows import LOWEST, add_block, as_loaded, edges_of, load_block, numbers_in, row_of, whole_row
+from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient
+from flce_ops.triton.logit_rows import (
+    LOWEST,
+    add_block,
+    as_loaded,
+    beginning_of,
+    edges_of,
+    load_block,
+    numbers_in,
+    row_of,
+    whole_row,
+)
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import row_loss
@@ -43,14 +53,6 @@ class LossNumbers(NamedTuple):
     argmax: Tensor | None
 
 
-@triton.jit
-def target_column(target_ptr, i, ignore_index, V):
-    """Whether the row counts, and its target; 0 for one out of range, which is refused elsewhere."""
-    target = tl.load(target_ptr + i).to(tl.int64)
-    inside = (target >= 0) & (target < V)
-    return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
-
-
 @Kernel
 @triton.jit
 def rows_kernel(
@@ -64,74 +66,69 @@ def rows_kernel(
     loss,  # RowLoss; None without grad_logits
     logit_options,  # LogitOptions
     ignore_index,
+    N,
     V,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    HELD: tl.constexpr,  # blocks in registers: all that a row has before its last one, or with STREAMED its first ones
-    STREAMED: tl.constexpr,
+    HELD: tl.constexpr,  # a row's first blocks, in registers
     STAGES: tl.constexpr,
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
-    i = tl.program_id(0)
-    valid, column = target_column(target_ptr, i, ignore_index, V)
-    row, head, groups = row_of(logits, i, V, VEC)
-    groups_ptr = tl.multiple_of(row + head, 16)
-    if grad_logits is not None:
-        out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-    if valid:
-        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        edge, there = edges_of(head, groups, V, VEC)
-        u_target = tl.load(row + column)
-        u_edges = tl.load(row + edge, mask=there, other=0.0)
-
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    valid, column, u_target, u_edges, groups_ptr, groups = beginning_of(
+        logits, target_ptr, first, ignore_index, N, V, VEC
+    )
+    held = ()
+    for block in tl.static_range(HELD):
+        held += (load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
+    end = load_block(groups_ptr, groups // BLOCK_G, groups, valid, BLOCK_G, True, "evict_first")
+    for turn in tl.range(0, tl.cdiv(N - first, programs), num_stages=1):
+        i = first + turn * programs
+        row, head, groups = row_of(logits, i, V, VEC)
+        groups_ptr = tl.multiple_of(row + head, 16)
+        last = groups // BLOCK_G
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)
         s = tl.zeros((BLOCK_G,), tl.float32)
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
         columns = tl.zeros((BLOCK_G,), tl.int32)
-        held = ()
-        for block in tl.static_range(HELD):
-            held += (load_block(groups_ptr, block, groups, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
-        last = HELD
-        if STREAMED:
-            last = groups // BLOCK_G
-        end = load_block(groups_ptr, last, groups, BLOCK_G, True, "evict_first")
+        for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
+            words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
+            m, s, logit_sums, columns = add_block(
+                m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
+                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+            )  # fmt: skip
         for block in tl.static_range(HELD):
             m, s, logit_sums, columns = add_block(
                 m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
                 logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
             )  # fmt: skip
-        if STREAMED:
-            for streamed in tl.range(HELD, last, num_stages=STAGES):
-                words = load_block(groups_ptr, streamed, groups, BLOCK_G, False, "evict_last")
-                m, s, logit_sums, columns = add_block(
-                    m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
-                    logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
-                )  # fmt: skip
         m, s, logit_sums, columns = add_block(
             m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
             logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
         )  # fmt: skip
+        edge, there = edges_of(head, groups, V, VEC)
         row_max, row_sum, logit_sum2, argmax = whole_row(
             m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
             LOGIT_SUM, ARGMAX,
         )  # fmt: skip
-
+        row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         if ARGMAX:
-            tl.store(outputs.argmax + i, argmax.to(tl.int64))
-        target_logit2, target_slope = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+            tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
+        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
         log2_sum = tl.log2(row_sum)
         if grad_logits is None:
             lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
             lse = lse64.to(tl.float32)
             rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
-            tl.store(outputs.target_logit + i, target_logit2 * LN2)
+            tl.store(outputs.target_logit + i, tl.where(valid, target_logit2 * LN2, 0.0))
             tl.store(outputs.lse + i, lse)
             tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
             if LOGIT_SUM:
-                tl.store(outputs.logit_sum + i, logit_sum2 * LN2)
+                tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
         else:
             target_weight = None
             if class_weight_ptr is not None:
@@ -142,45 +139,42 @@ def rows_kernel(
             surprisal2 = (row_max - target_logit2) + log2_sum
             surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
             value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
-            tl.store(outputs.losses + i, value)
-            scale = scale_of_rows(reduction, kept, i, valid) * logit_scale
+            tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
+            scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
             factor = scale * d_lse / row_sum
             sum_factor = None
             if LOGIT_SUM:
                 sum_factor = -scale * loss.options.label_smoothing / V
-            store_gradient(
-                out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
-            )  # fmt: skip
-            if STREAMED:
-                for back in tl.range(0, last - HELD, num_stages=STAGES):
-                    again = last - 1 - back
-                    words = load_block(groups_ptr, again, groups, BLOCK_G, False, "evict_first")
-                    store_gradient(
-                        out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                        logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
-                    )  # fmt: skip
+            out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
+            for back in tl.range(0, last - HELD, num_stages=STAGES):
+                again = last - 1 - back
+                words = load_block(groups_ptr, again, groups, valid, BLOCK_G, False, "evict_first")
+                store_gradient(
+                    out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                    logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
+                )  # fmt: skip
+            # The next row comes into the registers that this one leaves.
+            of_target, of_edges, at, at_target = u_target, u_edges, column, scale * d_target
+            valid, column, u_target, u_edges, groups_ptr, next_groups = beginning_of(
+                logits, target_ptr, i + programs, ignore_index, N, V, VEC
+            )
+            coming = ()
             for block in tl.static_range(HELD):
                 store_gradient(
                     out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
                     class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
                 )  # fmt: skip
+                coming += (load_block(groups_ptr, block, next_groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
+            held = coming
+            store_gradient(
+                out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+            )  # fmt: skip
+            end = load_block(groups_ptr, next_groups // BLOCK_G, next_groups, valid, BLOCK_G, True, "evict_first")
             finish_gradient(
-                out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
+                out_row, of_edges, edge, there, of_target, at, V, row_max, factor, sum_factor, at_target,
                 class_weight_ptr, logit_options, logit_scale, softcap,
             )  # fmt: skip
-    else:
-        if ARGMAX:
-            tl.store(outputs.argmax + i, tl.full((), -1, tl.int64))
-        if grad_logits is None:
-            tl.store(outputs.target_logit + i, 0.0)
-            tl.store(outputs.lse + i, 0.0)
-            tl.store(outputs.lse_rest + i, 0.0)
-            if LOGIT_SUM:
-                tl.store(outputs.logit_sum + i, 0.0)
-        else:
-            tl.store(outputs.losses + i, 0.0)
-            store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
 
 
 @Kernel
@@ -195,6 +189,7 @@ def gradient_kernel(
     class_weight_ptr,  # (V,) float32
     logit_options,  # LogitOptions
     ignore_index,
+    N,
     V,
     ALIKE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -203,42 +198,37 @@ def gradient_kernel(
 ):
     """G from the cotangents of a row's numbers: one read and one write, without a sum."""
     i = tl.program_id(0)
-    valid, column = target_column(target_ptr, i, ignore_index, V)
-    row, head, groups = row_of(logits, i, V, VEC)
-    groups_ptr = tl.multiple_of(row + head, 16)
+    valid, column, u_target, u_edges, groups_ptr, groups = beginning_of(logits, target_ptr, i, ignore_index, N, V, VEC)
+    _, head, _ = row_of(logits, i, V, VEC)
     out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-    if valid:
-        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        edge, there = edges_of(head, groups, V, VEC)
-        u_target = tl.load(row + column)
-        u_edges = tl.load(row + edge, mask=there, other=0.0)
-        lse2 = (tl.load(lse_ptr + i).to(tl.float64) + tl.load(lse_rest_ptr + i).to(tl.float64)) * 1.4426950408889634
-        reference = lse2.to(tl.float32)
-        factor = 0.0
-        if cotangents.grad_lse is not None:
-            share = tl.exp2((reference.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
-            factor = tl.load(cotangents.grad_lse + i).to(tl.float32) * logit_scale * share
-        sum_factor = None
-        if cotangents.grad_logit_sum is not None:
-            sum_factor = tl.load(cotangents.grad_logit_sum + i).to(tl.float32) * logit_scale
-        at_target = 0.0
-        if cotangents.grad_target_logit is not None:
-            at_target = tl.load(cotangents.grad_target_logit + i).to(tl.float32) * logit_scale
-        full = groups // BLOCK_G
-        for block in tl.range(0, full, num_stages=STAGES):
-            words = load_block(groups_ptr, block, groups, BLOCK_G, False, "evict_first")
-            store_gradient(
-                out_groups_ptr, words, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
-                logit_scale, softcap, BLOCK_G, VEC, False,
-            )  # fmt: skip
-        words = load_block(groups_ptr, full, groups, BLOCK_G, True, "evict_first")
+    edge, there = edges_of(head, groups, V, VEC)
+    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    lse = tl.load(lse_ptr + i, mask=valid, other=0.0).to(tl.float64)
+    lse2 = (lse + tl.load(lse_rest_ptr + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
+    reference = lse2.to(tl.float32)
+    factor = 0.0
+    if cotangents.grad_lse is not None:
+        share = tl.exp2((reference.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
+        factor = tl.load(cotangents.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
+    sum_factor = None
+    if cotangents.grad_logit_sum is not None:
+        sum_factor = tl.load(cotangents.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
+    at_target = 0.0
+    if cotangents.grad_target_logit is not None:
+        at_target = tl.load(cotangents.grad_target_logit + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
+    last = groups // BLOCK_G
+    for block in tl.range(0, last, num_stages=STAGES):
+        words = load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first")
         store_gradient(
-            out_groups_ptr, words, full, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
-            logit_scale, softcap, BLOCK_G, VEC, True,
+            out_groups_ptr, words, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+            logit_scale, softcap, BLOCK_G, VEC, False,
         )  # fmt: skip
-        finish_gradient(
-            out_row, u_edges, edge, there, u_target, column, V, reference, factor, sum_factor, at_target,
-            class_weight_ptr, logit_options, logit_scale, softcap,
-        )  # fmt: skip
-    else:
-        store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
+    words = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
+    store_gradient(
+        out_groups_ptr, words, last, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+        logit_scale, softcap, BLOCK_G, VEC, True,
+    )  # fmt: skip
+    finish_gradient(
+        out_row, u_edges, edge, there, u_target, column, V, reference, factor, sum_factor, at_target, class_weight_ptr,
+        logit_options, logit_scale, softcap,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ It may stand where the logits stood: what the target and the edges are made of i
 import triton
 import triton.language as tl
 
-from flce_ops.triton.logit_rows import class_weights, edges_of, numbers_in, numbers_of
+from flce_ops.triton.logit_rows import class_weights, numbers_in, numbers_of
 from flce_ops.triton.logits_gemm import base2_logits
 
 # V vocabulary
@@ -112,11 +112,3 @@ def finish_gradient(
     )  # fmt: skip
     tl.debug_barrier()  # another thread wrote there with its block
     tl.store(out_row + column, g.to(out_row.dtype.element_ty))
-
-
-@triton.jit
-def store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
-    edge, there = edges_of(head, groups, V, VEC)
-    tl.store(out_row + edge, tl.zeros((2 * VEC,), out_row.dtype.element_ty), mask=there)
-    for block in range(0, tl.cdiv(groups, BLOCK_G)):
-        store_block(out_groups_ptr, tl.zeros((BLOCK_G, VEC), tl.float32), block, groups, BLOCK_G, VEC, True)

@@ -49,6 +49,24 @@ def row_of(matrix, i, V, VEC: tl.constexpr):
 
 
 @triton.jit
+def beginning_of(logits, target_ptr, i, ignore_index, N, V, VEC: tl.constexpr):
+    """Of row i: whether it is there and counts, its target's column, logit and edges, its groups and how many.
+
+    What the gradient may be written over is read here. A target out of range has column 0, and is refused elsewhere.
+    """
+    inside = i < N
+    i = tl.minimum(i, N - 1)
+    target = tl.load(target_ptr + i).to(tl.int64)
+    valid = inside & (target != ignore_index)
+    column = tl.where((target >= 0) & (target < V), target, 0).to(tl.int32)
+    row, head, groups = row_of(logits, i, V, VEC)
+    edge, there = edges_of(head, groups, V, VEC)
+    u_target = tl.load(row + column, mask=valid, other=0.0)
+    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
+    return valid, column, u_target, u_edges, tl.multiple_of(row + head, 16), groups
+
+
+@triton.jit
 def numbers_of(block, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
     """Of a block's groups and numbers: (BLOCK_G, 1) and (BLOCK_G, VEC), counted from the first group."""
     group = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None]
@@ -60,19 +78,19 @@ def load_block(
     groups_ptr,  # to the first group
     block,
     groups,
+    valid,
     BLOCK_G: tl.constexpr,
     MASKED: tl.constexpr,  # the block may have groups behind the last one
     POLICY: tl.constexpr,
 ):
-    """Its words, (BLOCK_G, GROUP_WORDS): float32 of such logits, else int32."""
+    """Its words, (BLOCK_G, GROUP_WORDS): float32 of such logits, else int32; 0 of a row that does not count."""
     if groups_ptr.dtype.element_ty.primitive_bitwidth == 16:
         groups_ptr = groups_ptr.to(tl.pointer_type(tl.int32))
     group, word = numbers_of(0, BLOCK_G, GROUP_WORDS)
-    groups_ptr += block * (BLOCK_G * GROUP_WORDS)
+    mask = valid
     if MASKED:
-        mask = tl.broadcast_to(group < groups - block * BLOCK_G, (BLOCK_G, GROUP_WORDS))
-        return tl.load(groups_ptr + word, mask=mask, other=0, eviction_policy=POLICY)
-    return tl.load(groups_ptr + word, eviction_policy=POLICY)
+        mask = tl.broadcast_to(valid & (group < groups - block * BLOCK_G), (BLOCK_G, GROUP_WORDS))
+    return tl.load(groups_ptr + block * (BLOCK_G * GROUP_WORDS) + word, mask=mask, other=0, eviction_policy=POLICY)
 
 
 @triton.jit
