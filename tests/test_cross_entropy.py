@@ -81,6 +81,25 @@ def test_loss_and_gradient_agree_with_float64_as_plain_torch_does(device, dtype,
         assert error(ours, right) <= max(2 * usual, usual + rounding) + 1e-6
 
 
+@pytest.mark.parametrize("classes", [5003, 40009, 90001])  # in registers, and with others that are read twice
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_several_blocks(device, dtype, classes, poisoned_memory):
+    logits = (3.0 * torch.randn(7, classes, device=device)).to(dtype)
+    target = torch.randint(classes, (7,), device=device)
+    target[3] = -100
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3, "weight": torch.rand(classes, device=device)}):
+        exact = value_and_gradient(dense, logits.double(), target, **options)
+        logits[3] = torch.nan
+        found = value_and_gradient(flce_ops.cross_entropy, logits, target, **options)
+        made = logits.clone().requires_grad_()
+        loss = flce_ops.cross_entropy(made * 1.0, target, inplace_backward=True, **options)
+        assert torch.equal(loss, found[0]) and torch.equal(*torch.autograd.grad(loss, made), found[1])
+        logits[3] = 0.0
+        assert error(found[0], exact[0]) < 1e-6
+        assert error(found[1], exact[1]) <= torch.finfo(dtype).eps / 2 + 1e-6
+        assert not found[1][3].any()
+
+
 def test_ignored_rows_hold_anything_and_get_zero(device, poisoned_memory):
     logits, target, _ = make_logits(device=device)
     clean = logits.clone()

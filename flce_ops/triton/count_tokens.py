@@ -48,7 +48,5 @@ def count_tokens_kernel(
 def count_tokens(target: Tensor, ignore_index: int, num_classes: int, in_range: Tensor) -> Count:
     total = target.new_empty((), dtype=torch.int32)
     tokens = target.shape[0]
-    count_tokens_kernel[(1,)](
-        target, total, in_range, tokens, ignore_index, num_classes, BLOCK=8192, num_warps=16
-    )
+    count_tokens_kernel[(1,)](target, total, in_range, tokens, ignore_index, num_classes, BLOCK=8192, num_warps=16)
     return Count(total)

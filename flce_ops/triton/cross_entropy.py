@@ -29,26 +29,55 @@ from flce_ops.triton.target import interpreted, multiprocessors
 
 # N tokens, V vocabulary
 
+
 class Tile(NamedTuple):
-    """How a program takes its rows."""
+    """How a program takes its row."""
 
     num_warps: int
     block_g: int  # groups of 16 bytes in a block
-    held: int  # blocks of a row in registers, the others are read twice
-    num_stages: int  # of these, blocks on their way to shared memory and the one at hand
-    registers: int | None  # of a thread
-    programs: int  # a program takes every programs-th row
+    held: int = 0  # at most so many blocks in registers
+    num_stages: int = 4  # of those that are read twice: on their way to shared memory, and the one at hand
+    registers: int | None = None  # of a thread
+    programs: int = 1  # that a multiprocessor has at a time
 
 
-def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
-    tokens, num_classes = logits.shape
-    num_warps, block_g = (1, 8) if interpreted(logits) else (8, 512)
-    stages = 1 if weighted else 4  # class weights on their way take memory too
-    if not gradient or softcap:  # whose slope takes the registers
-        return Tile(num_warps, block_g, 0, stages, None, tokens)
+# H200, the kernel's share of a copy's bandwidth (4.2 to 4.3 TB/s), bfloat16 at V = 32000, 50304, 128256, 151936 |
+# float32 at 32000, 50304, 128256; behind + with rows asked for ahead:
+#   .79 + .94   .88 + .90   .76   .74 | .91   .81   .70    SHORT
+#                           .78   .78 |             .74    LONG
+#                                     | .86   .86          LONG_FLOAT32
+#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs a multiprocessor
+#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, several rows a program, one as it writes another
+SHORT = Tile(8, 512, held=8, registers=128, programs=2)
+LONG = Tile(16, 1024, held=8)
+LONG_FLOAT32 = Tile(32, 1024, held=9, registers=64)
+STREAMED = Tile(16, 1024)
+INTERPRETED = Tile(1, 8, held=2)
+SHORT_BYTES = 160 << 10
+L2_BLOCKS = 8  # of a short row, that are read twice or were asked for ahead: 64 KiB a program, 17 MB in all
+
+
+def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
+    if interpreted(logits):
+        tile = INTERPRETED
+    elif not gradient or softcap:  # whose slope takes the registers
+        tile = STREAMED
+    elif logits.shape[1] * logits.element_size() <= SHORT_BYTES:
+        tile = SHORT
+    else:
+        tile = LONG_FLOAT32 if logits.dtype == torch.float32 else LONG
+    if not gradient or softcap:
+        return tile._replace(held=0)
     vec = 16 // logits.element_size()
-    full = max(0, num_classes - vec + 1) // vec // block_g  # blocks of a row, wherever it begins
-    return Tile(num_warps, block_g, min(full, 8), stages, 128, min(tokens, 2 * multiprocessors(logits)))
+    full = max(0, logits.shape[1] - vec + 1) // vec // tile.block_g  # blocks of a row, wherever it begins
+    return tile._replace(held=min(full, tile.held))
+
+
+def blocks_ahead(logits: Tensor, tile: Tile) -> int:
+    if tile.programs == 1:
+        return 0
+    blocks = triton.cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
+    return min(blocks, max(0, L2_BLOCKS - max(0, blocks - SHORT.held)))
 
 
 @takes(LogitsForward)
@@ -151,8 +180,8 @@ def launch_rows(
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
-    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None, weight is not None)
-    rows_kernel[(tile.programs,)](
+    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None)
+    rows_kernel[(tokens,)](
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
         target,
@@ -163,6 +192,7 @@ def launch_rows(
         row_loss,
         call.logits,
         call.ignore_index,
+        tile.programs * multiprocessors(logits),
         tokens,
         num_classes,
         LOGIT_SUM=logit_sum,
@@ -171,7 +201,8 @@ def launch_rows(
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
-        STAGES=tile.num_stages,
+        STAGES=tile.num_stages if weight is None else 1,  # class weights on their way take memory too
+        AHEAD=blocks_ahead(logits, tile),
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
     )
@@ -179,7 +210,7 @@ def launch_rows(
 
 def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
     logits, target, weight = call.operands
-    tile = tile_for(logits, False, call.logits.softcap is not None, weight is not None)
+    tile = tile_for(logits, False, call.logits.softcap is not None)
     gradient_kernel[(logits.shape[0],)](
         matrix_of(logits),
         matrix_of(grad_logits),
@@ -190,12 +221,11 @@ def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
         weight,
         call.logits,
         call.ignore_index,
-        logits.shape[0],
         logits.shape[1],
         ALIKE=lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
-        STAGES=tile.num_stages,
+        STAGES=tile.num_stages if weight is None else 1,
         num_warps=tile.num_warps,
     )
 

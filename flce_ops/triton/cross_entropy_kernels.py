@@ -1,13 +1,14 @@
 """The loss of given logits: one program a row, which memory reads once and whose gradient it writes once.
 
                       V
-        ┌──┬──┬──┬──┬──┬──┬──┐    a short row stays in registers; blocks of another are read a second time, latest
-      i │  │  │  │  │  │  │  │    first: a row of 250 KiB a multiprocessor leaves the L2 cache (50 MB on H100 and H200)
-        └──┴──┴──┴──┴──┴──┴──┘    room for all of them
+        ┌──┬──┬──┬──┬──┬──┬──┐    the first blocks of a row stay in registers; the others are read a second time, latest
+      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    first, from the L2 cache: it has room for those of all rows that are taken at a time
+        └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
     lse = (m + log2 s) ln 2      loss, l, a = row_loss(...)                              row_loss.py
-    for each block, backwards:   G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
+    ask for row i + rows taken at a time
+    for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
 
 A row whose target is ignored is not read; its gradient is zeros.
 """
@@ -23,11 +24,12 @@ from flce_ops.triton.logit_rows import (
     LOWEST,
     add_block,
     as_loaded,
-    beginning_of,
+    ask_for,
     edges_of,
     load_block,
     numbers_in,
     row_of,
+    target_of,
     whole_row,
 )
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
@@ -66,6 +68,7 @@ def rows_kernel(
     loss,  # RowLoss; None without grad_logits
     logit_options,  # LogitOptions
     ignore_index,
+    later,  # rows that are taken at a time
     N,
     V,
     LOGIT_SUM: tl.constexpr,
@@ -75,106 +78,107 @@ def rows_kernel(
     VEC: tl.constexpr,
     HELD: tl.constexpr,  # a row's first blocks, in registers
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks of row i + later that are asked for as row i is written
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
-    first, programs = tl.program_id(0), tl.num_programs(0)
+    i = tl.program_id(0)
     logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-    valid, column, u_target, u_edges, groups_ptr, groups = beginning_of(
-        logits, target_ptr, first, ignore_index, N, V, VEC
-    )
+    valid, column = target_of(target_ptr, i, ignore_index, V)
+    row, head, groups = row_of(logits, i, V, VEC)
+    groups_ptr = tl.multiple_of(row + head, 16)
+    last = groups // BLOCK_G
     held = ()
     for block in tl.static_range(HELD):
         held += (load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
-    end = load_block(groups_ptr, groups // BLOCK_G, groups, valid, BLOCK_G, True, "evict_first")
-    for turn in tl.range(0, tl.cdiv(N - first, programs), num_stages=1):
-        i = first + turn * programs
-        row, head, groups = row_of(logits, i, V, VEC)
-        groups_ptr = tl.multiple_of(row + head, 16)
-        last = groups // BLOCK_G
-        m = tl.full((BLOCK_G,), LOWEST, tl.float32)
-        s = tl.zeros((BLOCK_G,), tl.float32)
-        logit_sums = tl.zeros((BLOCK_G,), tl.float32)
-        columns = tl.zeros((BLOCK_G,), tl.int32)
-        for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
-            words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
-                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+    end = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
+    edge, there = edges_of(head, groups, V, VEC)
+    # what the gradient may be written over is read before
+    u_target = tl.load(row + column, mask=valid, other=0.0)
+    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
+
+    m = tl.full((BLOCK_G,), LOWEST, tl.float32)
+    s = tl.zeros((BLOCK_G,), tl.float32)
+    logit_sums = tl.zeros((BLOCK_G,), tl.float32)
+    columns = tl.zeros((BLOCK_G,), tl.int32)
+    for block in tl.static_range(HELD):
+        m, s, logit_sums, columns = add_block(
+            m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
+            logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+        )  # fmt: skip
+    for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
+        words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
+        m, s, logit_sums, columns = add_block(
+            m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
+            logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+        )  # fmt: skip
+    m, s, logit_sums, columns = add_block(
+        m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
+        logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
+    )  # fmt: skip
+    row_max, row_sum, logit_sum2, argmax = whole_row(
+        m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
+        LOGIT_SUM, ARGMAX,
+    )  # fmt: skip
+    row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
+    if ARGMAX:
+        tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
+    target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+    log2_sum = tl.log2(row_sum)
+    if grad_logits is None:
+        lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
+        lse = lse64.to(tl.float32)
+        rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
+        tl.store(outputs.target_logit + i, tl.where(valid, target_logit2 * LN2, 0.0))
+        tl.store(outputs.lse + i, lse)
+        tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
+        if LOGIT_SUM:
+            tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
+    else:
+        if AHEAD > 0:
+            coming = tl.minimum(i + later, N - 1)
+            counts, _ = target_of(target_ptr, coming, ignore_index, V)
+            next_row, next_head, next_groups = row_of(logits, coming, V, VEC)
+            ask_for(
+                next_row + next_head,
+                tl.where(counts & (i + later < N), tl.minimum(next_groups, AHEAD * BLOCK_G), 0),
+                BLOCK_G,
+            )
+        target_weight = None
+        if class_weight_ptr is not None:
+            target_weight = tl.load(class_weight_ptr + column)
+        smoothed_sum2 = None
+        if LOGIT_SUM:
+            smoothed_sum2 = logit_sum2
+        surprisal2 = (row_max - target_logit2) + log2_sum
+        surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
+        value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
+        tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
+        scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
+        factor = scale * d_lse / row_sum
+        sum_factor = None
+        if LOGIT_SUM:
+            sum_factor = -scale * loss.options.label_smoothing / V
+        out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
+        store_gradient(
+            out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+            logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+        )  # fmt: skip
+        for back in tl.range(0, last - HELD, num_stages=STAGES):
+            again = last - 1 - back
+            words = load_block(groups_ptr, again, groups, valid, BLOCK_G, False, "evict_first")
+            store_gradient(
+                out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
         for block in tl.static_range(HELD):
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
-                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
-            )  # fmt: skip
-        m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
-            logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
-        )  # fmt: skip
-        edge, there = edges_of(head, groups, V, VEC)
-        row_max, row_sum, logit_sum2, argmax = whole_row(
-            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
-            LOGIT_SUM, ARGMAX,
-        )  # fmt: skip
-        row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
-        if ARGMAX:
-            tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
-        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
-        log2_sum = tl.log2(row_sum)
-        if grad_logits is None:
-            lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
-            lse = lse64.to(tl.float32)
-            rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
-            tl.store(outputs.target_logit + i, tl.where(valid, target_logit2 * LN2, 0.0))
-            tl.store(outputs.lse + i, lse)
-            tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
-            if LOGIT_SUM:
-                tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
-        else:
-            target_weight = None
-            if class_weight_ptr is not None:
-                target_weight = tl.load(class_weight_ptr + column)
-            smoothed_sum2 = None
-            if LOGIT_SUM:
-                smoothed_sum2 = logit_sum2
-            surprisal2 = (row_max - target_logit2) + log2_sum
-            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-            value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
-            tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
-            scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
-            factor = scale * d_lse / row_sum
-            sum_factor = None
-            if LOGIT_SUM:
-                sum_factor = -scale * loss.options.label_smoothing / V
-            out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-            for back in tl.range(0, last - HELD, num_stages=STAGES):
-                again = last - 1 - back
-                words = load_block(groups_ptr, again, groups, valid, BLOCK_G, False, "evict_first")
-                store_gradient(
-                    out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                    logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
-                )  # fmt: skip
-            # The next row comes into the registers that this one leaves.
-            of_target, of_edges, at, at_target = u_target, u_edges, column, scale * d_target
-            valid, column, u_target, u_edges, groups_ptr, next_groups = beginning_of(
-                logits, target_ptr, i + programs, ignore_index, N, V, VEC
-            )
-            coming = ()
-            for block in tl.static_range(HELD):
-                store_gradient(
-                    out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
-                    class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
-                )  # fmt: skip
-                coming += (load_block(groups_ptr, block, next_groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
-            held = coming
             store_gradient(
-                out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+                out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
+                class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
-            end = load_block(groups_ptr, next_groups // BLOCK_G, next_groups, valid, BLOCK_G, True, "evict_first")
-            finish_gradient(
-                out_row, of_edges, edge, there, of_target, at, V, row_max, factor, sum_factor, at_target,
-                class_weight_ptr, logit_options, logit_scale, softcap,
-            )  # fmt: skip
+        finish_gradient(
+            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
+            class_weight_ptr, logit_options, logit_scale, softcap,
+        )  # fmt: skip
 
 
 @Kernel
@@ -189,7 +193,6 @@ def gradient_kernel(
     class_weight_ptr,  # (V,) float32
     logit_options,  # LogitOptions
     ignore_index,
-    N,
     V,
     ALIKE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -198,10 +201,13 @@ def gradient_kernel(
 ):
     """G from the cotangents of a row's numbers: one read and one write, without a sum."""
     i = tl.program_id(0)
-    valid, column, u_target, u_edges, groups_ptr, groups = beginning_of(logits, target_ptr, i, ignore_index, N, V, VEC)
-    _, head, _ = row_of(logits, i, V, VEC)
+    valid, column = target_of(target_ptr, i, ignore_index, V)
+    row, head, groups = row_of(logits, i, V, VEC)
+    groups_ptr = tl.multiple_of(row + head, 16)
     out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
     edge, there = edges_of(head, groups, V, VEC)
+    u_target = tl.load(row + column, mask=valid, other=0.0)
+    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
     logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
     lse = tl.load(lse_ptr + i, mask=valid, other=0.0).to(tl.float64)
     lse2 = (lse + tl.load(lse_rest_ptr + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634

@@ -24,6 +24,9 @@ from flce_ops.triton.logits_gemm import base2_logits
 # below any logit, and finite: -inf - -inf would be nan
 LOWEST = tl.constexpr(-3.0e38)
 GROUP_WORDS = tl.constexpr(4)  # 16 bytes, one load or store of a thread
+PREFETCH = tl.constexpr(
+    "{ .reg .pred wanted; setp.ne.u32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -49,21 +52,21 @@ def row_of(matrix, i, V, VEC: tl.constexpr):
 
 
 @triton.jit
-def beginning_of(logits, target_ptr, i, ignore_index, N, V, VEC: tl.constexpr):
-    """Of row i: whether it is there and counts, its target's column, logit and edges, its groups and how many.
-
-    What the gradient may be written over is read here. A target out of range has column 0, and is refused elsewhere.
-    """
-    inside = i < N
-    i = tl.minimum(i, N - 1)
+def target_of(target_ptr, i, ignore_index, V):
+    """Whether row i counts, and its target; 0 for one out of range, which is refused elsewhere."""
     target = tl.load(target_ptr + i).to(tl.int64)
-    valid = inside & (target != ignore_index)
-    column = tl.where((target >= 0) & (target < V), target, 0).to(tl.int32)
-    row, head, groups = row_of(logits, i, V, VEC)
-    edge, there = edges_of(head, groups, V, VEC)
-    u_target = tl.load(row + column, mask=valid, other=0.0)
-    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
-    return valid, column, u_target, u_edges, tl.multiple_of(row + head, 16), groups
+    inside = (target >= 0) & (target < V)
+    return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
+
+
+@triton.jit
+def ask_for(groups_ptr, groups, BLOCK_G: tl.constexpr):
+    """A row's first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
+    if not INTERPRETED:
+        line = tl.arange(0, BLOCK_G)
+        line_ptr = groups_ptr.to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
+        wanted = (line * 8 < groups).to(tl.int32)
+        tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [line_ptr, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
