@@ -62,13 +62,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(INSTALLED): requirements.txt pyproject.toml setup.py flce_ops/version.py
+$(INSTALLED): requirements.txt requirements-clients.txt pyproject.toml setup.py flce_ops/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' \
 	    || { echo "$(PYTHON) has no venv module: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-clients.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -e .
 	@touch $@
 

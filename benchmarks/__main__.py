@@ -33,6 +33,7 @@ def trained(text: str) -> Path:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--shapes", default=None, help="groups of benchmarks/shapes.py and NxDxV, with commas; key")
+    parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its marks")
     parser.add_argument("--data", type=trained, default=None, help="trained:PATH, a file of benchmarks.trained")
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
@@ -53,6 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.data and (options.shapes or options.prior):
         parser.error("--data has its own shape and prior: leave out --shapes and --prior")
+    if options.loads and (options.shapes or options.prior or options.data):
+        parser.error("--loads has its own shapes and data: leave out --shapes, --prior and --data")
     if options.data and not options.data.exists():
         parser.error(f"no file {options.data}: python -m benchmarks.trained makes one")
     if options.quick:
@@ -67,19 +70,22 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     import torch
 
-    from . import providers, run
+    from . import loads, providers, run
     from .data import IGNORED, PRIORS, shape_of
-    from .modes import MODES, Mode
+    from .modes import MODES
     from .report import Report, environment, say
-    from .shapes import Shape, parse_shapes
+    from .shapes import parse_shapes
 
     quick_without = ",".join(providers.QUICK_LEAVES_OUT) if options.quick else ""
     names = providers.choose(options.providers, without=f"{options.without},{quick_without}")
-    modes = [MODES[mode] for mode in options.modes.split(",")]
-    shapes = [shape_of(options.data)] if options.data else parse_shapes(options.shapes or "key")
-    units = list(itertools.product(modes, shapes, options.ignored))
+    if options.loads:
+        units = loads.units()
+    else:
+        shapes = [shape_of(options.data)] if options.data else parse_shapes(options.shapes or "key")
+        every = itertools.product(options.modes.split(","), shapes, options.ignored)
+        units = [loads.Unit(*one, options.prior or PRIORS[0], "*") for one in every]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    _one_compilation_per_shape()
+    run.one_compilation_per_shape()
     here = environment(device, options.commit)
     report = Report(options.out / here.slug / f"{options.name}.csv", resume=options.resume_after is not None)
     say(f"{here.gpu}, torch {here.torch}, triton {here.triton}, commit {here.commit} -> {report.path}")
@@ -87,51 +93,48 @@ def main(argv: Sequence[str] | None = None) -> Path:
     def spent() -> float:
         return time.time() - started
 
-    def text(mode: Mode, shape: Shape, ignored: float) -> str:
-        share = "" if options.ignored == [IGNORED] else f" ({ignored:.0%} ignored)"
-        return f"{mode.name} {shape}{share}"
+    def text(unit: loads.Unit) -> str:
+        share = "" if unit.ignored == IGNORED else f" ({unit.ignored:.0%} ignored)"
+        return f"{unit.mode} {unit.shape}{share}"
 
     faulthandler.dump_traceback_later(max(1.0, options.budget_s + GRACE_S - spent()), exit=True, file=sys.__stderr__)
     try:
-        for done, (mode, shape, ignored) in enumerate(units):
+        for done, unit in enumerate(units):
             if done < (options.resume_after or 0):
                 continue
             if spent() > options.budget_s:
-                say("time budget spent, left out: " + ", ".join(text(*unit) for unit in units[done:]))
+                say("time budget spent, left out: " + ", ".join(map(text, units[done:])))
                 break
-            say(f"\n{spent():.0f} s: {text(mode, shape, ignored)} {options.dtype}")
+            say(f"\n{spent():.0f} s: {text(unit)} {options.dtype}")
             settings = run.Settings(
                 device=device,
                 dtype=getattr(torch, options.dtype),
                 rounds=options.rounds,
                 ms=options.ms,
                 seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
-                ignored=ignored,
-                prior=options.prior or PRIORS[0],
+                ignored=unit.ignored,
+                prior=unit.prior,
                 trained=options.data,
             )
+            of_the_unit = [name for name in providers.choose(unit.providers) if name in names]
+            mode = MODES[unit.mode]
             try:
-                rows = run.measure(shape, mode, names, settings, here, out_of_time=lambda: spent() > options.budget_s)
+                rows = run.measure(
+                    unit.shape, mode, of_the_unit, settings, here, out_of_time=lambda: spent() > options.budget_s
+                )
             except run.LostDevice as lost:
                 report.add([lost.row])
                 _restart_without(lost.provider, done, started, argv, options)
             except torch.cuda.OutOfMemoryError:
-                say(f"{text(mode, shape, ignored)}: the inputs and the reference alone do not fit in memory")
+                say(f"{text(unit)}: the inputs and the reference alone do not fit in memory")
                 continue
             report.add(rows)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    if options.loads:
+        say("", *loads.tables(report.rows), sep="\n")
     say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")
     return report.path
-
-
-def _one_compilation_per_shape() -> None:
-    """Past its limit of recompilations torch.compile runs eagerly without a word; a run has many shapes and modes."""
-    import torch._dynamo
-
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        if hasattr(torch._dynamo.config, limit):
-            setattr(torch._dynamo.config, limit, 4096)
 
 
 def _restart_without(provider: str, done: int, started: float, argv: list[str], options: argparse.Namespace) -> None:

@@ -57,6 +57,7 @@ class Row(Environment):
     err_dx: float | None = None
     err_dw: float | None = None
     first_call_s: float | None = None
+    host_us: float | None = None  # from the call of a step to its return, where that may be what takes the time
     seed: int | None = None
     reason: str = ""  # why a number is missing, or what is wrong with it
 
@@ -168,6 +169,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def say(*words: object, end: str = "\n") -> None:
+def say(*words: object, sep: str = " ", end: str = "\n") -> None:
     """Progress, at once: a machine may go away before its output was flushed."""
-    print(*words, end=end, flush=True)
+    print(*words, sep=sep, end=end, flush=True)

@@ -50,6 +50,18 @@ def _call_times_cpu(step: Step, calls: int, _: float) -> list[float]:
     return times
 
 
+def launch_to_return(step: Step, calls: int = 60) -> float:
+    """The host's part in microseconds, median. One step at a time: behind a full queue the host would wait."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        times.append(1e6 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
 def time_steps(
     steps: dict[str, Step],
     *,

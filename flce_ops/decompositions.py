@@ -42,11 +42,12 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.two_sum import two_sum
+from flce_ops.meta import low_rank as low_rank_meta
 from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad, takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
-from flce_ops.ops.autograd import recomputed_step
 from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.ops.policy_autograd import recomputed_policy_step
+from flce_ops.ops.with_grad_autograd import recomputed_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 
@@ -260,7 +261,7 @@ def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 @takes(LowRankWithGrad)
-def low_rank_with_grad(call: LowRankWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def low_rank_with_grad(call: LowRankWithGrad) -> low_rank_meta.Outputs:
     loss, losses, *results = with_grad(concatenated(call))
     gradients = results[:3]
     return loss, losses, *(gradient.contiguous() for gradient in of_pair(call, gradients))

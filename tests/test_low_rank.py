@@ -18,15 +18,21 @@ from flce_ops.aten.low_rank import low_rank_with_grad
 flce = torch.ops.flce
 entry = flce.linear_cross_entropy_low_rank
 RAGGED, RANK = (37, 35, 131), 3
-LEAVES = ("input", "pair_input", "pair_weight", "linear_bias")
+LEAVES = ("input", "pair_input", "pair_weight", "linear_bias", "class_scale")
 OPTIONS = [
     {},
     {"label_smoothing": 0.1, "weight": True, "reduction": "sum"},
     {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 1e-2, "normalizer": True},
+    {"class_scale": True},
+    {"class_scale": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1},
 ]
 ONE_PASS, FORWARD, WITH_GRAD = (
     f"linear_cross_entropy_{name}" for name in ("low_rank_with_grad", "forward", "with_grad")
 )
+
+
+def max_dtype(dtype):
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Call:
@@ -34,6 +40,7 @@ class Call:
 
     def __init__(self, shape=RAGGED, rank=RANK, dtype=torch.float32, device="cpu", *, bias=True, options=None):
         options = dict(options or {})
+        scaled = options.pop("class_scale", False)
         made = {name: options.pop(name, False) for name in ("weight", "normalizer")}
         inputs = make_inputs(shape, dtype=dtype, device=device, bias=bias, **made)
         constants = {name: tensor.detach() for name, tensor in inputs.options.items()}
@@ -42,10 +49,17 @@ class Call:
         self.linear_weight.requires_grad_(False)
         pair = torch.randn(shape[0], rank), 0.3 * torch.randn(shape[2], rank)
         self.pair_input, self.pair_weight = (part.to(device, dtype).requires_grad_() for part in pair)
+        self.class_scale = None  # of both signs, in float32 beside half operands too
+        if scaled:
+            self.class_scale = (torch.rand(shape[2], device=device, dtype=max_dtype(dtype)) - 0.3).requires_grad_()
+
+    @property
+    def names(self):
+        return [name for name in LEAVES if getattr(self, name) is not None]
 
     @property
     def leaves(self):
-        return [leaf for leaf in map(self.__dict__.get, LEAVES) if leaf is not None]
+        return [getattr(self, name) for name in self.names]
 
     def in_dtype(self, dtype):
         copy = Call.__new__(Call)
@@ -61,11 +75,13 @@ class Call:
         return self.input, self.linear_weight, self.pair_input, self.pair_weight, self.target, self.linear_bias
 
     def loss(self, **options):
-        return entry(*self.args, **self.options, **options)
+        return entry(*self.args, **self.options, **options, class_scale=self.class_scale)
 
     def dense(self, **options):
         input = torch.cat([self.input, self.pair_input], -1)
         weight = torch.cat([self.linear_weight, self.pair_weight], 1)
+        if self.class_scale is not None:
+            weight = weight * self.class_scale.to(weight.dtype)[:, None]
         return reference_loss(input, weight, self.target, self.linear_bias, **self.options, **options)
 
 
@@ -89,7 +105,7 @@ def test_loss_and_gradients_are_no_worse_than_plain_torch(chunks, options, dtype
     path = flce_ops.last_path()
     assert path.op == ONE_PASS and (path.chunks > 1) == (chunks > 1)
     slack = 1e-6 if dtype == torch.float32 else 5e-4  # of one number, the loss
-    for name, ours, theirs, truth in zip(("loss", *LEAVES), found, plain, exact, strict=True):
+    for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
         assert error(ours, truth) <= 1.5 * error(theirs, truth) + slack, name
 
 
@@ -108,7 +124,7 @@ def test_nothing_of_the_weights_size_is_made():
 
     operands = [operand if operand is None else operand.detach() for operand in call.args]
     with LargestResult() as largest:
-        low_rank_with_grad(*operands, None, None, output_mask=[True, True, True, False])
+        low_rank_with_grad(*operands, None, None, None, output_mask=[True, True, True, False, False])
     assert 8 * 600 < largest.numbers <= 16 * 600  # the logits of the kept tokens
     with FlopCounterMode(display=False) as counter:
         call.loss().backward()
@@ -154,7 +170,7 @@ def test_other_situations_take_the_pair_as_features(how, op):
 
 
 def test_second_derivatives():
-    call = Call(dtype=torch.float64, options={"label_smoothing": 0.1, "softcap": 5.0})
+    call = Call(dtype=torch.float64, options={"label_smoothing": 0.1, "softcap": 5.0, "class_scale": True})
     directions = [torch.randn_like(leaf) for leaf in call.leaves]
 
     def second(loss):
@@ -167,13 +183,13 @@ def test_second_derivatives():
 
 @pytest.mark.parametrize("wanted", [LEAVES, ("pair_weight",), ("input", "pair_input")], ids=str)
 def test_opcheck(device, wanted):
-    call = Call((12, 11, 31), device=device, options={"weight": True, "softcap": 5.0})
+    call = Call((12, 11, 31), device=device, options={"weight": True, "softcap": 5.0, "class_scale": True})
     for name in LEAVES:
         getattr(call, name).requires_grad_(name in wanted)
-    opcheck(entry.default, call.args, call.options)
+    opcheck(entry.default, call.args, call.options | {"class_scale": call.class_scale})
     mask = [name in wanted for name in LEAVES]
     numbers = {"softcap": torch.tensor(5.0, device=device), "label_smoothing": 0.1, "output_mask": mask}
-    values = (*call.args, call.options["weight"], None, None)
+    values = (*call.args, call.options["weight"], call.class_scale, None)
     opcheck(flce.linear_cross_entropy_low_rank_with_grad.default, values, numbers)
 
 
@@ -192,10 +208,12 @@ def test_one_graph_autocast_and_a_transform():
     torch.testing.assert_close(found, gradients[1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("mask", [[True] * 4, [False, True, True, False]], ids=str)
+@pytest.mark.parametrize(
+    "mask", [[True] * 5, [False, True, True, False, False], [True, False, False, False, True]], ids=str
+)
 def test_the_decomposition_is_the_operator(mask):
-    call = Call(dtype=torch.float64)
-    values = [value if value is None else value.detach() for value in (*call.args, None, None, None)]
+    call = Call(dtype=torch.float64, options={"class_scale": True})
+    values = [value if value is None else value.detach() for value in (*call.args, None, call.class_scale, None, None)]
     found = decompositions.low_rank_with_grad(*values, output_mask=mask, label_smoothing=0.1)
     expected = low_rank_with_grad(*values, output_mask=mask, label_smoothing=0.1)
     for ours, truth in zip(found, expected, strict=True):
@@ -219,6 +237,8 @@ def test_the_decomposition_is_the_operator(mask):
             ValueError,
             "expected low_rank_weight on the device of input",
         ),
+        ({"class_scale": torch.zeros(130)}, ValueError, r"expected class_scale of shape \(131,\)"),
+        ({"class_scale": torch.zeros(131).long()}, TypeError, "expected class_scale in a floating dtype"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -233,7 +253,7 @@ def test_refusals_by_name(change, kind, message):
 
 def test_refusals_of_the_operator():
     call = Call()
-    values, numbers = (*call.args, None, None, None), {"output_mask": [True] * 4}
+    values, numbers = (*call.args, None, None, None, None), {"output_mask": [True] * 4 + [False]}
     with pytest.raises(ValueError, match=r"low_rank_weight has shape \(131, 4\)"):
         flce.linear_cross_entropy_low_rank_with_grad(*values[:3], torch.zeros(131, 4), *values[4:], **numbers)
     with pytest.raises(ValueError, match=r"expected low_rank_input of shape \(37, r\), got \(3,\)"):

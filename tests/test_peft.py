@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
 from flce_ops.integrations.transformers import patch, unpatch
+from flce_ops.integrations.transformers.dora import merged_norms
 
 # N tokens, D hidden, V vocabulary
 
@@ -123,13 +124,13 @@ ON_THE_HEAD = {"target_modules": ["q_proj", "lm_head"]}
     ("targets", "reason"),
     [
         ({"trainable_token_indices": [5, 7]}, "got peft"),  # of a tied embedding: trainable rows of the head
-        (ON_THE_HEAD | {"use_dora": True}, r"\(a Dora adapter\)"),
+        (ON_THE_HEAD | {"use_dora": True, "lora_dropout": 0.1}, r"\(a DoRA adapter that trains with lora_dropout"),
     ],
 )
 def test_an_adapter_that_is_no_pair_is_refused_not_ignored(patch_first, targets, reason):
     with pytest.raises(NotImplementedError, match=f"to be a plain nn.Linear, got peft.*{reason}|{reason}"):
         ours, _ = make_adapted("Llama tied", patch_first=patch_first, **targets)
-        ours(**make_batch())
+        ours.train()(**make_batch())
 
 
 @patch_order
@@ -145,10 +146,75 @@ def test_lora_on_the_head(name, patch_first):
     assert [name.split(".")[-3] for name in trained] == ["lora_A", "lora_B"]
 
 
-def test_float32_adapters_on_a_bfloat16_head():
+@patch_order
+@pytest.mark.parametrize("name", ["Llama tied", "Gemma2"])
+def test_dora_on_the_head(name, patch_first):
+    ours, theirs = make_adapted(name, patch_first=patch_first, use_dora=True, **ON_THE_HEAD)
+    move_magnitudes(ours, theirs)
+    batch = make_batch()
+    assert not has_logits(ours(**batch))
+    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    result = loss_and_gradients(ours, **batch)
+    check_same(result, loss_and_gradients(theirs, **batch))
+    trained = [name for name, gradient in result[1].items() if gradient is not None and "lm_head" in name]
+    assert [name.split(".lora_")[1] for name in trained] == [
+        "A.default.weight",
+        "B.default.weight",
+        "magnitude_vector.default.weight",
+    ]
+    with torch.no_grad():  # no gradient: the pair as features of a scaled copy
+        torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    ours.merge_adapter(), theirs.merge_adapter()
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+
+
+def move_magnitudes(*models):
+    """From the norms of the rows, where PEFT starts, to numbers of which every class has its own."""
+    for model in models:
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.data *= 0.5 + torch.rand(parameter.shape, generator=generator)
+
+
+def test_two_adapters_of_which_one_is_dora_are_refused_while_both_are_active():
+    ours, theirs = make_adapted(patch_first=True, use_dora=True, lora_dropout=0.3, **ON_THE_HEAD)
+    ours.eval(), theirs.eval()  # nothing is dropped out
+    ours.add_adapter("second", peft.LoraConfig(r=2, **ON_THE_HEAD))
+    batch = make_batch()
+    check_same(loss_and_gradients(ours, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))
+    ours.base_model.set_adapter(["default", "second"])
+    with pytest.raises(NotImplementedError, match="a DoRA adapter active beside another"):
+        ours(**batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_norms_of_rows_without_the_merged_weight(dtype):
+    weight, down, up = torch.randn(131, 40), torch.randn(3, 40), torch.randn(131, 3)
+    weight, down, up = (part.to(dtype) for part in (weight, down, up))
+    exact = (weight.double() + 1.7 * up.double() @ down.double()).norm(dim=1)
+    assert error(merged_norms(weight, down, up, 1.7), exact) <= (1e-14 if dtype == torch.float64 else 2e-3)
+
+
+@patch_order
+def test_an_adapter_with_a_bias_of_its_own(patch_first):
+    ours, theirs = make_adapted(
+        "Phi, head with bias", patch_first=patch_first, lora_bias=True, target_modules=["lm_head"]
+    )
+    with torch.no_grad():  # which starts as 0
+        for model in (ours, theirs):
+            model.base_model.model.lm_head.lora_B["default"].bias.copy_(torch.linspace(-1, 1, VOCAB))
+    batch = make_batch()
+    assert not has_logits(ours(**batch))
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_float32_adapters_on_a_bfloat16_head(use_dora):
     """As PEFT makes them. The product of both is rounded where it would round it."""
     model = make_model("Llama").bfloat16()
-    theirs = peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **ON_THE_HEAD))
+    config = peft.LoraConfig(r=3, init_lora_weights=False, use_dora=use_dora, **ON_THE_HEAD)
+    theirs = peft.get_peft_model(model, config)
     exact, ours, batch = copy.deepcopy(theirs).double(), patch(copy.deepcopy(theirs)), make_batch()
     truth, found, plain = (loss_and_gradients(model, **batch) for model in (exact, ours, theirs))
     assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
@@ -199,8 +265,10 @@ def test_a_hook_on_what_makes_the_logits_of_an_adapted_head_acts_on_them(layer):
     check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
-def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches():
-    ours, theirs = make_adapted(patch_first=False, **ON_THE_HEAD)
+# torch.compile breaks its graph in PEFT's own DoRA layers
+@pytest.mark.parametrize("options", [ON_THE_HEAD, {"target_modules": ["lm_head"], "use_dora": True}], ids=str)
+def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches(options):
+    ours, theirs = make_adapted(patch_first=False, **options)
     batch = make_batch() | {"use_cache": False}
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     check_same(loss_and_gradients(compiled, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))

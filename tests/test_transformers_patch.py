@@ -323,6 +323,17 @@ def test_patching_twice_is_patching_once():
     assert has_logits(model(**make_batch()))
 
 
+@pytest.mark.parametrize("kind", ["model", "class"])
+def test_patched_leaves_patched_what_was_patched_before(kind):
+    model = make_model()
+    target = model if kind == "model" else type(model)
+    with patched(target, metrics=["entropy"]):
+        with patched(target):
+            assert "entropy" not in model(**make_batch())
+        assert "entropy" in model(**make_batch())
+    assert has_logits(model(**make_batch()))
+
+
 HEADS = [
     "BERT, transform",  # a module in a module
     "ESM, transform and bias",  # the bias is added outside of the linear layer

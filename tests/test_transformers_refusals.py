@@ -91,6 +91,14 @@ def test_other_modules_are_refused(model):
         patch(model)
 
 
+def test_of_a_wrapped_model_the_attribute_that_holds_it_is_named():
+    model = torch.compile(make_model(), backend="eager")
+    with pytest.raises(TypeError, match="got OptimizedModule; patch its ._orig_mod, before or after it is wrapped"):
+        patch(model)
+    patch(model._orig_mod)
+    assert not has_logits(model._orig_mod(**make_batch()))
+
+
 # ---------------------------------------------------------------- instances
 
 

@@ -5,18 +5,19 @@
 import inputs
 import pytest
 import torch
-from reference_loss import error
+from reference_loss import dense_logits, error
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.math import sparse_gradient
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
-from flce_ops.triton import launch_with_grad
+from flce_ops.triton import launch_backward, launch_with_grad
+from flce_ops.triton.chunks import slices
 from flce_ops.triton.class_order import launch_class_order
 from flce_ops.triton.finish_rows import FinishedRows
 from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
+from flce_ops.triton.sparse_step import borrowed_lists
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -28,10 +29,12 @@ pytestmark = [
 def short_lists(monkeypatch):
     """GEMMs would be faster for the few classes of a test."""
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", 1)
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
 
 
-def options(threshold, mode="unbiased", seed=2**40 + 5):
-    return {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_seed": torch.tensor(seed)}
+def options(threshold, mode="unbiased", seed=2**40 + 5, of="both"):
+    chosen = {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_sparse": of}
+    return chosen | {"gradient_seed": torch.tensor(seed)}
 
 
 def dense_lists(lists, num_classes):
@@ -55,7 +58,7 @@ def random_lists(n, num_classes, room):
 
 
 @pytest.mark.parametrize("num_classes", [2053, 4096], ids=["ragged", "even"])
-@pytest.mark.parametrize("mode", sparse_gradient.MODES)
+@pytest.mark.parametrize("mode", ["unbiased", "drop"])
 def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory):
     n, threshold, padded = 4, 2.0**-7, -(-num_classes // 4) * 4
     exponentials = torch.full((n, padded), torch.nan)[:, :num_classes]
@@ -105,16 +108,14 @@ def test_lists_by_class_and_their_sums(add, poisoned_memory):
 
     table, out = torch.randn(n, hidden), torch.randn(num_classes, hidden)
     expected = matrix.double().T @ table.double() + (out if add else 0.0)
-    launch_gather_classes(classes, kept.total, torch.empty(30, hidden), table, out, add=add)
+    launch_gather_classes(classes, None, torch.empty(30, hidden), table, out, add=add)
     assert error(out, expected) < 1e-6
-    before = out.clone()
-    launch_gather_classes(classes, torch.tensor(0, dtype=torch.int32), torch.empty(30, hidden), table, out, add=add)
-    assert torch.equal(out, before) or add  # pieces are added, and there are none where a gradient is dense
 
     weight = torch.randn(hidden, num_classes).T
-    rows = torch.empty(n, hidden)
-    launch_gather_rows(lists, weight, rows)
-    assert error(rows, matrix.double() @ weight.double()) < 1e-6
+    rows = torch.randn(n, hidden)
+    expected = matrix.double() @ weight.double() + (rows if add else 0.0)
+    launch_gather_rows(lists, weight, rows, add=add)
+    assert error(rows, expected) < 1e-6
 
 
 @pytest.mark.parametrize("mode, bias", [("unbiased", False), ("drop", True)])
@@ -126,6 +127,57 @@ def test_a_step_agrees_with_the_aten_path(mode, bias, short_lists, poisoned_memo
         assert error(ours, expected) < 2e-3  # an entry or two may be another one
     exact = launch_with_grad(*args, output_mask=[True, True, bias], z_loss=chosen["z_loss"])
     assert error(launch_with_grad(*args, **chosen)[2], exact[2]) > 1e-2
+
+
+CAPPED = {"softcap": torch.tensor(1.5), "logit_scale": torch.tensor(-0.7)}
+
+
+@pytest.mark.parametrize(
+    "of, dense, mode", [("input", 3, "unbiased"), ("linear_weight", 2, "drop"), ("input", 3, "tiles")]
+)
+def test_a_gradient_that_is_not_chosen_is_made_by_gemms(of, dense, mode, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 35, 200 if mode == "tiles" else 67), bias=True, requires_grad=False)
+    made.target[made.target >= 0] %= 60  # behind a cap of 1.5, a tile without targets has probabilities below 1/8
+    args = (*made.args, None, torch.rand(15), None)
+    chosen = options(2.0**-3 if mode == "tiles" else 2.0**-4, mode, of=of) | {"output_mask": [True] * 3} | CAPPED
+    found, both = launch_with_grad(*args, **chosen), launch_with_grad(*args, **chosen | {"gradient_sparse": "both"})
+    exact = launch_with_grad(*args, output_mask=[True] * 3, **CAPPED)
+    for index, (ours, lists, gemms) in enumerate(zip(found, both, exact)):
+        assert error(ours, gemms if index == dense else lists) < 1e-6
+    assert error(found[5 - dense], exact[5 - dense]) > 1e-2
+
+
+def test_soft_targets_have_several_entries_of_their_own(short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 20, 67), requires_grad=False)
+    target = torch.randint(0, 67, (15, 5))
+    target[3], target[4, 2:], target[5, 1] = -100, -100, target[5, 0]
+    args = (*made.args[:2], target, None, None, None, None)
+    chosen = options(2.0**-4) | {"output_mask": [True, True, False], "target_weight": torch.rand(15, 5) / 5}
+    for ours, expected in zip(launch_with_grad(*args, **chosen), aten.with_grad(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+
+
+def cotangents(kind):
+    """Of target logit and lse; with the second far below the first, and without it."""
+    a, l = torch.randn(2, 15)
+    return {"loss": (-l, l), "any": (a, l), "no lse": (a, None), "no target": (None, l), "few": (a, 1e-20 * l)}[kind]
+
+
+KINDS = {"loss": {}, "any": CAPPED, "no lse": {}, "no target": CAPPED, "few": {}}
+
+
+@pytest.mark.parametrize("kind, logits", KINDS.items(), ids=KINDS)
+def test_backward_agrees_with_the_aten_path(kind, logits, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 20, 67), bias=True, requires_grad=False)
+    lse = dense_logits(made.input, made.linear_weight, made.linear_bias, **logits).logsumexp(1)
+    args = (*cotangents(kind), None, *made.args, None, lse)
+    chosen = options(2.0**-4) | {"output_mask": [True] * 3} | logits
+    found = launch_backward(*args, **chosen)
+    assert "a sparse gradient" in flce_ops.last_path().reason
+    exact = aten.backward(*args, output_mask=[True] * 3, **logits)
+    for ours, expected in zip(found, aten.backward(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+    assert kind in ("no lse", "few") or error(found[1], exact[1]) > 1e-2
 
 
 @pytest.mark.parametrize("mask", [[True, False, False], [False, True, False]], ids=["dX only", "dW only"])
@@ -148,12 +200,14 @@ def test_the_entries_of_a_span_are_counted_in_int32():
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
     """And where lists are long, the GEMMs of an exact step in place of them."""
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
     args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
-    whole = launch_with_grad(*args, **chosen)
+    whole = launch_with_grad(*args, **chosen)  # its lists in grad_linear_weight
     assert flce_ops.last_path().chunks == 1
+    monkeypatch.setattr("flce_ops.triton.sparse_step.LENT", 0.0)
     monkeypatch.setattr("flce_ops.triton.sparse_step.span_at_most", lambda *_: 16)
-    monkeypatch.setattr("flce_ops.triton.sparse_step.rows_that_fit", lambda *_: 12)
+    monkeypatch.setattr("flce_ops.triton.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, 12, 4)))
     cut = launch_with_grad(*args, **chosen)
     assert flce_ops.last_path().chunks == 3  # 12 and 4 of a span of 16, and 12
     for ours, expected in zip(cut, whole, strict=True):
@@ -161,3 +215,49 @@ def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisone
     exact = launch_with_grad(*args, output_mask=[True, True, False])
     errors = [error(ours, expected) for ours, expected in zip(whole[2:4], exact[2:4])]
     assert max(errors) < 1e-6 if classes_per_entry == 96 else min(errors) > 1e-2
+
+
+def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
+    """Of logits that are 6 higher for the first classes; operands without gradients."""
+    made = inputs.make_inputs((tokens, hidden, num_classes), requires_grad=False)
+    made.input[:, 0] = 1.0
+    made.linear_weight.mul_(0.3)[:frequent, 0] += 6.0
+    return made
+
+
+@pytest.mark.parametrize("lent", [False, True], ids=["lists in the workspace", "in grad_linear_weight"])
+def test_classes_that_many_tokens_keep_have_their_exact_gradient(lent, monkeypatch, poisoned_memory):
+    """And the others what the lists have: without these classes the ATen path's entries, as both are sums of rows."""
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
+    tokens, num_classes, frequent = 40, 600, 128
+    made = two_kinds_of_classes(tokens, 12, num_classes, frequent)
+    monkeypatch.setattr("flce_ops.triton.sparse_step.LENT", 1.0 if lent else 0.0)
+    args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
+    chosen = options(2.0**-4)
+    borrowed = borrowed_lists(torch.empty(num_classes, 12), tokens, room_of_row(2.0**-4, num_classes))
+    assert (borrowed is not None) == lent
+    found = launch_with_grad(*args, **mask, **chosen)
+    exact = launch_with_grad(*args, **mask)
+    sampled = aten.with_grad(*args, **mask, **chosen)
+    assert error(found[3][:frequent], exact[3][:frequent]) < 1e-6
+    assert error(sampled[3][:frequent], exact[3][:frequent]) > 1e-2
+    assert error(found[3][frequent:], exact[3][frequent:]) > 1e-2
+    assert 1e-4 < error(found[2], exact[2]) < error(sampled[2], exact[2])
+    g = found[3][frequent:]
+    kept = g.abs().sum(1) > 0.0
+    assert 0 < kept.sum() < kept.numel() // 2
+
+
+@pytest.mark.parametrize("rows", [200, 128], ids=["one chunk", "several"])
+def test_live_tiles_are_those_of_the_aten_path(rows, monkeypatch, poisoned_memory):
+    made = two_kinds_of_classes(200, 8, 300, 128)
+    made.target[:190] = torch.where(made.target[:190] == -100, -100, made.target[:190] % 128)
+    args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
+    chosen = options(2.0**-8, "tiles")
+    monkeypatch.setattr("flce_ops.triton.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, rows)))
+    found = launch_with_grad(*args, **mask, **chosen)
+    expected = aten.with_grad(*args, **mask, **chosen)
+    exact = launch_with_grad(*args, **mask)
+    for ours, truth in zip(found, expected, strict=True):
+        assert error(ours, truth) < 1e-5
+    assert error(found[2], exact[2]) > 1e-3 and error(found[3][128:], exact[3][128:]) > 1e-3

@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
+import csv
 import importlib
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -254,25 +254,80 @@ def test_the_divergence_is_that_of_trl(beta, items, their_divergence):
 # --- GKD, which has no place for a stand-in ---
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
-@pytest.mark.parametrize("items", [None, 11])
-def test_the_loss_of_gkd_as_the_guide_writes_it(items):
-    gkd = importlib.import_module("trl.experimental.gkd").GKDTrainer
+@pytest.fixture(scope="module")
+def gkd_trainers(tokenizer, tmp_path_factory):
+    """Makes one of TRL's GKDTrainer or of the guide's, with a model and a teacher."""
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
     guide = (Path(__file__).parents[1] / "docs" / "clients.md").read_text()
     (code,) = (block for block in re.findall(r"```py\n(.*?)```", guide, re.DOTALL) if "GKDTrainer" in block)
-    names = {"GKDTrainer": gkd, "torch": torch, "flce_ops": flce_ops}
+    names = {"GKDTrainer": GKDTrainer, "torch": torch, "flce_ops": flce_ops}
     exec(code, names)
-    model, teacher, inputs = make_model(), make_model(), make_batch()
-    for beta in (0.0, 0.3, 1.0):
-        trainer = SimpleNamespace(teacher_model=teacher, beta=beta, generalized_jsd_loss=gkd.generalized_jsd_loss)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    questions = zip(texts(8, 4, seed=1), texts(8, 5, seed=2))
+    roles = [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}] for ask, answer in questions]
+    folder = str(tmp_path_factory.mktemp("gkd"))
+
+    def make(ours: bool, *, bf16: bool = False, beta: float = 0.3):
+        set_seed(3)
+        args = GKDConfig(
+            output_dir=folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=4,
+            optim="sgd",
+            learning_rate=0.5,
+            lr_scheduler_type="constant",
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            bf16=bf16,
+            disable_tqdm=True,
+            lmbda=0.0,  # nothing is sampled
+            beta=beta,
+        )
+        kind = names["FusedGKDTrainer"] if ours else GKDTrainer
+        models = {"model": make_model(), "teacher_model": make_model()}
+        return kind(
+            **models, args=args, train_dataset=Dataset.from_dict({"messages": roles}), processing_class=tokenizer
+        )
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_loss_of_gkd_as_the_guide_writes_it(beta, gkd_trainers):
+    trainers, batch = [gkd_trainers(ours, beta=beta) for ours in (True, False)], make_batch()
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    for inputs, items in ((batch, None), (batch, 11), (batch, torch.tensor(11)), (nothing, None)):
         results = []
-        for made in (names["FusedGKDTrainer"], gkd):
-            model.zero_grad()
-            loss = made.compute_loss(trainer, model, inputs, num_items_in_batch=items)
+        for trainer in trainers:
+            trainer.model.zero_grad()
+            loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
             loss.backward()
-            results.append((loss.detach(), model.lm_head.weight.grad.clone()))
+            results.append((loss.detach(), trainer.model.lm_head.weight.grad.clone()))
         for ours, theirs in zip(*results):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_steps_of_gkd_as_the_guide_writes_them(bf16, gkd_trainers):
+    """In bfloat16 the trunks run outside of the forward that accelerate has wrapped in autocast."""
+    ours, theirs = (gkd_trainers(ours, bf16=bf16) for ours in (True, False))
+    before = {name: parameter.detach().clone() for name, parameter in theirs.model.named_parameters()}
+    dtypes = set()
+    ours.model.model.norm.register_forward_hook(lambda _, args, out: dtypes.add(args[0].dtype))
+    ours.model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: dtypes.add(out.dtype))
+    for trainer in (ours, theirs):
+        trainer.train()
+    expected = dict(theirs.model.named_parameters())
+    largest = max(float((expected[name] - start).abs().max()) for name, start in before.items())
+    for name, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=(2e-2 if bf16 else 1e-4) * largest)
+    assert (torch.bfloat16 in dtypes) == bf16
 
 
 # --- heads that are sharded ---
@@ -377,6 +432,27 @@ def test_unpatch_puts_everything_back(utils, their_divergence):
         unpatch()
 
 
+def test_patched_leaves_patched_what_was_patched_before(utils):
+    with patched():
+        with patched():
+            pass
+        assert utils._ChunkedLogProbFunction is ChunkedLogProbs
+    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_a_compiled_head_follows_patch_and_unpatch(utils, calls):
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False)
+
+    def head(hidden):
+        return utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32, None, 1.0, ("log_probs",))[0]
+
+    expected, compiled = head(hidden), torch.compile(head, backend="eager")
+    for context in (patched(), contextlib.nullcontext()):
+        with context:
+            torch.testing.assert_close(compiled(hidden), expected)
+        assert calls == ["linear_log_probs"]
+
+
 class Renamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs): ...
@@ -411,3 +487,18 @@ def test_an_output_that_is_not_known_is_refused():
     inputs = head_inputs(torch.float32, bias=False)
     with pytest.raises(NotImplementedError, match=r"TRL asks its head for \['top_k'\], which flce_ops does not have"):
         ChunkedLogProbs.apply(*inputs, 1.0, 32, None, 1.0, ("log_probs", "top_k"))
+
+
+def test_the_benchmark_of_clients(tmp_path):
+    from benchmarks import clients
+    from benchmarks.client_steps import OURS, OWN, RETAINING
+
+    sizes = "--tokens 8 --hidden 128 --vocabulary 101 --layers 1 --rounds 1 --ms 1 --device cpu".split()
+    clients.main(["--cases", "trl:SFT dft", *sizes, "--out", str(tmp_path)])
+    (path,) = tmp_path.rglob("clients.csv")
+    with path.open(newline="") as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert list(rows) == [OWN, OURS, RETAINING]
+    for row in rows.values():
+        assert row["reason"] == "" and row["equal"] == "True" and float(row["head_ms"]) > 0
+        assert float(row["err_dw"]) < float(row["tolerance"])

@@ -19,6 +19,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.live_tiles import LIVE, Blocks, Steps
 from flce_ops.triton.logit_codes import Coding
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.tiles import (
@@ -39,8 +40,11 @@ OPERANDS = {
     "codes": EXP_SUM._replace(coding=Coding("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
+    "low_rank": EXP_SUM,
 }
 KEPT = Kept("*i32", "*i32", "i32")
+EVERY_STEP, EVERY_BLOCK = Steps("constexpr", "constexpr", "i32", "i32"), Blocks("constexpr", "constexpr")
+LIVE_STEPS, DENSE_BLOCKS = Steps("*i32", "*i32", "i32", "i32"), Blocks("*i32", "*i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
 # compute capability: (epilogue by default, shared memory a block may use, in bytes)
 TARGETS = {
@@ -121,7 +125,11 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         matrices = dict(blocks)
         if name == "codes":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        epilogue = {"EPILOGUE": EPILOGUES[type(operands)]}
+        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": 64 if name == "low_rank" else 0}
+        if name == "low_rank":
+            matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
+        else:
+            types |= {"pair_input_ptr": "constexpr", "pair_weight_ptr": "constexpr"}
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
@@ -130,7 +138,8 @@ def gradient_blocks(tiles: Tiles) -> dict[str, int]:
     return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
 
 
-# Of several chunks of tokens: FIRST, LAST, MARKED; "main_grad" adds to a float32 buffer
+# Of several chunks of tokens: FIRST, LAST, MARKED; "main_grad" adds to a float32 buffer, "live" multiplies live tiles,
+# "dense" makes some blocks of classes
 WEIGHT_CHUNKS = {
     "only": (True, True, False),
     "first": (True, False, False),
@@ -138,6 +147,8 @@ WEIGHT_CHUNKS = {
     "marked": (False, False, True),
     "last": (False, True, False),
     "main_grad": (True, True, False),
+    "live": (False, False, False),
+    "dense": (False, False, False),
 }
 
 
@@ -151,6 +162,8 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
+    types |= {"live": LIVE_STEPS if chunk == "live" else EVERY_STEP}
+    types |= {"blocks": DENSE_BLOCKS if chunk == "dense" else EVERY_BLOCK}
     types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
@@ -171,32 +184,36 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "GROUP": tiles.group,
         **gradient_blocks(tiles),
     }
-    constants["FLATTEN"] = tiles.flatten and not marked
-    name = f"weight, {chunk}"
+    constants["FLATTEN"] = tiles.flatten and not marked and chunk != "live"
+    name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
-def input_variant(tiles: Tiles, *, whole: bool) -> Variant:
+def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
     """All of V at once, which is finished where it is made, or one piece of several."""
     blocks = {
         "exponentials_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
         "classes_ptr": ("bf16", [tiles.block_k, tiles.block_n]),
     }
     types = {"weight_ptr": "*bf16", "product_ptr": "*fp32", "out_ptr": "*bf16", "finish": FINISH, "kept": KEPT}
+    types["live"] = LIVE_STEPS if live else EVERY_STEP
     constants = {"WHOLE": whole, "FIRST": whole, **gradient_blocks(tiles)}
-    name = f"input, {'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
+    name = f"input, {'live' if live else 'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(input_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
 def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
-    weight_tiles = WEIGHT_TILES["hopper" if tma else "ampere"]
-    for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
-        if (every or chunk in ("later", "main_grad")) and (tma or not marked):
-            yield weight_variant(weight_tiles, chunk)
+    for name, tiles in WEIGHT_TILES.items():
+        if name != "interpreter" and tiles.tma == tma:
+            for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
+                if (every or chunk in ("later", "main_grad")) and (tma or not marked):
+                    yield weight_variant(tiles, chunk)
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):
                 yield input_variant(tiles, whole=whole)
+            if every and tiles.block_m <= LIVE.value:
+                yield input_variant(tiles, whole=True, live=True)
 
 
 def variants(capability: int, epilogue: str, every: bool) -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""flce_ops: eager, compiled, captured, in other workspaces, recomputing in backward, on rows compacted by hand."""
+"""flce_ops: eager, compiled, captured, with other budgets, recomputing in backward, on rows compacted by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
+from ..kl_div import in_one_call as divergence_in_one_call
 from ..modes import MODES, Loss, Mode, Step, step_of
 from ..policy import in_one_call
 from ..soft import in_one_call as of_soft_targets
@@ -15,7 +16,13 @@ from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
 # A sparse gradient: mode, and the threshold is 2 to this power
-SPARSE = {"ours_sparse_10": ("unbiased", -10), "ours_sparse_12": ("unbiased", -12), "ours_drop_12": ("drop", -12)}
+SPARSE = {
+    **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
+    **{"ours_drop_12": ("drop", -12), "ours_tiles_12": ("tiles", -12)},
+}
+BY_MEAN = "_by_mean"  # behind a name of SPARSE: with gradient_class_order
+MEAN_OF_TOKENS = 1024
+RETAINED = 4 << 30  # bytes: room for the logits of all tokens of the shapes at hand
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
@@ -28,14 +35,22 @@ def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
     return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
 
 
+def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
+    """Classes by their mean probability over some tokens, as a training run would know it from earlier steps."""
+    x, w = problem.input.detach()[:MEAN_OF_TOKENS], problem.linear_weight.detach()
+    return (x @ w.T).float().softmax(1).mean(0).argsort(descending=True)
+
+
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
-    if not mode.backward or mode.per_token or mode.name == "soft64":
+    if not mode.backward or mode.per_token or mode.options or mode.kind or mode.name == "soft64":
         raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
-    how, exponent = SPARSE[name]
+    how, exponent = SPARSE[name.removesuffix(BY_MEAN)]
     seed = torch.tensor(problem.seed, device=problem.input.device)
     sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}
+    if name.endswith(BY_MEAN):
+        sparse["gradient_class_order"] = _order_by_mean(problem)
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         return linear_cross_entropy(input, linear_weight, target, reduction=reduction, **sparse)
@@ -45,7 +60,7 @@ def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
 
 def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
     """The kept rows were gathered before the step; it puts their gradients where they belong."""
-    if mode.reduction == "log_probs":
+    if mode.reduction == "log_probs" or mode.kind:
         raise Unavailable("not in this mode")
     rows = problem.kept.nonzero()[:, 0]
     if rows.shape[0] > 0.9 * problem.shape.N:
@@ -102,10 +117,13 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if reduction == "log_probs":
             found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True)
             return found.log_probs, found.entropy
-        return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
+        result = flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction, **mode.options)
+        return result[0] if "return_metrics" in mode.options else result
 
-    if name in SPARSE:
+    if name.removesuffix(BY_MEAN) in SPARSE:
         return _sparse_step(name, problem, mode)
+    if mode.kind:
+        loss = divergence_in_one_call(problem, mode.kind)
     if mode.name == "soft64":
         if name in ("ours_recompute", "ours_compacted"):
             raise Unavailable("one class a token alone")
@@ -122,7 +140,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     if name == "ours_captured":
         return _captured_step(step_of(loss, problem, mode), problem)
     if name == "ours_recompute":
-        if mode.name in ("fwd", "log_probs"):
+        if mode.name in ("fwd", "log_probs") or mode.options or mode.kind:
             raise Unavailable("not in this mode")
         return step_of(_recompute_loss, problem, mode)
 
@@ -133,8 +151,10 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         raise Unavailable("for processors: a GPU's smallest chunk exceeds it")
     plain = step_of(loss, problem, mode)
 
+    budget = {"retained": RETAINED} if name == "ours_retained" else {"nbytes": WORKSPACE_MIB[name] * 2**20}
+
     def step_in_workspace() -> Tensor:
-        with flce_ops.workspace(WORKSPACE_MIB[name] * 2**20):
+        with flce_ops.workspace(**budget):
             return plain()
 
     return step_in_workspace

@@ -130,10 +130,10 @@ def retain_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
         own.copy_(product[: own.shape[0]])
 
 
-def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor) -> Iterator[tuple]:
+def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor, multiple: int = 1) -> Iterator[tuple]:
     """Rows of each block, counted as the chunk's are, their part of the product, and of vectors (N, ...)."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
-    step = max(block_bytes(input) // row_bytes, 1)
+    step = max(block_bytes(input) // row_bytes // multiple, 1) * multiple
     if chunk.stop - chunk.start == input.shape[0] <= step:
         yield chunk, product, *vectors
         return

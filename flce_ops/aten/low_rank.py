@@ -4,6 +4,10 @@
                        G of it                            as in with_grad.py
                        dx = G @ W,  dh = G @ B,  dB += G.T @ h
 
+With class_scale c the product is c_j (x W_j + h B_j), and c_j G_ij stands for G_ij in the last line:
+
+                       dc_j += sum_i G_ij (x_i W_j + h_i B_j)
+
 Two GEMM passes of 2NDV and three of 2NrV, and no matrix of (V, D) beside W: neither W + B A nor its gradient.
 """
 
@@ -15,8 +19,10 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_products
 from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
+from flce_ops.aten.logits import upcast
 from flce_ops.aten.with_grad import loss_and_gradients, rows_of_chunk
 from flce_ops.math.options import TokenStatistics
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta import low_rank
 from flce_ops.meta.arguments import LowRankWithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -26,10 +32,10 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(LowRankWithGrad)
-def low_rank_with_grad(call: LowRankWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def low_rank_with_grad(call: LowRankWithGrad) -> low_rank.Outputs:
     outputs = low_rank.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, (None, ZERO, ZERO, ZERO, None, None))
+    on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, (None, ZERO, ZERO, ZERO, None, None, None))
     return outputs
 
 
@@ -38,9 +44,12 @@ def low_rank_with_grad_of_rows(call: LowRankWithGrad, outputs: Sequence[Tensor])
     input, linear_weight, pair_input, pair_weight, *_ = call.operands
     head = call.operands.head
     reserved = copy_bytes(linear_weight) + 4 * pair_weight.numel()  # a float32 sum of its gradient
-    step = rows_of_chunk(call, head, False, reserved=reserved)
-    products = with_pair(chunk_products(call, input, linear_weight, step), pair_input, pair_weight)
-    loss.copy_(loss_and_gradients(call, head, products, PairGradients(call, grads, step), losses, TokenStatistics()))
+    # beside the product it is kept unscaled
+    beside = int(call.output_mask[4])
+    step = rows_of_chunk(call, head, False, reserved=reserved, matrices_beside=beside, matrices=beside)
+    gradients = PairGradients(call, grads, step)
+    products = gradients.scaled(with_pair(chunk_products(call, input, linear_weight, step), pair_input, pair_weight))
+    loss.copy_(loss_and_gradients(call, head, products, gradients, losses, TokenStatistics()))
 
 
 def with_pair(
@@ -56,9 +65,13 @@ def with_pair(
 
 class PairGradients:
     def __init__(self, call: LowRankWithGrad, grads: Sequence[Tensor], rows: int) -> None:
-        grad_input, grad_pair_input, grad_pair_weight, grad_bias = grads
-        want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
-        input, linear_weight, pair_input, pair_weight, *_ = call.operands
+        grad_input, grad_pair_input, grad_pair_weight, grad_bias, self.grad_scale = grads
+        want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
+        input, linear_weight, pair_input, pair_weight, *_, class_scale = call.operands
+        accumulate = accumulation_dtype(input.dtype)
+        self.class_scale = upcast(class_scale, accumulate)
+        self.scale_sum = torch.zeros_like(self.grad_scale, dtype=accumulate) if want_scale else None
+        self.unscaled = grad_input  # (n, V), the product of the chunk's rows that have no G yet
         nothing = grad_input.new_empty(0)
         self.head = GradientAccumulator(
             input, linear_weight, [grad_input, nothing, grad_bias], [want_input, False, want_bias], rows
@@ -71,10 +84,22 @@ class PairGradients:
             rows,
         )
 
+    def scaled(self, products: Iterator[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+        for rows, product in products:
+            if self.scale_sum is not None:
+                self.unscaled = product.clone()
+            yield rows, product if self.class_scale is None else product.mul_(self.class_scale)
+
     def add_bias(self, grad_logits: Tensor) -> None:
         self.head.add_bias(grad_logits)
+        if self.scale_sum is not None:
+            rows = grad_logits.shape[0]
+            self.scale_sum += (self.unscaled[:rows] * grad_logits).sum(0)
+            self.unscaled = self.unscaled[rows:]
 
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
+        if self.class_scale is not None:
+            grad_logits.mul_(self.class_scale)
         self.head.round_block(block, grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
@@ -85,3 +110,5 @@ class PairGradients:
     def finish(self) -> None:
         self.head.finish()
         self.pair.finish()
+        if self.scale_sum is not None:
+            self.grad_scale.copy_(self.scale_sum)

@@ -1,10 +1,8 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -20,10 +18,11 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
-from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
+from flce_ops.math.sparse_gradient import Draws
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -36,11 +35,7 @@ from flce_ops.support.target_range import check_target_range
 def with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    draws: tuple[Draws, ...] = ()
-    if call.sparse.gradient_threshold:
-        draws = (Draws(torch.arange(call.operands.target.shape[0], device=call.operands.target.device)),)
-        call.notes += ("a sparse gradient",)
-    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws)
+    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws_of(call))
     return outputs
 
 
@@ -50,18 +45,20 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     input, linear_weight = call.operands[:2]
     beside = extra_matrices(call.statistics)
     step = rows_of_chunk(
-        call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight), matrices_beside=beside
+        call,
+        call.operands,
+        call.output_mask[1],
+        reserved=copy_bytes(linear_weight),
+        matrices_beside=beside,
+        matrices=needs_exact(call),
     )
-    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    step = whole_tiles(call, step)
+    if draws is None:
+        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    else:
+        gradients = SparseAccumulator(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, step)
-    keep = None if draws is None else partial(keep_entries_of_rows, call.sparse, draws)
-    loss.copy_(
-        loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight, keep)
-    )
-
-
-def keep_entries_of_rows(sparse: SparseGradient, draws: Draws, grad_logits: Tensor, slope: Tensor, rows: slice) -> None:
-    keep_entries(grad_logits, slope, sparse, draws.of(rows))
+    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight))
 
 
 def rows_of_chunk(
@@ -71,10 +68,13 @@ def rows_of_chunk(
     *,
     reserved: int,
     matrices_beside: int = 0,
+    matrices: int = 0,  # of all rows
 ) -> int:
     in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
     classes = operands.linear_weight.shape[0]
-    return rows_beside_gradients(operands.input, classes, want_weight, matrices_in_block=in_block, reserved=reserved)
+    return rows_beside_gradients(
+        operands.input, classes, want_weight, matrices=matrices, matrices_in_block=in_block, reserved=reserved
+    )
 
 
 class Gradients(Protocol):
@@ -97,7 +97,6 @@ def loss_and_gradients(
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
     target_weight: Tensor | None = None,  # (N, K)
-    keep: Callable[[Tensor, Tensor, slice], None] | None = None,  # makes G of rows, whose slopes it takes, sparse
 ) -> Tensor:  # ()
     input, linear_weight, target, linear_bias, weight = operands
     num_classes = linear_weight.shape[0]
@@ -112,7 +111,7 @@ def loss_and_gradients(
     of_targets = column.squeeze(1) if slot_weight is None else column
     loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     for chunk, product in products:
-        blocks = row_blocks(input, chunk, product, column, scale, losses)
+        blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple_of(gradients))
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
@@ -125,8 +124,8 @@ def loss_and_gradients(
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
-            if keep is not None:  # without a softcap: the slope is one number, or none
-                keep(grad_logits, cotangents.grad_lse if slope is None else cotangents.grad_lse * slope, rows)
+            if isinstance(gradients, SparseAccumulator):
+                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

@@ -6,6 +6,7 @@ arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 main_grad.py                    refusals of a buffer that the gradient is added to
 torch_options.py                options of torch's function
 first_classes.py                the classes that vocabularies have but for their padding
+class_order.py                  classes in an order of the user's, for a sparse gradient
 shifted_target.py               labels whose targets are the next ones
 cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
 low_rank.py                     of a head with a low-rank pair (LoRA)

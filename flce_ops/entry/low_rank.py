@@ -2,6 +2,8 @@
 
     logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T        low_rank_input: s input @ A.T, say
 
+With class_scale, a number a class that DoRA has, logits = class_scale (...), before linear_bias is added.
+
 Where the head is frozen and the loss is a scalar it has an operator of its own, which makes nothing of linear_weight's
 size. Elsewhere the pair goes into the ordinary operators as features of input and of linear_weight, which is copied.
 """
@@ -14,7 +16,7 @@ from flce_ops.entry.plain import loss_and_statistics, reduction_in_operator, tok
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics
 from flce_ops.meta.arguments import takes
-from flce_ops.meta.checks import check_device, check_target_dtype
+from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import pair_in_one_pass
 from flce_ops.ops.situations import needs_gradient, options_in_situation
@@ -42,13 +44,17 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
         loss = loss_in_one_pass(call, head)
         if loss is not None:
             return loss
-    input = torch.cat([call.input, call.low_rank_input], -1)
-    linear_weight = torch.cat([call.linear_weight, call.low_rank_weight], 1)
+    input, linear_weight, *_ = operands_of(call).concatenated
     return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
+
+
+def operands_of(call: LowRankCrossEntropy) -> LowRankOperands:
+    return LowRankOperands(*(getattr(call, name) for name in LowRankOperands._fields))
 
 
 def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor) -> CrossEntropy:
     options = dict(zip(call.keywords, call.values()[call.positional :]))
+    del options["class_scale"]
     return CrossEntropy.bind(input, linear_weight, call.target, call.linear_bias, **options)
 
 
@@ -61,7 +67,10 @@ def check_pair(call: LowRankCrossEntropy) -> None:
             raise ValueError(f"{OP}: expected {name} of shape ({leading}, r), got {tuple(tensor.shape)}")
         if tensor.dtype != call.input.dtype:
             raise TypeError(f"{OP}: expected {name} in input's dtype {call.input.dtype}, got {tensor.dtype}")
-    check_device(OP, call.input, low_rank_input=call.low_rank_input, low_rank_weight=call.low_rank_weight)
+    if call.class_scale is not None:
+        check_per_class(OP, "class_scale", call.class_scale, call.linear_weight.shape[0])
+    names = ("low_rank_input", "low_rank_weight", "class_scale")
+    check_device(OP, call.input, "input", **{name: getattr(call, name) for name in names})
     rank = call.low_rank_weight.shape[-1]
     if call.low_rank_input.shape[-1] != rank:
         raise ValueError(
@@ -73,20 +82,16 @@ def check_pair(call: LowRankCrossEntropy) -> None:
 def loss_in_one_pass(call: LowRankCrossEntropy, head: CrossEntropy) -> Tensor | None:
     """None where the table of paths has another way."""
     tokens = call.target.numel()
-    operands = LowRankOperands(
-        call.input.reshape(tokens, call.input.shape[-1]),
-        call.linear_weight,
-        call.low_rank_input.reshape(tokens, call.low_rank_input.shape[-1]),
-        call.low_rank_weight,
-        call.target.reshape(tokens),
-        call.linear_bias,
-        call.weight,
+    operands = operands_of(call)._replace(
+        input=call.input.reshape(tokens, call.input.shape[-1]),
+        low_rank_input=call.low_rank_input.reshape(tokens, call.low_rank_input.shape[-1]),
+        target=call.target.reshape(tokens),
     )
     problem = token_losses(head, operands.head, Statistics())
     if not pair_in_one_pass(operands, **options_in_situation(problem.loss, problem.logits)):
         return None
-    input, _, pair_input, pair_weight, _, linear_bias, _ = operands
-    mask = [needs_gradient(operand) for operand in (input, pair_input, pair_weight, linear_bias)]
+    input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
+    mask = [needs_gradient(operand) for operand in (input, pair_input, pair_weight, linear_bias, class_scale)]
     return torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
         *operands, *reduction_in_operator(head, problem), **problem.options, output_mask=mask
     )[0]

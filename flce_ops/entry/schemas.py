@@ -23,6 +23,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     target_weight: Tensor | None = None  # (..., K)
     main_grad: Tensor | None = None  # (V, D)
     sparse: SparseGradient
+    gradient_class_order: Tensor | None = None  # (V,)
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
@@ -42,6 +43,7 @@ class LowRankCrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    class_scale: Tensor | None = None  # (V,)
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):
@@ -75,6 +77,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
     tail: bool = False
+    sparse: SparseGradient
 
 
 class PolicyLoss(Arguments, keyword_from="objective"):
@@ -96,6 +99,7 @@ class PolicyLoss(Arguments, keyword_from="objective"):
     numbers: LogitNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    sparse: SparseGradient
 
 
 class KlDiv(Arguments, keyword_from="teacher_probs"):

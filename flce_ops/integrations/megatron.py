@@ -49,15 +49,34 @@ def linear_cross_entropy(
     """flce_ops.linear_cross_entropy that adds the gradient of linear_weight to linear_weight.main_grad.
 
     Args:
-        linear_weight: a parameter that has `main_grad`. One of a vocabulary that tensor parallelism shards is not
-            supported: the targets must be its rows.
+        linear_weight: a parameter that has `main_grad`, all classes of it.
         options: of flce_ops.linear_cross_entropy, but for main_grad.
 
     Raises:
-        AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model.
+        AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model, or its FSDP does.
+        NotImplementedError: tensor parallelism shards the vocabulary: targets are not rows of linear_weight.
     """
+    refuse_shard(linear_weight)
     parameter: Any = linear_weight
     if torch.is_grad_enabled() and linear_weight.requires_grad:
-        options["main_grad"] = parameter.main_grad
+        options["main_grad"] = getattr(parameter, "main_grad", None)
+        if options["main_grad"] is None:
+            raise AttributeError(
+                "expected linear_weight.main_grad, which Megatron's DistributedDataParallel gives to parameters, got "
+                "none; elsewhere call flce_ops.linear_cross_entropy"
+            )
         linear_weight = AddedToMainGrad.apply(linear_weight)
     return functional.linear_cross_entropy(input, linear_weight, target, linear_bias, **options)
+
+
+def refuse_shard(linear_weight: Tensor) -> None:
+    if not getattr(linear_weight, "tensor_model_parallel", False):  # Megatron sets it on a group of one, too
+        return
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if group is not None and group.size() > 1:
+        raise NotImplementedError(
+            f"expected all classes of linear_weight on this rank, got one of {group.size()} shards of tensor "
+            "parallelism; use Megatron's own head and loss there"
+        )

@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 
 
 class LowRankOperands(NamedTuple):
-    """Of logits  input @ linear_weight.T + low_rank_input @ low_rank_weight.T  (+ linear_bias)."""
+    """Of logits  class_scale (input @ linear_weight.T + low_rank_input @ low_rank_weight.T)  (+ linear_bias)."""
 
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
@@ -44,6 +44,7 @@ class LowRankOperands(NamedTuple):
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,), class weights
+    class_scale: Tensor | None = None  # (V,), that of DoRA
 
     @property
     def head(self) -> Operands:
@@ -53,9 +54,15 @@ class LowRankOperands(NamedTuple):
     @property
     def concatenated(self) -> Operands:
         """The same logits by one product, at the price of a copy of linear_weight."""
-        input = torch.cat([self.input, self.low_rank_input], 1)
-        linear_weight = torch.cat([self.linear_weight, self.low_rank_weight], 1)
+        input = torch.cat([self.input, self.low_rank_input], -1)
+        linear_weight = self.unscaled_weight
+        if self.class_scale is not None:
+            linear_weight = (linear_weight * self.class_scale[:, None]).to(linear_weight.dtype)
         return Operands(input, linear_weight, self.target, self.linear_bias, self.weight)
+
+    @property
+    def unscaled_weight(self) -> Tensor:  # (V, D + r)
+        return torch.cat([self.linear_weight, self.low_rank_weight], 1)
 
 
 class LogitOperands(NamedTuple):

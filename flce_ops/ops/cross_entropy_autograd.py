@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.ops.autograd import Formula, kernel, multiply_by_upstream, save, saved, wanted
+from flce_ops.ops.formula import Formula, kernel, save, saved, wanted
+from flce_ops.ops.upstream import multiply_by_upstream
 from flce_ops.support.torch_private import below_autograd, functorch_is_active, root_of
 
 # N tokens, V vocabulary
@@ -201,7 +202,7 @@ def traced_leaf(logits: Tensor) -> Tensor | None:
 
 
 def in_place_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
-    """As `kernel` of autograd.py, without the root that the formula gives back."""
+    """As `kernel` of formula.py, without the root that the formula gives back."""
     run = kernel(op, formula)
 
     def without_root(*args, **kwargs):

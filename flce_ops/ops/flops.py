@@ -46,7 +46,7 @@ def double_backward(grad_grad_input, grad_grad_linear_weight, *shapes, **options
 
 def low_rank(input, linear_weight, pair_input, pair_weight, *args, output_mask, out_shape=None, **options) -> int:
     """The head is frozen."""
-    want_input, *of_pair, _ = output_mask
+    want_input, *of_pair, _, _ = output_mask
     return logits(input, linear_weight) * (1 + want_input) + logits(pair_input, pair_weight) * (1 + sum(of_pair))
 
 

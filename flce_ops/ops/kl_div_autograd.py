@@ -12,7 +12,8 @@ import torch
 from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
-from flce_ops.ops.autograd import OPERANDS, Formula, multiply_by_upstream, save, saved, wanted, where_wanted
+from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
+from flce_ops.ops.upstream import multiply_by_upstream
 
 # N tokens, D hidden, V vocabulary
 

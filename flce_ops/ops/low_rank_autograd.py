@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
-from flce_ops.ops.autograd import Formula, differentiable_gradients, multiply_by_upstream, save, saved, wanted
+from flce_ops.ops.formula import Formula, save, saved, wanted
+from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
-NAMES = ("input", "low_rank_input", "low_rank_weight", "linear_bias")  # in the order of the output_mask
+NAMES = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")  # in the order of the output_mask
 
 
 class LowRankWithGradFormula(Formula):
@@ -52,25 +54,33 @@ class LowRankWithGradFormula(Formula):
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:
     """The same loss by the ordinary operator."""
-    want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
+    want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
     return WithGrad.bind(
         *call.operands.concatenated,
         *call.reduction,
         ignore_index=call.ignore_index,
         **call.loss._asdict(),
         **call.logits._asdict(),
-        output_mask=[want_input or want_pair_input, want_pair_weight, want_bias],
+        output_mask=[want_input or want_pair_input, want_pair_weight or want_scale, want_bias],
     )
 
 
 def of_pair(call: LowRankWithGrad, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The four gradients, from the three of `concatenated`."""
+    """The five gradients, from the three of `concatenated`."""
     (of_input, of_weight, of_bias), hidden = gradients, call.operands.input.shape[1]
-    want_input, want_pair_input, want_pair_weight, _ = call.output_mask
+    want_input, want_pair_input, want_pair_weight, _, want_scale = call.output_mask
     nothing = of_bias.new_empty(0)
+    of_scale, scale = nothing, call.operands.class_scale
+    if scale is not None:
+        of_scale = of_scale.to(scale.dtype)
+        if want_scale:
+            of_scale = (of_weight * call.operands.unscaled_weight).sum(1, dtype=scale.dtype)
+        if want_pair_weight:
+            of_weight = (of_weight * scale[:, None]).to(of_weight.dtype)
     return [
         of_input[:, :hidden] if want_input else nothing,
         of_input[:, hidden:] if want_pair_input else nothing,
         of_weight[:, hidden:] if want_pair_weight else nothing,
         of_bias,
+        of_scale,
     ]

@@ -1,4 +1,4 @@
-"""What linear_policy_loss_with_grad saves and what comes back: as linear_cross_entropy_with_grad, autograd.py.
+"""What linear_policy_loss_with_grad saves and what comes back: as with_grad_autograd.py.
 
 with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
 """
@@ -13,7 +13,8 @@ from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import check_constants
-from flce_ops.ops.autograd import OPERANDS, Formula, multiply_by_upstream, save, saved, wanted, where_wanted
+from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
+from flce_ops.ops.upstream import multiply_by_upstream
 
 # N tokens, D hidden, V vocabulary
 

@@ -11,13 +11,13 @@
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
     flce::cross_entropy_with_grad_               which writes the gradient over them
-    flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: autograd.py
+    flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: upstream.py
 
 All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
-    FuncTorchDynamicLayerFrontMode     torch.func: autograd.py
-    Autograd                           formulas: autograd.py; low_rank_, kl_div_, policy_, cross_entropy_autograd.py
+    FuncTorchDynamicLayerFrontMode     torch.func: formula.py
+    Autograd                           formula.py; formulas: autograd.py, ..._autograd.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
@@ -34,8 +34,18 @@ from flce_ops import meta
 from flce_ops.math.options import Statistics
 from flce_ops.meta import arguments, cross_entropy, kl_div, low_rank, policy
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops import autograd, cross_entropy_autograd, kl_div_autograd, low_rank_autograd, paths, policy_autograd
+from flce_ops.ops import (
+    autograd,
+    cross_entropy_autograd,
+    kl_div_autograd,
+    low_rank_autograd,
+    paths,
+    policy_autograd,
+    with_grad_autograd,
+)
 from flce_ops.ops.autocast import autocast_kernel
+from flce_ops.ops.formula import Formula
+from flce_ops.ops.formula import kernel as kernel_of_formula
 from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
 from flce_ops.support.compile_cache import keyed
@@ -48,9 +58,9 @@ class Operator(NamedTuple):
     arguments: type[Arguments]
     results: str
     outputs: Callable  # checks and allocates: the fake kernel
-    formula: type[autograd.Formula] | None = None
+    formula: type[Formula] | None = None
     autocast: bool = False
-    autograd_kernel: Callable = autograd.kernel
+    autograd_kernel: Callable = kernel_of_formula
 
 
 OPERATORS = {
@@ -72,7 +82,7 @@ OPERATORS = {
         arguments.WithGrad,
         f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.with_grad_outputs,
-        autograd.WithGradFormula,
+        with_grad_autograd.WithGradFormula,
         autocast=True,
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": Operator(
@@ -83,7 +93,7 @@ OPERATORS = {
     "linear_cross_entropy_low_rank_with_grad": Operator(
         arguments.LowRankWithGrad,
         "Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_low_rank_input, Tensor grad_low_rank_weight, "
-        "Tensor grad_linear_bias",
+        "Tensor grad_linear_bias, Tensor grad_class_scale",
         low_rank.with_grad_outputs,
         low_rank_autograd.LowRankWithGradFormula,
         autocast=True,

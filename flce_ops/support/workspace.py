@@ -98,11 +98,12 @@ def get_retained() -> int:
 @contextmanager
 def reserved(nbytes: int) -> Iterator[None]:
     """Part of the workspace for the operator call in the block, of this thread, that what it calls leaves free."""
-    _taken.nbytes = nbytes
+    before = getattr(_taken, "nbytes", 0)
+    _taken.nbytes = before + nbytes
     try:
         yield
     finally:
-        _taken.nbytes = 0
+        _taken.nbytes = before
 
 
 def matrix_bytes(tokens: int, per_token: int = VECTOR_BYTES_PER_TOKEN) -> int:

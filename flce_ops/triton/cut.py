@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from flce_ops.support.table import Condition, Path, choose
-from flce_ops.support.workspace import get_workspace
+from flce_ops.support.workspace import get_workspace, reserved
 from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
 from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
@@ -149,6 +149,16 @@ class Problem(NamedTuple):
         steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
         best = min(range(len(cuts)), key=steps.__getitem__)
         return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
+
+
+def cut_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Cut:
+    """Of some tokens, without a lead chunk, beside memory for something else."""
+    with reserved(nbytes):
+        tokens = span.stop - span.start
+        problem = problem_of(tokens, linear_weight, output_mask, smoothed=False, sum_pairs=0)
+        _, chunks = problem.chunks(0)
+        products = problem.product_bytes(chunks[0].stop)
+    return Cut(None, [slice(span.start + c.start, span.start + c.stop) for c in chunks], False, products)
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ from flce_ops.triton.epilogues import ExpSum, MaxSum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logit_codes import LogitCodes, coding
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import tiles_for
 
@@ -146,6 +147,7 @@ def launch_exponentials(
     total: bool = False,
     logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
+    pair: Pair = NO_PAIR,
 ) -> RowSums:
     rows = input.shape[0]
     block_v = tiles_for(input).block_n
@@ -182,6 +184,7 @@ def launch_exponentials(
                 kept,
                 out=out if sums.coding is None else codes.numbers,
                 guard=guarded,
+                pair=pair.of(cols),
             )
             if sums.argmax is not None and cols.start:
                 sums.argmax[of_tiles] += cols.start
@@ -195,7 +198,7 @@ def launch_exponentials(
     sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=False, **blocks)
 
     launch_logits_gemm(
-        input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard
+        input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
     )
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **blocks)
     exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)

@@ -20,6 +20,7 @@ from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.triton.gather_tokens import AtTarget, launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.smoothing import ClassSum
 
@@ -99,10 +100,13 @@ def launch_gather_targets(
     ignore_index: int,
     vocab_start: int,
     class_sum: ClassSum | None = None,
+    pair: Pair = NO_PAIR,  # where a token has one class
 ) -> AtTarget:
     """As launch_gather_tokens; of a target (N, K) the logits, slopes and columns are (n, K)."""
     target, linear_weight = operands.target, operands.linear_weight
-    gathered = launch_gather_tokens(kept, operands, logit_options, rows, vocab_start=vocab_start, class_sum=class_sum)
+    gathered = launch_gather_tokens(
+        kept, operands, logit_options, rows, vocab_start=vocab_start, class_sum=class_sum, pair=pair
+    )
     if target.dim() == 1:
         return gathered
     *_, reference, guard, logit_sum = gathered

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.class_order import Classes
+from flce_ops.triton.live_tiles import LIVE
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sparse_lists import Lists
 
@@ -40,6 +41,13 @@ def gathered_sum(entries_ptr, begin, end, table_ptr, stride_row, stride_d, d, ma
     return acc
 
 
+@triton.jit
+def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
+    if ADD:
+        values += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @Kernel
 @triton.jit
 def gather_rows_kernel(
@@ -53,29 +61,26 @@ def gather_rows_kernel(
     stride_row,
     stride_d,
     stride_out,
+    ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Each row has a list of its own."""
     row = (tl.program_id(0) % n).to(tl.int64)
     d = tl.program_id(0) // n * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = d < D
     count = tl.load(count_ptr + row)
-    acc = gathered_sum(entries_ptr + row * R, 0, count, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
-    tl.store(out_ptr + row * stride_out + d, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
+    columns = D
     if ADD:
-        values += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr, values.to(out_ptr.dtype.element_ty), mask=mask)
+        columns = tl.where(count > 0, D, 0)
+    mask = d < columns
+    acc = gathered_sum(entries_ptr + row * R, 0, count, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
+    store_or_add(out_ptr + row * stride_out + d, acc, mask, ADD)
 
 
 @Kernel
 @triton.jit
 def gather_classes_kernel(
     classes,  # Classes
-    total_ptr,  # () kept tokens whose gradient is sparse: without one nothing is written
+    is_dense_ptr,  # (B,) of DenseClasses: what is left as it is; None for none
     table_ptr,  # (N, D)
     out_ptr,  # (V, D)
     V,
@@ -87,8 +92,11 @@ def gather_classes_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Of classes that are not cut."""
-    if tl.load(total_ptr) > 0:
-        v = (tl.program_id(0) % V).to(tl.int64)
+    v = (tl.program_id(0) % V).to(tl.int64)
+    dense = 0
+    if is_dense_ptr is not None:
+        dense = tl.load(is_dense_ptr + v // LIVE)
+    if dense == 0:
         d = tl.program_id(0) // V * BLOCK_D + tl.arange(0, BLOCK_D)
         mask = d < D
         begin, end = tl.load(classes.behind + v - 1, mask=v > 0, other=0), tl.load(classes.behind + v)
@@ -168,7 +176,7 @@ def block_of(hidden: int, at_most: int) -> dict[str, int]:
     return {"BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
 
 
-def launch_gather_rows(lists: Lists, table: Tensor, out: Tensor) -> None:
+def launch_gather_rows(lists: Lists, table: Tensor, out: Tensor, *, add: bool) -> None:
     """out (n, D), of the n lists' rows."""
     n, hidden = out.shape
     block = block_of(hidden, 512)
@@ -182,13 +190,14 @@ def launch_gather_rows(lists: Lists, table: Tensor, out: Tensor) -> None:
         lists.entries.stride(0),
         *table.stride(),
         out.stride(0),
+        ADD=add,
         **block,
     )
 
 
 def launch_gather_classes(
     classes: Classes,
-    total: Tensor,  # () kept tokens whose gradient is sparse
+    is_dense: Tensor | None,  # (B,) of DenseClasses
     sums: Tensor,  # (P, D) float32, memory
     table: Tensor,  # (N, D)
     out: Tensor,  # (V, D)
@@ -203,7 +212,7 @@ def launch_gather_classes(
         classes, sums, table, most, num_classes, hidden, *table.stride(), STEPS=steps, **block
     )
     gather_classes_kernel[(num_classes * across,)](
-        classes, total, table, out, num_classes, hidden, *table.stride(), out.stride(0), ADD=add, **block
+        classes, is_dense, table, out, num_classes, hidden, *table.stride(), out.stride(0), ADD=add, **block
     )
     add_pieces_kernel[(most * across,)](
         classes, sums, out, most, num_classes, hidden, out.stride(0), STEPS=steps, ADD=add, **block

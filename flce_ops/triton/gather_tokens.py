@@ -22,6 +22,7 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair, pair_logit
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.smoothing import ClassSum
 
@@ -55,6 +56,7 @@ def gather_tokens_kernel(
     column_ptr,  # (n,) out, int64: the target's among these columns, -1 elsewhere
     class_sum,  # ClassSum; its fields None where no logit sum is asked for
     logit_sum_ptr,  # (n,) out, or None
+    pair,  # Pair, of N tokens
     n,
     V,
     D,
@@ -66,6 +68,7 @@ def gather_tokens_kernel(
     vocab_start,
     logit_options,  # LogitOptions
     BLOCK_D: tl.constexpr,
+    RANK: tl.constexpr,  # of the pair
 ):
     """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
     row = tl.program_id(0)
@@ -90,11 +93,14 @@ def gather_tokens_kernel(
             acc += x.to(tl.float32) * w.to(tl.float32)
             if logit_sum_ptr is not None:
                 summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
+        product = tl.sum(acc, 0)
+        if pair.weight is not None:
+            product += pair_logit(pair, token, column, RANK)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + column).to(tl.float32)
         logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        z2, dz_du = base2_logits(tl.sum(acc, 0), bias, logit_options, logit_scale, softcap)
+        z2, dz_du = base2_logits(product, bias, logit_options, logit_scale, softcap)
         tl.store(logit_ptr + row, z2)
         tl.store(reference_ptr + row, z2)
         if logit_options.softcap is not None:
@@ -120,6 +126,7 @@ def launch_gather_tokens(
     *,
     vocab_start: int,
     class_sum: ClassSum | None = None,
+    pair: Pair = NO_PAIR,  # of N tokens
 ) -> AtTarget:
     assert rows.stride(1) == 1
     input, linear_weight, target, linear_bias, _ = operands
@@ -144,6 +151,7 @@ def launch_gather_tokens(
         column,
         class_sum or ClassSum(None, None),
         logit_sum,
+        pair,
         n,
         linear_weight.shape[0],
         hidden,
@@ -153,6 +161,7 @@ def launch_gather_tokens(
         vocab_start,
         logit_options,
         BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+        RANK=pair.rank,
         num_warps=4,
     )
     return AtTarget(logit, dz_du, column, reference, guard, logit_sum)

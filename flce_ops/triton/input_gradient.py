@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import input_tiles_for, multiprocessors
 from flce_ops.triton.tiles import Tiles
@@ -113,6 +114,7 @@ def input_gradient_kernel(
     out_ptr,  # (n, D) out
     finish,  # Finish
     kept,  # Kept
+    live,  # Steps
     n,
     D,
     v,
@@ -136,7 +138,6 @@ def input_gradient_kernel(
     tiles = row_blocks * tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(v, BLOCK_K)
     parts = parts_of(count, D, depth_of_parts, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
-    steps = tl.cdiv(depth, parts)
     for unit in tl.range(tl.program_id(0), tiles * parts, PROGRAMS):
         part = unit // tiles
         tile = unit % tiles
@@ -147,15 +148,26 @@ def input_gradient_kernel(
         row_mask = rows < count
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(part * steps, min(part * steps + steps, depth)):
+        total = depth
+        if live.number is not None:
+            total = number_of_steps(live, row_start, BLOCK_K)
+        steps = tl.cdiv(total, parts)
+        step = part * steps
+        if live.number is not None:
+            step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
+        for k in range(part * steps, min(part * steps + steps, total)):
+            if live.number is None:
+                step = k
             if USE_TMA:
-                a = exponentials_ptr.load([row_start, k * BLOCK_K])
-                b = classes_ptr.load([k * BLOCK_K, col_start])
+                a = exponentials_ptr.load([row_start, step * BLOCK_K])
+                b = classes_ptr.load([step * BLOCK_K, col_start])
             else:
-                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
+                ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(exponentials_ptr, rows, ks, row_mask, ks < v, stride_exponentials_n)
                 b = load_tile(classes_ptr, ks, cols, ks < v, col_mask, stride_weight_v, stride_weight_d)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            if live.number is not None:
+                step = step_at(live, row_start, k + 1, BLOCK_K)
         mask = row_mask[:, None] & col_mask[None, :]
         places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
         if WHOLE and parts == 1:
@@ -222,10 +234,12 @@ class InputGradient:
         kept: Kept,
         columns: list[slice],  # of the pieces
         product: Tensor,  # flat float32 memory; of several pieces it has to hold (n, D) numbers
+        live: Steps = EVERY_STEP,  # of one piece
     ) -> None:
         assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
         self.out, self.linear_weight, self.finish, self.kept, self.product = out, linear_weight, finish, kept, product
-        self.tiles, self.programs = input_tiles_for(linear_weight), multiprocessors(out)
+        self.live, self.programs = live, multiprocessors(out)
+        self.tiles = input_tiles_for(linear_weight, live=live.number is not None)
         self.whole = len(columns) == 1
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
         self.numbers = min(product.shape[0], 2**31 - 1)
@@ -244,6 +258,7 @@ class InputGradient:
             self.out,
             self.finish,
             self.kept,
+            self.live,
             *self.out.shape,
             classes.shape[0],
             self.numbers,

@@ -7,6 +7,7 @@
                                  BLOCK_V
 
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
+                        + the product of a low-rank pair, if there is one              (low_rank_pair.py)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
              0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
@@ -31,6 +32,7 @@ from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.fixed_point import to_fixed_point
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors, tiles_for
 from flce_ops.triton.tiles import LogitsTiles
@@ -90,6 +92,8 @@ def logits_gemm_kernel(
     bias_ptr,  # (V,) or None
     logit_options,  # LogitOptions
     operands,  # of the epilogue: ExpSum, MaxSum, Gradient
+    pair_input_ptr,  # (n, r): as input_ptr; None where there is no pair
+    pair_weight_ptr,  # (V, r)
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
     kept,  # Kept, the tokens of the rows
     n,
@@ -115,6 +119,7 @@ def logits_gemm_kernel(
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
     FIXED_POINT: tl.constexpr,
+    RANK: tl.constexpr,  # of the pair, contiguous
 ):
     logit_scale = number_at(logit_options.logit_scale)
     softcap = number_at(logit_options.softcap)
@@ -122,6 +127,7 @@ def logits_gemm_kernel(
     row_blocks = tl.cdiv(count, BLOCK_N)
     vocab_blocks = tl.cdiv(V, BLOCK_V)
     depth = tl.cdiv(D, BLOCK_D)
+    pair_depth: tl.constexpr = tl.cdiv(RANK, BLOCK_D) if USE_TMA else 0
     tiles = row_blocks * vocab_blocks
     if guard_ptr is not None:
         tiles = tl.where(exceeds(guard_ptr), tiles, 0)
@@ -139,16 +145,23 @@ def logits_gemm_kernel(
         row_mask = rows < count
         col_mask = cols < V
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for k in range(depth):
+        for k in range(depth + pair_depth):
             if USE_TMA:
-                a = input_ptr.load([row_start, k * BLOCK_D])
-                b = weight_ptr.load([col_start, k * BLOCK_D])
+                inputs, weights, step = input_ptr, weight_ptr, k
+                if RANK > 0:
+                    if k >= depth:  # one address or the other of a tensor map: the loop stays one
+                        inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
+                a = inputs.load([row_start, step * BLOCK_D])
+                b = weights.load([col_start, step * BLOCK_D])
             else:
                 ks = k * BLOCK_D + tl.arange(0, BLOCK_D)
                 a = load_tile(input_ptr, rows, ks, row_mask, ks < D, stride_input_n, stride_input_d)
                 b = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-
+        if RANK > 0 and not USE_TMA:
+            acc = add_pair_product(
+                acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
+            )
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -190,6 +203,7 @@ def launch_logits_gemm(
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
     before_softcap: bool = False,  # what is stored, in nats, in place of the result
+    pair: Pair = NO_PAIR,  # whose product is added
     tiles: LogitsTiles | None = None,
 ) -> None:
     assert out is None or out.stride(1) == 1
@@ -197,18 +211,20 @@ def launch_logits_gemm(
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
     block_n, block_v, block_d = tiles.block_m, tiles.block_n, tiles.block_k
-    use_tma = tiles.tma and all(map(fits_tma, (input, linear_weight, out)))
-    matrices = [input, linear_weight, out]
+    matrices = [input, linear_weight, out, *pair]
+    use_tma = tiles.tma and all(map(fits_tma, matrices))
     if use_tma:
-        blocks = ([block_n, block_d], [block_v, block_d], [block_n, block_v // 2 if tiles.store_halves else block_v])
-        matrices = descriptors(matrices, blocks)
+        of_rows, of_classes = [block_n, block_d], [block_v, block_d]
+        of_out = [block_n, block_v // 2 if tiles.store_halves else block_v]
+        matrices = descriptors(matrices, (of_rows, of_classes, of_out, of_rows, of_classes))
     grid_tiles = triton.cdiv(n, block_n) * triton.cdiv(num_classes, block_v)
     programs = min(grid_tiles, tiles.programs_per_sm * multiprocessors(input))
     logits_gemm_kernel[(programs,)](
-        *matrices,
+        *matrices[:3],
         linear_bias,
         logit_options,
         epilogue,
+        *matrices[3:],
         guard,
         kept,
         n,
@@ -232,6 +248,7 @@ def launch_logits_gemm(
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
         BEFORE_SOFTCAP=before_softcap,
         FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
+        RANK=pair.rank,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -28,6 +28,8 @@ from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces, float32_memory
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.lead import Lead, places, scratch_of
+from flce_ops.triton.live_tiles import EVERY_STEP
+from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
 from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
@@ -55,6 +57,9 @@ class StepTokens(NamedTuple):
 class OnePassStep:
     """What the chunks of a step share."""
 
+    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_step.py
+    pair_of_chunk: Pair = NO_PAIR
+
     def __init__(
         self,
         operands: Operands,
@@ -75,6 +80,7 @@ class OnePassStep:
         self.gradients = gradients
         self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
+        self.input_steps = self.weight_steps = EVERY_STEP
         self.weight_gradient = None
         if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
             outer = None if smoothing is None else smoothing.weight_terms()
@@ -134,6 +140,7 @@ class OnePassStep:
             ignore_index=self.ignore_index,
             vocab_start=self.vocab_start,
             class_sum=None if self.smoothing is None else self.smoothing.class_sum,
+            pair=self.pair,
         )
         tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, reduction, losses)
         sums = launch_exponentials(
@@ -150,7 +157,9 @@ class OnePassStep:
             total=statistics.mean_logit is not None,
             logit_options=self.logit_options,
             scratch=scratch,
+            pair=self.pair_of_chunk,
         )
+        self.row_sum = sums.exponentials
         finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         if statistics.argmax is not None:
             store_by_token(statistics.argmax, columns, kept)
@@ -173,7 +182,9 @@ class OnePassStep:
         rest = torch.empty_like(rows) if few else None
         launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=rest)
         for cols, piece in pieces:
-            self.weight_gradient.add(cols, piece, rows, tokens.kept, first=start == 0, last=last)
+            self.weight_gradient.add(
+                cols, piece, rows, tokens.kept, first=start == 0, last=last, live=self.weight_steps
+            )
         if few:
             ((_, piece),) = pieces
             gradient = self.weight_gradient
@@ -196,7 +207,9 @@ class OnePassStep:
             at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
         for rows in slices(out.shape[0], at_once):
             kept = tokens.kept.of(rows)
-            gradient = InputGradient(out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product)
+            gradient = InputGradient(
+                out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product, self.input_steps
+            )
             for cols, piece in pieces:
                 gradient.add(cols, piece[rows])
             gradient.close()

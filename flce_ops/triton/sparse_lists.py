@@ -14,6 +14,7 @@ from: the group, which of its kept entries this is, and the running sum before t
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +23,9 @@ from flce_ops.math import sparse_gradient
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.triton.finish_rows import FinishedRows
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.live_tiles import LIVE
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.sparse_or_dense import NONE_DENSE, DenseClasses
 
 # n rows of a chunk, V vocabulary, R room of a row's list
 
@@ -50,7 +53,9 @@ class SparseRows(NamedTuple):
     row_factor: Tensor  # c
     column: Tensor  # int64, the target's
     residual: Tensor  # c times what rounding took from the target's entry
+    dense: DenseClasses  # those have no entries here
     lengths: Tensor  # int32, out
+    column_of_dense: Tensor  # int64, out: `column`, -1 where its class is not dense
 
 
 @triton.jit
@@ -89,18 +94,18 @@ def shares(e, scale, dither, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def group_shares(e_ptr, group, scale, dither, V, UNBIASED: tl.constexpr, EVEN_V: tl.constexpr):
+def group_shares(e_ptr, group, here, scale, dither, V, UNBIASED: tl.constexpr, EVEN_V: tl.constexpr):
     """Sums of q, (groups,) int32. Rows of E are whole times 16 bytes; what stands behind V there counts as 0."""
     WIDTH: tl.constexpr = 128 // e_ptr.dtype.element_ty.primitive_bitwidth
     q = tl.zeros(group.shape, tl.int32)
     for part in tl.static_range(GROUP // WIDTH):
         first = group * GROUP + part * WIDTH
         cols = first[:, None] + tl.arange(0, WIDTH)[None, :]
-        e = tl.load(e_ptr + cols, mask=(first < V)[:, None], other=0.0).to(tl.float32)
+        e = tl.load(e_ptr + cols, mask=((first < V) & here)[:, None], other=0.0).to(tl.float32)
         if not EVEN_V:
             e = tl.where(cols < V, e, 0.0)
         q += tl.sum(shares(e, scale, dither, UNBIASED), 1)
-    return q
+    return tl.where(here, q, 0)
 
 
 @Kernel
@@ -132,12 +137,18 @@ def list_groups_kernel(
         e_row = e_ptr + row.to(tl.int64) * stride_e
         entries_row = entries_ptr + row.to(tl.int64) * R
         count = 0
-        for tile in range(0, tl.cdiv(V, TILE)):
+        tiles = tl.cdiv(V, TILE)
+        if rows.dense.number is not None:
+            tiles = tl.where(tl.load(rows.dense.number) < tl.cdiv(V, LIVE), tiles, 0)
+        for tile in range(0, tiles):
             group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
             u, dither = tl.zeros((), tl.int64), 0.0
             if UNBIASED:
                 u, dither = uniforms(key, tile)
-            q = group_shares(e_row, group, scale, dither, V, UNBIASED, EVEN_V).to(tl.int64)
+            here = group * GROUP < V
+            if rows.dense.number is not None:
+                here = here & (tl.load(rows.dense.is_dense + group // (LIVE // GROUP), mask=here, other=1) == 0)
+            q = group_shares(e_row, group, here, scale, dither, V, UNBIASED, EVEN_V).to(tl.int64)
             behind = tl.cumsum(q, 0) + u
             before = behind - q
             first = (before >> BITS).to(tl.int32)
@@ -152,6 +163,10 @@ def list_groups_kernel(
                     tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
             count += found & 0xFFFF
         tl.store(rows.lengths + row, tl.minimum(count, R))
+        if rows.dense.number is not None:
+            column = tl.load(rows.column + row)
+            dense = tl.load(rows.dense.is_dense + column // LIVE, mask=column >= 0, other=0) > 0
+            tl.store(rows.column_of_dense + row, tl.where(dense, column, -1))
     else:
         tl.store(rows.lengths + row, 0)
 
@@ -218,10 +233,13 @@ def launch_lists(
     kept: Kept,
     sparse: SparseGradient,
     lists: Lists,  # of the chunk; out
-) -> None:
+    dense: DenseClasses = NONE_DENSE,
+) -> Tensor:  # (n,)
+    """The target's column where its class is dense, -1 elsewhere."""
     assert exponentials.stride(1) == 1 and lists.entries.stride(1) == 1
     n, num_classes = exponentials.shape
-    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, lists.lengths)
+    of_dense = torch.empty_like(column)
+    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, dense, lists.lengths, of_dense)
     args = (
         exponentials,
         rows,
@@ -236,3 +254,4 @@ def launch_lists(
     options = {"UNBIASED": sparse.gradient_mode == "unbiased", "TILE": sparse_gradient.TILE}
     list_groups_kernel[(n,)](*args, **options, EVEN_V=num_classes % 8 == 0, num_warps=WARPS)
     list_entries_kernel[(n,)](*args, **options, BLOCK=128, num_warps=4)
+    return of_dense

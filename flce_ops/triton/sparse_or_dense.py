@@ -1,67 +1,145 @@
-"""Whether lists or GEMMs make a step's gradients, by the length of its first lists: decided on the device.
+"""Which blocks of classes GEMMs are faster for than lists, and have their exact gradient: decided on the device.
 
-A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200; a GEMM makes a row of grad_input in 2 V D
-operations, at 700 TFLOP/s: as long as V / 87 entries. Measured the two ways are equal at V / 85 (8192x4096x128256) and
-V / 105 (8192x1024x50304).
+    kept_b  = sum over a block's classes of min(|p - onehot| / threshold, 1), in the mean over some tokens
+    dense_b = kept_b > LIVE / CLASSES_PER_ENTRY
 
-The first 128 kept tokens decide for all, so chunks do not. Entries that are to be dropped are dropped, whatever it
-takes.
+A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200; a GEMM takes 2 D operations for each class and
+token, at 700 TFLOP/s: 87 classes take as long as an entry. Measured the two ways are equal at 85 (8192x4096x128256) and
+105 (8192x1024x50304). Frequent classes are kept in many rows: where ids are in the order of frequency, as tokenizers
+number them, a tenth of the blocks has half of the entries, and no variance. Where rows are flat, as a model's are
+before it is trained, all blocks are dense; and so they are where lists would save less than they
+take to be made.
+
+128 kept tokens of the first chunk decide for all, so chunks do not.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.live_tiles import LIVE, Blocks, Steps
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.sparse_lists import Lists
 
-# n rows of the first chunk, V vocabulary
+# n rows of the first chunk, V vocabulary, B blocks of LIVE classes
 
-CLASSES_PER_ENTRY = 96  # where lists have more than one entry for so many classes, GEMMs are faster
-DECIDING = 128  # tokens: the least chunk has so many
+CLASSES_PER_ENTRY = 96
+# Of the time of all classes' GEMMs, what it takes to make and order lists: this over D. They read V numbers a token,
+# the GEMMs make 4 V D operations of them: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
+LISTS_COST = 320
+DECIDING = tl.constexpr(128)  # tokens, evenly spread
+
+
+class DenseClasses(NamedTuple):
+    """Blocks of classes; without `number` none."""
+
+    is_dense: Tensor | None = None  # (B,) int32
+    which: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
+    number: Tensor | None = None  # () int32
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.number, self.which)
+
+    @property
+    def steps(self) -> Steps:
+        return Steps(self.number, self.which)
+
+
+NONE_DENSE = DenseClasses()
+
+
+def empty_dense(num_classes: int, like: Tensor) -> DenseClasses:
+    is_dense, index = like.new_empty(2, triton.cdiv(num_classes, LIVE.value) + 1, dtype=torch.int32).unbind()
+    return DenseClasses(is_dense[:-1], index, like.new_empty((), dtype=torch.int32))
 
 
 @Kernel
 @triton.jit
-def sparse_or_dense_kernel(
-    count_ptr,  # (n,) of lists; 0 after, where the gradient is dense
-    kept_total_ptr,  # ()
-    sparse_total_ptr,  # () int32, out: the same number in one
-    dense_total_ptr,  # () int32, out: of these two, 0 in the other
+def kept_of_blocks_kernel(
+    e_ptr,  # (n, V), with the target's entries
+    row_sum_ptr,  # (n,)
+    kept_ptr,  # (B,) float32, out
+    kept,  # Kept
     n,
-    most,  # entries a list, in the mean
+    V,
+    stride_e,
+    threshold,
+    ROWS: tl.constexpr,
+):
+    cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
+    count = kept_rows(kept, n)
+    seen = tl.minimum(count, DECIDING)
+    total = tl.zeros((ROWS, LIVE), tl.float32)
+    for start in range(0, seen, ROWS):
+        place = start + tl.arange(0, ROWS)
+        row = (place * count // tl.maximum(seen, 1)).to(tl.int64)
+        scale = 1.0 / (threshold * tl.load(row_sum_ptr + row, mask=place < seen, other=1.0))
+        mask = (place < seen)[:, None] & (cols < V)[None, :]
+        e = tl.load(e_ptr + row[:, None] * stride_e + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        share = tl.abs(e) * scale[:, None]
+        total += tl.where(share < 1.0, share, tl.where(mask, 1.0, 0.0))
+    tl.store(kept_ptr + tl.program_id(0), tl.sum(tl.sum(total, 1), 0) / tl.maximum(seen, 1))
+
+
+@Kernel
+@triton.jit
+def choose_dense_kernel(
+    kept_ptr,  # (B,)
+    dense,  # DenseClasses, out
+    B,
+    free,  # blocks that may be dense without the others
+    worth,  # of all blocks' GEMMs, in entries a token
+    most,  # entries a token of a block that is not dense
     BLOCK: tl.constexpr,
 ):
-    total = tl.load(kept_total_ptr)
-    i = tl.arange(0, BLOCK)
-    seen = tl.minimum(tl.minimum(total, n), BLOCK)
-    entries = tl.sum(tl.load(count_ptr + i, mask=i < seen, other=0), 0)
-    dense = entries > most * seen
-    tl.store(sparse_total_ptr, tl.where(dense, 0, total))
-    tl.store(dense_total_ptr, tl.where(dense, total, 0))
-    tl.debug_barrier()  # all have read
-    for start in range(0, tl.where(dense, n, 0), BLOCK):
-        tl.store(count_ptr + start + i, tl.zeros((BLOCK,), tl.int32), mask=start + i < n)
+    """One program."""
+    cost = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, B, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        kept = tl.load(kept_ptr + b, mask=b < B, other=0.0)
+        cost += tl.where(b < free, tl.minimum(kept, most), kept)
+    all_dense = tl.sum(cost, 0) > worth
+    most, free = tl.where(all_dense, -1.0, most), tl.where(all_dense, B, free)
+    count = 0
+    for start in range(0, B, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        is_dense = (tl.load(kept_ptr + b, mask=b < free, other=-1.0) > most).to(tl.int32)
+        tl.store(dense.is_dense + b, is_dense, mask=b < B)
+        tl.store(dense.which + count + tl.cumsum(is_dense, 0) - 1, b, mask=is_dense > 0)
+        count += tl.sum(is_dense, 0)
+    tl.store(dense.number, count)
 
 
 def launch_sparse_or_dense(
-    lists: Lists,  # of the first chunk
-    num_classes: int,
+    exponentials: Tensor,  # (n, V) of the first chunk, with the target's entries
+    row_sum: Tensor,  # (n,)
     kept: Kept,
-    sparse: SparseGradient,
-    sparse_total: Tensor,
-    dense_total: Tensor,
+    threshold: float,
+    hidden: int,
+    dense: DenseClasses,  # out
+    *,
+    lent: int = 0,  # rows of grad_linear_weight, the last, that hold something else: dense only if all are
 ) -> None:
-    drop = sparse.gradient_mode == "drop"
-    sparse_or_dense_kernel[(1,)](
-        lists.lengths,
-        kept.total,
-        sparse_total,
-        dense_total,
-        lists.lengths.shape[0],
-        num_classes if drop else triton.cdiv(num_classes, CLASSES_PER_ENTRY),
-        BLOCK=DECIDING,
+    n, num_classes = exponentials.shape
+    blocks = dense.is_dense.shape[0]
+    kept_of_blocks = row_sum.new_empty(blocks)
+    kept_of_blocks_kernel[(blocks,)](
+        exponentials,
+        row_sum,
+        kept_of_blocks,
+        kept,
+        n,
+        num_classes,
+        exponentials.stride(0),
+        threshold,
+        ROWS=32,
         num_warps=4,
     )
+    most = LIVE.value / CLASSES_PER_ENTRY
+    worth = (1.0 - LISTS_COST / hidden) * blocks * most
+    free = blocks if not lent else max(num_classes - lent, 0) // LIVE.value
+    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, free, worth, most, BLOCK=1024, num_warps=8)

@@ -31,7 +31,9 @@ def tiles_for(input: Tensor) -> LogitsTiles:
 def weight_tiles_for(grad_weight: Tensor) -> Tiles:
     if interpreted(grad_weight):
         return WEIGHT_TILES["interpreter"]
-    return WEIGHT_TILES["hopper" if takes_tma(grad_weight) else "ampere"]
+    if not takes_tma(grad_weight):
+        return WEIGHT_TILES["ampere"]
+    return WEIGHT_TILES["hopper, at most 64 columns" if grad_weight.shape[1] <= 64 else "hopper"]
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
@@ -41,12 +43,16 @@ def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
     return WEIGHT_TILES["hopper" if on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0 else "ampere"]
 
 
-def input_tiles_for(linear_weight: Tensor) -> Tiles:
+def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
+    """Of at most 128 rows where only live tiles are multiplied."""
     if interpreted(linear_weight):
         return INPUT_TILES["interpreter"]
     if not takes_tma(linear_weight):
         return INPUT_TILES["ampere"]
-    return INPUT_TILES["hopper" if (linear_weight.shape[1] - 1) % 256 >= 128 else "hopper, columns of 128"]
+    columns = linear_weight.shape[1]
+    if columns <= 64 and not live:
+        return INPUT_TILES["hopper, at most 64 columns"]
+    return INPUT_TILES["hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"]
 
 
 def takes_tma(matrix: Tensor) -> bool:

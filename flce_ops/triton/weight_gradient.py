@@ -31,6 +31,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from flce_ops.triton.tiles import Tiles
@@ -79,6 +80,8 @@ def weight_gradient_kernel(
     class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
     outer_ptr,
     kept,  # Kept
+    blocks,  # Blocks
+    live,  # Steps
     n,
     D,
     V,
@@ -108,6 +111,8 @@ def weight_gradient_kernel(
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = kept_rows(kept, n)
     class_blocks = tl.cdiv(V, BLOCK_M)
+    if blocks.number is not None:
+        class_blocks = tl.load(blocks.number) * (LIVE // BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
@@ -125,30 +130,42 @@ def weight_gradient_kernel(
         group_tiles = GROUP * feature_blocks
         first = (tile // group_tiles) * GROUP
         height = min(class_blocks - first, GROUP)
-        class_start = (first + tile % height) * BLOCK_M
+        class_block = first + tile % height
+        if blocks.number is not None:
+            class_block = block_at(blocks, class_block, BLOCK_M)
+        class_start = class_block * BLOCK_M
         feature_block = (tile % group_tiles) // height
         feature_start = feature_block * BLOCK_N
         classes = class_start + tl.arange(0, BLOCK_M)
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
         steps = depth
+        if live.number is not None:
+            steps = number_of_steps(live, class_start, BLOCK_K)
         if not (FIRST and LAST):
             exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
         if MARKED:
             marks = tl.load(exponent_places, mask=class_mask, other=0).to(tl.int32) & 1
             class_mask = class_mask & (marks > 0)
-            steps = tl.where(tl.max(marks, 0) > 0, depth, 0)
+            steps = tl.where(tl.max(marks, 0) > 0, steps, 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        step = 0
+        if live.number is not None:
+            step = step_at(live, class_start, 0, BLOCK_K)
         for k in range(steps):
+            if live.number is None:
+                step = k
             if USE_TMA:
-                a = exponentials_ptr.load([k * BLOCK_K, class_start])
-                b = rows_ptr.load([k * BLOCK_K, feature_start])
+                a = exponentials_ptr.load([step * BLOCK_K, class_start])
+                b = rows_ptr.load([step * BLOCK_K, feature_start])
             else:
-                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(exponentials_ptr, ks, classes, ks < n, class_mask, stride_exponentials_n)
-                b = load_tile(rows_ptr, ks, features, ks < n, features < D, stride_rows_n)
+                ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
+                b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            if live.number is not None:
+                step = step_at(live, class_start, k + 1, BLOCK_K)
 
         if FIRST:
             if outer_ptr is not None:
@@ -223,8 +240,9 @@ class WeightGradient:
         chunks: int,  # at most, in which tokens come; 1 where it adds
         adds: bool = False,  # to what `out` holds
         outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
+        blocks: Blocks = EVERY_BLOCK,
     ) -> None:
-        self.out, self.room, self.adds = out, LARGEST_SUM // chunks, adds
+        self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
         self.class_factor, self.outer = outer or (None, None)
         self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
         self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
@@ -243,11 +261,12 @@ class WeightGradient:
         *,
         first: bool,
         last: bool,
+        live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        self.launch(columns, exponentials, rows, kept, first=first, last=last, marked=False)
+        self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
         if self.tiles.tma and not (first or last):
-            self.launch(columns, exponentials, rows, kept, first=False, last=False, marked=True)
+            self.launch(columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
 
     def launch(
         self,
@@ -255,6 +274,7 @@ class WeightGradient:
         exponentials: Tensor,
         rows: Tensor,
         kept: Kept,
+        live: Steps,
         *,
         first: bool,
         last: bool,
@@ -284,6 +304,8 @@ class WeightGradient:
             None if self.class_factor is None else self.class_factor[columns],
             self.outer if first else None,
             kept,
+            self.blocks,
+            live,
             n,
             hidden,
             num_classes,
@@ -303,7 +325,7 @@ class WeightGradient:
             BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten and not marked,
+            FLATTEN=tiles.flatten and not marked and live.number is None,
             PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,

@@ -20,7 +20,7 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.lora_head import is_lora, lora_or_loss, loss_of_pair, why_not_a_pair
+from flce_ops.integrations.transformers.lora_head import Pair, is_lora, lora_or_loss, loss_of_pair, why_not_a_pair
 from flce_ops.integrations.transformers.output_metrics import Metrics
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
@@ -40,7 +40,7 @@ def linear_or_loss(
     normalizer: Tensor | int | None = None,
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
     metrics: Metrics | None = None,  # filled in
-    pair: tuple[Tensor, Tensor] | None = None,  # (B, T, r), (V, r), an adapter's (lora_head.py)
+    pair: Pair | None = None,  # an adapter's
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)

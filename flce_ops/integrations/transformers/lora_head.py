@@ -1,20 +1,28 @@
 """A head that PEFT has put LoRA adapters beside:
 
-    logits = base_layer(x) + sum over active adapters of scaling B A dropout(x)
+    logits = base_layer(x) + sum over active adapters of scaling (B A dropout(x) + bias of B)
 
 The loss takes them as they are, B of (V, r) beside the head's weight (flce_ops/entry/low_rank.py): B A, of the weight's
-size, is not made. Other adapters of PEFT change the weight itself (DoRA scales its rows) or read the logits.
+size, is not made. DoRA scales the logits of each class besides (dora.py). Other adapters of PEFT change the weight
+itself or read the logits.
 """
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flce_ops.integrations.transformers.dora import class_scale, is_dora, why_not_a_scale
 from flce_ops.math.scalars import normalizer_tensor
 
 # B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
+
+
+class Pair(NamedTuple):
+    input: Tensor  # (B, T, r)
+    weight: Tensor  # (V, r)
+    class_scale: Tensor | None = None  # (V,)
 
 
 def is_lora(head: nn.Module) -> bool:
@@ -25,11 +33,15 @@ def is_lora(head: nn.Module) -> bool:
 
 def why_not_a_pair(head: Any) -> str | None:
     """What an adapter does that is no low-rank pair."""
+    active = active_adapters(head)
     for adapter in head.lora_A:
-        if adapter in head.lora_variant:
-            return f"a {type(head.lora_variant[adapter]).__name__.removesuffix('LinearVariant')} adapter"
-        if head.lora_bias.get(adapter):
-            return "an adapter with lora_bias=True"
+        variant = head.lora_variant[adapter] if adapter in head.lora_variant else None
+        if is_dora(variant):
+            why = why_not_a_scale(head, adapter, active)
+            if why is not None:
+                return why
+        elif variant is not None:
+            return f"a {type(variant).__name__.removesuffix('LinearVariant')} adapter"
     return None
 
 
@@ -49,14 +61,22 @@ def lora_or_loss(self: Any, input: Tensor, *args: Any, target: Tensor | None = N
     adapters, base = active_adapters(self), self.base_layer
     if not adapters:
         return base(input, target=target, **options)
-    parts, weights = [], []
+    parts, weights, biases = [], [], []
     for adapter in adapters:
         down = self.lora_A[adapter]
         x = self.lora_dropout[adapter](self._cast_input_dtype(input, down.weight.dtype))
         parts.append((down(x) * self.scaling[adapter]).to(input.dtype))
-        weights.append(self.lora_B[adapter].weight.to(base.weight.dtype))
+        up = self.lora_B[adapter]
+        weights.append(up.weight.to(base.weight.dtype))
+        if up.bias is not None:
+            biases.append(up.bias * self.scaling[adapter])
     several = len(adapters) > 1  # a weight that somebody shards is refused by its shape
-    pair = (torch.cat(parts, -1), torch.cat(weights, 1)) if several else (parts[0], weights[0])
+    pair = Pair(torch.cat(parts, -1), torch.cat(weights, 1)) if several else Pair(parts[0], weights[0])
+    if adapters[0] in self.lora_variant:  # DoRA, alone
+        pair = pair._replace(class_scale=class_scale(self, adapters[0]))
+    if biases:
+        given = options.get("logits_bias")
+        options["logits_bias"] = sum(biases if given is None else [given.flatten(), *biases])
     return base(input, target=target, pair=pair, **options)
 
 
@@ -64,7 +84,7 @@ lora_or_loss.flce_original = nn.Module.forward  # type: ignore[attr-defined]
 
 
 def loss_of_pair(
-    pair: tuple[Tensor, Tensor],
+    pair: Pair,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -76,5 +96,13 @@ def loss_of_pair(
     """As linear_cross_entropy, with the pair's product added to the logits."""
     normalizer = normalizer_tensor(normalizer, input)
     return torch.ops.flce.linear_cross_entropy_low_rank(
-        input, linear_weight, *pair, target, linear_bias, normalizer=normalizer, **options
+        input,
+        linear_weight,
+        pair.input,
+        pair.weight,
+        target,
+        linear_bias,
+        class_scale=pair.class_scale,
+        normalizer=normalizer,
+        **options,
     )

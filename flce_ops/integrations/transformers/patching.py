@@ -86,12 +86,14 @@ def unpatch(model_or_class: Model) -> Model:
 
 @contextlib.contextmanager
 def patched(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence[str] = ()) -> Iterator[Model]:
-    """`patch` for the duration of a with block."""
+    """`patch` for the duration of a with block; what was patched before stays so, with the options it had."""
+    inside = vars(model_or_class if isinstance(model_or_class, type) else base_model_of(model_or_class))
+    before = {"eval_logits": inside[EVAL_LOGITS], "metrics": inside[METRICS]} if EVAL_LOGITS in inside else None
     patch(model_or_class, eval_logits=eval_logits, metrics=metrics)
     try:
         yield model_or_class
     finally:
-        unpatch(model_or_class)
+        unpatch(model_or_class) if before is None else patch(model_or_class, **before)
 
 
 def patch_class(cls: type[nn.Module]) -> None:
@@ -137,5 +139,7 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = cast(Callable, model.get_base_model)()
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"expected a Transformers model, or one wrapped by PEFT, got {type(model).__qualname__}")
+        wrapped = [name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)]
+        hint = f"; patch its .{wrapped[0]}, before or after it is wrapped" if wrapped else ""
+        raise TypeError(f"expected a Transformers model, or one wrapped by PEFT, got {type(model).__qualname__}{hint}")
     return model

@@ -54,9 +54,11 @@ def unpatch() -> None:
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """`patch` for the duration of a with block."""
+    """`patch` for the duration of a with block; if TRL was patched before, it stays so."""
+    before = bool(REPLACEMENTS.originals)
     patch()
     try:
         yield
     finally:
-        unpatch()
+        if not before:
+            unpatch()

@@ -1,0 +1,123 @@
+"""`python -m benchmarks.sparse`: a sparse gradient by what the data are: time, errors, and how many entries it keeps.
+
+    python -m benchmarks.sparse                                      # 14 problems, two shapes
+    python -m benchmarks.sparse --data trained:trained.safetensors   # a model's hidden states besides, first
+    python -m benchmarks.sparse --shapes 8x8x300 --device cpu --providers 'ours*'
+
+The context noise of data.py decides on the loss, and so on the entries: a model's early in training, later, and of text
+that it nearly knows. A flat prior is a model before training. Written to results/GPU/sparse.csv, whole after every
+problem.
+
+N tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import providers, run
+from .__main__ import trained
+from .data import PRIORS, Problem, load_problem, make_problem, shape_of
+from .modes import MODES
+from .report import REPOSITORY, Report, Row, environment, say
+from .run import one_compilation_per_shape
+from .shapes import Shape, parse_shapes
+
+SHAPES = "8192x4096x128256,8192x1024x50304"
+NOISE = (1.75, 6.0, 16.0)  # losses of about 6.6, 2.0 and 0.5
+FLAT = 1.0
+PROVIDERS = "floor,ours,ours_sparse_*,ours_drop_12,ours_tiles_*,torch_compile,cce,cce_kahan_full_c"
+SAMPLE = 512  # tokens that entries are counted of
+
+
+@dataclass
+class SparseRow(Row):
+    entries_10: float | None = None  # that a token keeps in the mean, drawn one by one at 2^-10; and at 2^-12
+    entries_12: float | None = None
+
+
+def entries_kept(problem: Problem, threshold: float) -> float:
+    """sum_j min(|p_j - onehot_j| / threshold, 1), the mean over some kept tokens."""
+    rows = problem.kept.nonzero()[:SAMPLE, 0]
+    g = (problem.input.detach()[rows] @ problem.linear_weight.detach().T).float().softmax(1)
+    g[torch.arange(len(rows), device=g.device), problem.target[rows]] -= 1.0
+    return float((g.abs_() / threshold).clamp_(max=1.0).sum(1).mean())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.sparse", description=__doc__)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--data", type=trained, action="append", default=[], help="trained:PATH, measured first")
+    parser.add_argument("--providers", default=PROVIDERS)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ms", type=float, default=150, help="of each provider a round")
+    parser.add_argument("--budget-s", type=float, default=140)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--commit", default=None)
+    return parser.parse_args(argv)
+
+
+def problems(options: argparse.Namespace) -> list[tuple[Shape, dict]]:
+    """Shapes and what Settings say of the data; what users have first, should the time run out."""
+    found: list[tuple[Shape, dict]] = [(shape_of(path), {"trained": path}) for path in options.data]
+    shapes = parse_shapes(options.shapes)
+    for prior in (PRIORS[1], PRIORS[0]):
+        found += [(shape, {"prior": prior, "sigma": sigma}) for sigma in NOISE for shape in shapes]
+    flat = [(shape, {"prior": "flat", "sigma": FLAT}) for shape in shapes]
+    return found[: len(options.data)] + flat + found[len(options.data) :]
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    options = parse(argv)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    one_compilation_per_shape()
+    here = environment(device, options.commit)
+    report = Report(options.out / here.slug / "sparse.csv")
+    started = time.time()
+
+    def spent() -> float:
+        return time.time() - started
+
+    for shape, data in problems(options):
+        if spent() > options.budget_s:
+            say(f"time budget spent, left out: {shape} {data}")
+            continue
+        seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+        dtype = getattr(torch, options.dtype)
+        settings = run.Settings(device, dtype, options.rounds, options.ms, seed, **data)
+        say(f"\n{spent():.0f} s: {shape} {data.get('prior', 'trained')}", end=", ")
+        rows = run.measure(
+            shape,
+            MODES["fwd_bwd"],
+            providers.choose(options.providers),
+            settings,
+            here,
+            out_of_time=lambda: spent() > options.budget_s,
+        )
+        problem = made_again(shape, settings)
+        entries = [entries_kept(problem, 2.0**exponent) for exponent in (-10, -12)]
+        say("entries a token: {:.0f} at 2^-10, {:.0f} at 2^-12".format(*entries))
+        report.add([SparseRow(**row.__dict__, entries_10=entries[0], entries_12=entries[1]) for row in rows])
+    say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")
+    return report.path
+
+
+def made_again(shape: Shape, settings: run.Settings) -> Problem:
+    same = {"dtype": settings.dtype, "device": settings.device, "seed": settings.seed, "ignored": settings.ignored}
+    if settings.trained:
+        return load_problem(settings.trained, **same)
+    return make_problem(shape, prior=settings.prior, sigma=settings.sigma, **same)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Classes in an order of the user's, before tiles or blocks of them are formed for a sparse gradient.
+
+    order        2 0 1        class at each place
+    place        1 2 0        place of each class: what a target becomes
+
+A copy of linear_weight, and in backward its gradient put back: the price of an order that the ids do not have.
+"""
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.math.options import TokenStatistics
+from flce_ops.meta.checks import check_device
+
+# N tokens, V vocabulary
+
+
+def check_class_order(op: str, call: CrossEntropy) -> None:
+    order, num_classes = call.gradient_class_order, call.linear_weight.shape[0]
+    if order is None:
+        return
+    if order.dtype != torch.int64 or order.shape != (num_classes,):
+        raise ValueError(
+            f"{op}: expected gradient_class_order to be a permutation of the {num_classes} classes, ({num_classes},) "
+            f"in torch.int64, got {tuple(order.shape)} in {order.dtype}"
+        )
+    check_device(op, call.input, gradient_class_order=order)
+
+
+def put_in_class_order(call: CrossEntropy) -> None:
+    """The call's operands."""
+    order = call.gradient_class_order
+    assert order is not None
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    ignored = call.target == call.ignore_index
+    # a class out of range stays so, for the operator to refuse
+    inside = ~ignored & (call.target >= 0) & (call.target < order.shape[0])
+    moved = place[torch.where(inside, call.target, 0).long()].to(call.target.dtype)
+    call.target = torch.where(inside, moved, call.target)
+    call.linear_weight = moved_rows(call.linear_weight, place)
+    if call.linear_bias is not None:
+        call.linear_bias = moved_rows(call.linear_bias, place)
+    if call.weight is not None:
+        call.weight = moved_rows(call.weight, place)
+
+
+def moved_rows(rows: Tensor, place: Tensor) -> Tensor:
+    """As rows.index_select(0, order), whose backward fills with zeros and adds; this one's selects rows again."""
+    return rows.new_empty(rows.shape).index_copy_(0, place, rows)
+
+
+def in_order_of_ids(statistics: TokenStatistics, order: Tensor) -> TokenStatistics:
+    """The classes that are named, -1 as it is."""
+    argmax = statistics.argmax
+    if argmax is None:
+        return statistics
+    return statistics._replace(argmax=torch.where(argmax >= 0, order[argmax.clamp(min=0)], argmax))

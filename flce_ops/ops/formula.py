@@ -1,0 +1,147 @@
+"""What the derivative of every operator is made of: a Formula, what it saves, and the kernel on the autograd keys.
+
+One Formula per operator, a `torch.autograd.Function` with `setup_context` and `vmap`, is called from the Autograd key
+(eager, AOTAutograd) and from the key on which torch.func intercepts calls; `torch.library.register_autograd` reaches
+only the first.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flce_ops.math.options import NUMBERS
+from flce_ops.meta.arguments import Arguments
+from flce_ops.support.differentiated import has_tangent
+from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
+
+FORWARD_MODE_REFUSAL = (
+    "linear_cross_entropy: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
+    "use reverse mode (grad, jacrev, and jacrev of jacrev for a Hessian)"
+)
+
+SPARSE_SECOND_DERIVATIVE_REFUSAL = (
+    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
+    "is a sample; leave gradient_threshold out"
+)
+
+CONSTANTS = ("denominator", "main_grad")  # tensors that a gradient is refused for
+OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
+
+
+class Formula(Function):
+    """The derivative of one operator: `arguments` are its own, and each gradient is returned by its name.
+
+    Refuses forward-mode differentiation by name, and runs under vmap one element at a time.
+    """
+
+    op: ClassVar[str]
+    arguments: ClassVar[type[Arguments]]
+    forward_mode_refusal = FORWARD_MODE_REFUSAL
+
+    @classmethod
+    def check(cls, op: torch._ops.OpOverload, values: list) -> None:
+        """Refusals of its own."""
+
+    @classmethod
+    def with_gradient(cls, values: list) -> None:
+        """Changes what its operator is called with where a gradient may be asked for."""
+
+    def __init_subclass__(cls) -> None:
+        if "op" not in vars(cls):
+            return
+
+        def forward(*values):
+            # the operator itself; a transform of torch.func that is still to come has to see it once more
+            with nullcontext() if functorch_is_active() else below_autograd():
+                return cls.arguments.run(getattr(torch.ops.flce, cls.op), values)
+
+        cls.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+    @classmethod
+    def jvp(cls, ctx, *_):
+        raise NotImplementedError(cls.forward_mode_refusal)
+
+    @classmethod
+    def vmap(cls, info, in_dims, *args):
+        return vmap_by_loop(cls, info, in_dims, args)
+
+
+def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
+    """The values of a call, and of its results what backward reads."""
+    ctx.constants = list(values)
+    tensors: list[Tensor | None] = []
+    for index, value in enumerate(ctx.constants):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            ctx.constants[index] = None
+        else:
+            tensors.append(None)
+    ctx.save_for_backward(*tensors, *results)
+
+
+def saved(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
+    count = len(ctx.constants)
+    tensors = ctx.saved_tensors
+    values = [constant if tensor is None else tensor for constant, tensor in zip(ctx.constants, tensors)]
+    return arguments.of(values), tensors[count:]
+
+
+def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
+    needs = ctx.needs_input_grad  # made anew each time it is asked for
+    return [needs[arguments.index[name]] for name in names]
+
+
+def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:
+    return {name: gradient if want else None for name, gradient, want in zip(OPERANDS, gradients, mask)}
+
+
+def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
+    """The kernel of `op` on the autograd keys: its formula where a gradient can flow, else straight down."""
+    arguments = formula.arguments
+    # constants of an operator; flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient
+    numbers = [(index, name) for name, index in arguments.index.items() if name in (*NUMBERS, *CONSTANTS)]
+
+    def run(*args, **kwargs):
+        values = arguments.values_of(args, kwargs)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if has_tangent(*tensors):
+            raise NotImplementedError(formula.forward_mode_refusal)
+        grad_enabled = torch.is_grad_enabled()
+        for index, name in numbers:
+            if values[index] is not None and values[index].requires_grad and grad_enabled:
+                raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
+        formula.check(op, values)
+        if functorch_is_active():
+            return formula.apply(*values)
+        if grad_enabled:
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    formula.with_gradient(values)
+                    return apply_function(formula, *values)
+        with below_autograd():
+            return op(*args, **kwargs)
+
+    return run
+
+
+def vmap_by_loop(function: type[Function], info, in_dims, args):
+    """One call per element of the batch: right for every argument, no faster than a Python loop."""
+    if info.batch_size == 0:
+        raise NotImplementedError(
+            "flce_ops: vmap over an empty batch is not implemented; leave the call out where it is"
+        )
+    results = []
+    for index in range(info.batch_size):
+        element = [
+            arg.select(dim, index) if isinstance(arg, Tensor) and dim is not None else arg
+            for arg, dim in zip(args, in_dims)
+        ]
+        results.append(function.apply(*element))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*results))
+    return stacked, (0,) * len(stacked)

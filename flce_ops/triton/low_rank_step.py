@@ -1,0 +1,50 @@
+"""one_pass_step.py with a low-rank pair beside a head that is frozen: two GEMMs, and three products of rank r.
+
+    rows, h = the chunk's kept tokens, and their rows of low_rank_input
+    E = exp(rows @ W.T + h @ B.T - reference)       the second product in the same tile              low_rank_pair.py
+    grad_input           = c (E @ W)
+    grad_low_rank_weight += E.T @ (c h)             those of a step whose operands are h and B
+    grad_low_rank_input  = c (E @ B)
+
+The last two are bound by the memory: each reads E once.
+"""
+
+from torch import Tensor
+
+from flce_ops.triton.chunks import small_bytes
+from flce_ops.triton.finish_rows import FinishedRows, Tokens
+from flce_ops.triton.gather_rows import launch_gather_rows
+from flce_ops.triton.input_gradient import MOST_PARTS, Pieces
+from flce_ops.triton.low_rank_pair import Pair
+from flce_ops.triton.one_pass_step import OnePassStep
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
+
+
+class LowRankStep(OnePassStep):
+    def __init__(self, *arguments, of_pair: OnePassStep) -> None:
+        """`of_pair` has low_rank_input and low_rank_weight as its operands."""
+        super().__init__(*arguments)
+        self.of_pair = of_pair
+        self.pair = Pair(*of_pair.operands[:2])
+
+    def exponentiate(
+        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+    ) -> tuple[Tokens, FinishedRows]:
+        input, grad_input = self.pair.input, self.of_pair.grad_input
+        # they wait in the rows of their gradient
+        own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
+        launch_gather_rows(self.kept.of(chunk), input, own)
+        self.pair_of_chunk = self.pair._replace(input=own)
+        return super().exponentiate(chunk, rows, pieces, scratch)
+
+    def write_input(
+        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
+    ) -> None:
+        super().write_input(chunk, tokens, pieces, finished, product)
+        rows = self.pair_of_chunk.input
+        self.of_pair.add_to_weight(tokens, rows, pieces, finished)
+        # the sums per tile, which were as large, are not needed any more
+        numbers = min(MOST_PARTS.value * rows.numel(), small_bytes() // 4)
+        own = self.per_token.losses.new_empty(numbers)
+        self.of_pair.write_input(chunk, tokens, pieces, finished, own)

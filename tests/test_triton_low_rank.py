@@ -1,0 +1,57 @@
+"""A frozen head with a low-rank pair, in the Triton kernels: against float64, in the interpreter or on a GPU."""
+
+# N tokens, D hidden, V vocabulary, r rank of the pair
+
+import pytest
+import torch
+from reference_loss import error
+from test_low_rank import OPTIONS, Call, results
+
+import flce_ops
+from flce_ops.meta.arguments import LowRankWithGrad
+
+pytest.importorskip("triton")
+
+from flce_ops.triton.low_rank_with_grad import launch_low_rank_with_grad
+
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's dots of bfloat16 are wrong
+UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:3]]
+
+
+def launched(call, mask=(True, True, True, True, False)):
+    """loss and the gradients that are wanted, by a mean over the tokens or their sum."""
+    options = dict(call.options)
+    weight, reduction = options.pop("weight", None), options.pop("reduction", "mean")
+    numbers = {name: torch.tensor(value, device=call.input.device) for name, value in options.items()}
+    normalizer = numbers.pop("normalizer", None)
+    valid = call.target != -100
+    scale, denominator = None, normalizer
+    if reduction == "sum":
+        scale = valid.float()
+    elif normalizer is None:
+        denominator = valid.sum(dtype=torch.float32)
+    operands = [None if value is None else value.detach() for value in (*call.args, weight, call.class_scale)]
+    found = launch_low_rank_with_grad(*operands, scale, denominator, **numbers, output_mask=list(mask))
+    assert LowRankWithGrad.index["low_rank_input"] == 2
+    return [found[0], *(grad for grad, wanted in zip(found[2:], mask) if wanted)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank"),
+    [((37, 40, 131), 3), ((300, 24, 517), 16), ((40, 33, 257), 70)],
+    ids=["rank of zeros behind", "several chunks, bare", "odd features, two steps of rank"],
+)
+@pytest.mark.parametrize("options", UNSMOOTHED, ids=str)
+def test_loss_and_gradients_are_those_of_float64(shape, rank, options, poisoned_memory):
+    device = "cuda" if ON_GPU else "cpu"
+    call = Call(shape, rank, DTYPE, device, bias=shape[0] != 300, options=options)
+    exact = results(call.in_dtype(torch.float64), Call.dense)
+    plain = results(call, Call.dense)
+    with torch.no_grad():  # what an ignored token holds does not matter
+        for rows in (call.input, call.pair_input):
+            rows[call.target == -100] = torch.nan
+    with flce_ops.workspace(1 if shape[0] == 300 else 512 << 20):
+        found = launched(call, [True, True, True, call.linear_bias is not None, call.class_scale is not None])
+    for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
+        assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-7, name
