@@ -28,15 +28,15 @@ from .timing import time_steps
 
 # N tokens, V vocabulary
 
-SHAPES = (
+SHAPES = (  # the CSV is whole after each
     (8192, 128256, "bfloat16"),  # Llama 3; a row does not fit the registers of a multiprocessor
-    (4096, 151936, "bfloat16"),  # Qwen
-    (16384, 50304, "bfloat16"),
     (8192, 32000, "bfloat16"),
-    (4096, 50257, "bfloat16"),  # GPT-2: rows begin anywhere beside multiples of 16 bytes
-    (8192, 128256, "float32"),
+    (16384, 50304, "bfloat16"),
     (16384, 32000, "float32"),
+    (4096, 151936, "bfloat16"),  # Qwen
     (2048, 32000, "bfloat16"),
+    (8192, 128256, "float32"),
+    (4096, 50257, "bfloat16"),  # GPT-2: rows begin anywhere beside multiples of 16 bytes
 )
 CHECKED_ROWS = 256  # of the gradient; the loss is that of all
 Step = Callable[[], Tensor]
