@@ -19,6 +19,7 @@ from benchmarks import (
     kl_div,
     loads,
     main_grad,
+    objective_errors,
     objectives,
     overhead,
     plot,
@@ -595,3 +596,21 @@ def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(
             assert float(row["err_loss"]) < 5e-3 and float(row["err_dx"]) < (2e-3 if half else 6e-2)
     table = capsys.readouterr().out
     assert '| `reduction="none"`: float16 over bfloat16 | 1.10 |' in table and "verl's head" not in table
+
+
+def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
+    monkeypatch.setattr(objective_errors, "DRAWS", 1)
+    monkeypatch.setattr(objective_errors, "OBJECTIVES", {"softcap_smoothing": "both", "policy": "policy"})
+    monkeypatch.delitem(objective_errors.PATHS, "compiled")
+    quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
+    lines = objective_errors.main(quick).read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| float", "| bfloat"))]
+    assert len(rows) == 2 * (3 + 1) + 3 * len(objective_errors.VALUES)
+    for dtype, *_, path, loss, dx, dw in rows[:8]:
+        assert path in ("eager", "logits made twice")
+        for cell in (loss, dx, dw):
+            ours, plain = map(float, cell.split(" / "))
+            assert ours <= 3 * plain + 1e-7, (dtype, cell)
+    for dtype, name, _, value, *_ in rows[8:]:
+        ours, plain = map(float, value.split(" / "))
+        assert 0.0 < ours <= 3 * plain + 1e-7, (dtype, name)

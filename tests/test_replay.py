@@ -474,6 +474,9 @@ def test_graphs_that_nobody_used_make_room_for_others(monkeypatch):
     now[0] += 2 * launch_graphs.IDLE_SECONDS
     assert has_graph(first) and has_graph(third) and not second.run(640, 5) and fake.destroyed == [2]
     assert first.run(640, 5) and len(launch_graphs._graphs) == 2
+    now[0] += 2 * launch_graphs.IDLE_SECONDS
+    monkeypatch.setattr(fake, "cuGraphInstantiateWithFlags", lambda *_: 900, raising=False)
+    assert not has_graph(second) and not second.usable
 
 
 def test_a_tensor_map_of_unknown_memory_is_not_repeated():

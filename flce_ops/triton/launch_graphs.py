@@ -94,8 +94,11 @@ class LaunchGraphs:
                 if len(self.known) > ADDRESSES_AT_MOST:
                     forget(self.known, next(iter(self.known)))
             elif self.known[addresses] is None and is_room():
-                self.known[addresses] = graph = Graph(self.launches)
-                _graphs.append((graph, self.known, addresses))
+                try:
+                    self.known[addresses] = graph = Graph(self.launches)
+                    _graphs.append((graph, self.known, addresses))
+                except RuntimeError:  # another thread captures, say; what was asked for has run
+                    self.usable = False
 
 
 def is_room() -> bool:
