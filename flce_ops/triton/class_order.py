@@ -10,8 +10,10 @@ A token has one entry of a class at most, so its bit says all; within a class en
 the room for them.
 """
 
+import itertools
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -175,15 +177,22 @@ def launch_class_order(
     *,
     shortest: int,  # piece
     pieces: int,  # at most
-) -> Classes:
+    hidden: int,
+) -> tuple[Classes, Tensor]:  # (P, D) float32
+    """The lists of classes, and memory for the sums of their pieces: that of the bits, as all is one allocation."""
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
     words = groups * WORDS_OF_GROUP.value
     count = lists.lengths
-    bits = count.new_empty(num_classes, words)
-    prefix = count.new_empty(num_classes, groups)
+    sizes = [2 * n * room, max(num_classes * words, pieces * hidden), num_classes * groups]
+    ends = list(itertools.accumulate(triton.cdiv(size, 4) * 4 for size in sizes))
+    memory = count.new_empty(ends[2])
+    entries, shared = memory[: sizes[0]].view(torch.int64), memory[ends[0] : ends[1]]
+    bits = shared[: num_classes * words].view(num_classes, words)
+    sums = shared[: pieces * hidden].view(torch.float32).view(pieces, hidden)
+    prefix = memory[ends[1] : ends[1] + sizes[2]].view(num_classes, groups)
     total, behind, cut = count.new_empty(3, num_classes).unbind()
-    classes = Classes(lists.entries.new_empty(n * room), behind, count.new_empty(()), cut)
+    classes = Classes(entries, behind, count.new_empty(()), cut)
     clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
     mark_kernel[(n,)](*lists, bits, room, words, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
@@ -199,4 +208,4 @@ def launch_class_order(
     )
     close_classes_kernel[(1,)](count, total, classes, n, num_classes, shortest, pieces, BLOCK=8192, num_warps=16)
     scatter_kernel[(n,)](*lists, bits, prefix, classes, kept, room, words, groups, BLOCK=128, num_warps=4)
-    return classes
+    return classes, sums

@@ -9,9 +9,6 @@ with blocks of columns outermost, frequent rows stay there. H200, 8192 tokens, 3
 linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2 warps; 3.1 ms with 1024 and 4, 8.0 with sixteen
 rows at a time, whose sum crosses warps.
 
-Tokens differ: the lists of a few are ten times the mean, and eight entries at a time, each waiting for memory, they
-would outlast all others. Long lists have a launch of their own, of more rows at a time.
-
 Few classes have most of the entries of grad_linear_weight: those with more than a piece's length are cut in pieces,
 whose sums are added in their order.
 """
@@ -29,9 +26,6 @@ from flce_ops.triton.sparse_lists import Lists
 
 AT_A_TIME = tl.constexpr(8)
 COLUMNS_OF_WARP = 256  # 16 bytes a thread
-# Of a list beyond which eight entries at a time would outlast all others, as a trained model's few uncertain tokens do
-LONG = tl.constexpr(512)
-AT_A_TIME_OF_LONG = tl.constexpr(32)
 
 
 @triton.jit
@@ -45,20 +39,6 @@ def gathered_sum(entries_ptr, begin, end, table_ptr, stride_row, stride_d, d, ma
         table = tl.load(table_ptr + rows, mask=(at < end)[:, None] & mask[None, :], other=0.0)
         acc += tl.sum(table.to(tl.float32) * values[:, None], 0)
     return acc
-
-
-@triton.jit
-def sum_of_long(entries_ptr, count, table_ptr, stride_row, stride_d, d, mask, BLOCK_D: tl.constexpr):
-    """More rows at a time, by more warps: each adds to sums of its own, which meet in the end."""
-    acc = tl.zeros((AT_A_TIME_OF_LONG, BLOCK_D), tl.float32)
-    for k in range(0, count, AT_A_TIME_OF_LONG):
-        at = k + tl.arange(0, AT_A_TIME_OF_LONG)
-        entries = tl.load(entries_ptr + at, mask=at < count, other=0)
-        rows = (entries & 0xFFFFFFFF)[:, None] * stride_row + d.to(tl.int64)[None, :] * stride_d
-        values = (entries >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        table = tl.load(table_ptr + rows, mask=(at < count)[:, None] & mask[None, :], other=0.0)
-        acc += table.to(tl.float32) * values[:, None]
-    return tl.sum(acc, 0)
 
 
 @triton.jit
@@ -82,25 +62,18 @@ def gather_rows_kernel(
     stride_d,
     stride_out,
     ADD: tl.constexpr,
-    ONLY_LONG: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Each row has a list of its own: those of at most LONG entries, or the others."""
+    """Each row has a list of its own."""
     row = (tl.program_id(0) % n).to(tl.int64)
     d = tl.program_id(0) // n * BLOCK_D + tl.arange(0, BLOCK_D)
     count = tl.load(count_ptr + row)
     columns = D
     if ADD:
         columns = tl.where(count > 0, D, 0)
-    if ONLY_LONG:
-        if count > LONG:
-            mask = d < columns
-            acc = sum_of_long(entries_ptr + row * R, count, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
-            store_or_add(out_ptr + row * stride_out + d, acc, mask, ADD)
-    elif count <= LONG:
-        mask = d < columns
-        acc = gathered_sum(entries_ptr + row * R, 0, count, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
-        store_or_add(out_ptr + row * stride_out + d, acc, mask, ADD)
+    mask = d < columns
+    acc = gathered_sum(entries_ptr + row * R, 0, count, table_ptr, stride_row, stride_d, d, mask, BLOCK_D)
+    store_or_add(out_ptr + row * stride_out + d, acc, mask, ADD)
 
 
 @Kernel
@@ -207,22 +180,19 @@ def launch_gather_rows(lists: Lists, table: Tensor, out: Tensor, *, add: bool) -
     """out (n, D), of the n lists' rows."""
     n, hidden = out.shape
     block = block_of(hidden, 512)
-    for only_long in (True, False):
-        gather_rows_kernel[(n * triton.cdiv(hidden, block["BLOCK_D"]),)](
-            lists.entries,
-            lists.lengths,
-            table,
-            out,
-            n,
-            hidden,
-            lists.entries.stride(0),
-            *table.stride(),
-            out.stride(0),
-            ADD=add,
-            ONLY_LONG=only_long,
-            BLOCK_D=block["BLOCK_D"],
-            num_warps=block["num_warps"] * (4 if only_long else 1),
-        )
+    gather_rows_kernel[(n * triton.cdiv(hidden, block["BLOCK_D"]),)](
+        lists.entries,
+        lists.lengths,
+        table,
+        out,
+        n,
+        hidden,
+        lists.entries.stride(0),
+        *table.stride(),
+        out.stride(0),
+        ADD=add,
+        **block,
+    )
 
 
 def launch_gather_classes(

@@ -117,8 +117,8 @@ class SparseStep(OnePassStep):
         out = self.weight_gradient.out
         num_classes, hidden = out.shape
         at_most = pieces_at_most(self.lists.entries.numel(), hidden)
-        classes = launch_class_order(self.lists, num_classes, self.kept.of(span), shortest=PIECE, pieces=at_most)
-        sums = self.per_token.losses.new_empty(at_most, hidden)
+        kept = self.kept.of(span)
+        classes, sums = launch_class_order(self.lists, num_classes, kept, shortest=PIECE, pieces=at_most, hidden=hidden)
         table, add = self.operands.input, span.start > 0
         launch_gather_classes(classes, self.dense.is_dense, sums, table, out, add=add)
 
