@@ -51,7 +51,7 @@ def in_one_call(problem: Problem, kind: str) -> Callable[..., Tensor]:
     teacher = teacher_of(problem)
 
     def of_operator(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        return flce_ops.linear_kl_div(input, linear_weight, *teacher, kind=kind)
+        return flce_ops.linear_kl_div(input, linear_weight, *teacher, kind=kind, reduction=reduction)
 
     return of_operator
 

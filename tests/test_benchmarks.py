@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from benchmarks import (
+    corpus,
     cross_entropy,
     host_step,
     kl_div,
     loads,
     main_grad,
+    objective_errors,
     objectives,
     overhead,
     plot,
@@ -373,15 +375,15 @@ def test_training_text_is_cut_where_it_is_one_file_and_counts_once(tmp_path):
     (folder / "picture.png").write_bytes(b"no text")
     single = tmp_path / "single"
     single.write_bytes(bytes(range(97, 123)) * 10_000)
-    documents = list(trained.documents_of([folder, single], {".py"}))
+    documents = list(corpus.documents_of([folder, single], {".py"}))
     assert len(documents) == 60 + 4 and sum(len(d.read()) for d in documents if d.path == single) == 260_000
-    corpus = trained.read_corpus(documents, most_bytes=10**6, seed=0)
-    texts = [*corpus.training, *corpus.held_out]
-    assert len(texts) == len(set(texts)) == 30 + 4 and len(corpus.held_out) == 1
-    assert corpus == trained.read_corpus(documents, most_bytes=10**6, seed=0)
-    assert corpus != trained.read_corpus(documents, most_bytes=10**6, seed=1)
+    found = corpus.read_corpus(documents, most_bytes=10**6, seed=0)
+    texts = [*found.training, *found.held_out]
+    assert len(texts) == len(set(texts)) == 30 + 4 and len(found.held_out) == 1
+    assert found == corpus.read_corpus(documents, most_bytes=10**6, seed=0)
+    assert found != corpus.read_corpus(documents, most_bytes=10**6, seed=1)
     with pytest.raises(ValueError, match="expected a file or a folder"):
-        list(trained.documents_of([tmp_path / "nothing"], {".py"}))
+        list(corpus.documents_of([tmp_path / "nothing"], {".py"}))
 
 
 def test_too_little_text_for_the_vocabulary_is_said(tmp_path):
@@ -595,3 +597,21 @@ def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(
             assert float(row["err_loss"]) < 5e-3 and float(row["err_dx"]) < (2e-3 if half else 6e-2)
     table = capsys.readouterr().out
     assert '| `reduction="none"`: float16 over bfloat16 | 1.10 |' in table and "verl's head" not in table
+
+
+def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
+    monkeypatch.setattr(objective_errors, "DRAWS", 1)
+    monkeypatch.setattr(objective_errors, "OBJECTIVES", {"softcap_smoothing": "both", "policy": "policy"})
+    monkeypatch.delitem(objective_errors.PATHS, "compiled")
+    quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
+    lines = objective_errors.main(quick).read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| float", "| bfloat"))]
+    assert len(rows) == 2 * (3 + 1) + 3 * len(objective_errors.VALUES)
+    for dtype, *_, path, loss, dx, dw in rows[:8]:
+        assert path in ("eager", "logits made twice")
+        for cell in (loss, dx, dw):
+            ours, plain = map(float, cell.split(" / "))
+            assert ours <= 3 * plain + 1e-7, (dtype, cell)
+    for dtype, name, _, value, *_ in rows[8:]:
+        ours, plain = map(float, value.split(" / "))
+        assert 0.0 < ours <= 3 * plain + 1e-7, (dtype, name)

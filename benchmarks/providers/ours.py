@@ -26,13 +26,18 @@ RETAINED = 4 << 30  # bytes: room for the logits of all tokens of the shapes at 
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
-def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+def _recomputing(loss: Loss, mode: Mode) -> Loss:
     """The mean from per-token losses, or these: gradients are made in backward, from logits that are made again."""
-    from flce_ops import linear_cross_entropy, workspace
+    from flce_ops import workspace
 
-    with workspace(retained=0):
-        losses = linear_cross_entropy(input, linear_weight, target, reduction="none")
-    return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
+    def per_token(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        with workspace(retained=0):
+            losses = loss(input, linear_weight, target, reduction if mode.per_token else "none")
+        if mode.per_token or reduction == "none":
+            return losses
+        return losses.mean() if mode.kind else losses.sum() / (target != IGNORE_INDEX).sum()
+
+    return per_token
 
 
 def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
@@ -125,7 +130,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     if mode.kind:
         loss = divergence_in_one_call(problem, mode.kind)
     if mode.name == "soft64":
-        if name in ("ours_recompute", "ours_compacted"):
+        if name == "ours_compacted":
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
     if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
@@ -140,9 +145,9 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     if name == "ours_captured":
         return _captured_step(step_of(loss, problem, mode), problem)
     if name == "ours_recompute":
-        if mode.name in ("fwd", "log_probs") or mode.options or mode.kind:
+        if not mode.backward:
             raise Unavailable("not in this mode")
-        return step_of(_recompute_loss, problem, mode)
+        return step_of(_recomputing(loss, mode), problem, mode)
 
     if name == "ours_compacted":
         return _compacted_step(loss, problem, mode)

@@ -266,8 +266,9 @@ def second_line(
         size = natural.get(name, 0.0) * math.sqrt(truth[name].numel())
         rounding = roundings(problem.dtype) * unit(own) * norm(truth[name])
         rounding += max(roundings(problem.dtype), ROUNDINGS_OF_TERMS) * unit(fine) * size * rounding_of_logits(problem)
-        if name in ("entropy", "metric entropy") and "lse" in truth:  # documented: a difference of two numbers near it
-            rounding += ROUNDINGS * unit(fine) * norm(truth["lse"])
+        if name in ("entropy", "metric entropy"):  # documented: a difference of two numbers near lse
+            lse = truth["lse"] if "lse" in truth else truth["logits"].logsumexp(-1)
+            rounding += ROUNDINGS * unit(fine) * norm(lse)
         return SLACK * yardstick + rounding + smallest(found[name], problem.arithmetic_dtype())
 
     bounds = {name: allowed(name) for name in names}
