@@ -74,6 +74,7 @@ def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
 
 
 def blocks_ahead(logits: Tensor, tile: Tile) -> int:
+    """Of the row that the multiprocessor takes next: what L2_BLOCKS leave."""
     if tile.programs == 1:
         return 0
     blocks = triton.cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
