@@ -17,7 +17,6 @@ from flce_ops.triton.finish_rows import FinishedRows
 from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
-from flce_ops.triton.sparse_step import borrowed_lists
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -203,9 +202,8 @@ def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisone
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
     args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
-    whole = launch_with_grad(*args, **chosen)  # its lists in grad_linear_weight
+    whole = launch_with_grad(*args, **chosen)
     assert flce_ops.last_path().chunks == 1
-    monkeypatch.setattr("flce_ops.triton.sparse_step.LENT", 0.0)
     monkeypatch.setattr("flce_ops.triton.sparse_step.span_at_most", lambda *_: 16)
     monkeypatch.setattr("flce_ops.triton.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, 12, 4)))
     cut = launch_with_grad(*args, **chosen)
@@ -225,17 +223,13 @@ def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
     return made
 
 
-@pytest.mark.parametrize("lent", [False, True], ids=["lists in the workspace", "in grad_linear_weight"])
-def test_classes_that_many_tokens_keep_have_their_exact_gradient(lent, monkeypatch, poisoned_memory):
+def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, poisoned_memory):
     """And the others what the lists have: without these classes the ATen path's entries, as both are sums of rows."""
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
     tokens, num_classes, frequent = 40, 600, 128
     made = two_kinds_of_classes(tokens, 12, num_classes, frequent)
-    monkeypatch.setattr("flce_ops.triton.sparse_step.LENT", 1.0 if lent else 0.0)
     args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
     chosen = options(2.0**-4)
-    borrowed = borrowed_lists(torch.empty(num_classes, 12), tokens, room_of_row(2.0**-4, num_classes))
-    assert (borrowed is not None) == lent
     found = launch_with_grad(*args, **mask, **chosen)
     exact = launch_with_grad(*args, **mask)
     sampled = aten.with_grad(*args, **mask, **chosen)

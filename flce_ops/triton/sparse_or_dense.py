@@ -91,7 +91,6 @@ def choose_dense_kernel(
     kept_ptr,  # (B,)
     dense,  # DenseClasses, out
     B,
-    free,  # blocks that may be dense without the others
     worth,  # of all blocks' GEMMs, in entries a token
     most,  # entries a token of a block that is not dense
     BLOCK: tl.constexpr,
@@ -100,14 +99,12 @@ def choose_dense_kernel(
     cost = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, B, BLOCK):
         b = start + tl.arange(0, BLOCK)
-        kept = tl.load(kept_ptr + b, mask=b < B, other=0.0)
-        cost += tl.where(b < free, tl.minimum(kept, most), kept)
-    all_dense = tl.sum(cost, 0) > worth
-    most, free = tl.where(all_dense, -1.0, most), tl.where(all_dense, B, free)
+        cost += tl.minimum(tl.load(kept_ptr + b, mask=b < B, other=0.0), most)
+    most = tl.where(tl.sum(cost, 0) > worth, -1.0, most)
     count = 0
     for start in range(0, B, BLOCK):
         b = start + tl.arange(0, BLOCK)
-        is_dense = (tl.load(kept_ptr + b, mask=b < free, other=-1.0) > most).to(tl.int32)
+        is_dense = (tl.load(kept_ptr + b, mask=b < B, other=-1.0) > most).to(tl.int32)
         tl.store(dense.is_dense + b, is_dense, mask=b < B)
         tl.store(dense.which + count + tl.cumsum(is_dense, 0) - 1, b, mask=is_dense > 0)
         count += tl.sum(is_dense, 0)
@@ -121,8 +118,6 @@ def launch_sparse_or_dense(
     threshold: float,
     hidden: int,
     dense: DenseClasses,  # out
-    *,
-    lent: int = 0,  # rows of grad_linear_weight, the last, that hold something else: dense only if all are
 ) -> None:
     n, num_classes = exponentials.shape
     blocks = dense.is_dense.shape[0]
@@ -141,5 +136,4 @@ def launch_sparse_or_dense(
     )
     most = LIVE.value / CLASSES_PER_ENTRY
     worth = (1.0 - LISTS_COST / hidden) * blocks * most
-    free = blocks if not lent else max(num_classes - lent, 0) // LIVE.value
-    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, free, worth, most, BLOCK=1024, num_warps=8)
+    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, worth, most, BLOCK=1024, num_warps=8)
