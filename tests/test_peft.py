@@ -14,8 +14,8 @@ from tiny_models import TOKENS, VOCAB, check_same, has_logits, loss_and_gradient
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
+from flce_ops.aten.row_norms import merged_row_norms
 from flce_ops.integrations.transformers import patch, unpatch
-from flce_ops.integrations.transformers.dora import merged_norms
 
 # N tokens, D hidden, V vocabulary
 
@@ -193,7 +193,7 @@ def test_norms_of_rows_without_the_merged_weight(dtype):
     weight, down, up = torch.randn(131, 40), torch.randn(3, 40), torch.randn(131, 3)
     weight, down, up = (part.to(dtype) for part in (weight, down, up))
     exact = (weight.double() + 1.7 * up.double() @ down.double()).norm(dim=1)
-    assert error(merged_norms(weight, down, up, 1.7), exact) <= (1e-14 if dtype == torch.float64 else 2e-3)
+    assert error(merged_row_norms(weight, down, up, 1.7), exact) <= (1e-14 if dtype == torch.float64 else 2e-3)
 
 
 @patch_order

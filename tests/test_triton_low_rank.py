@@ -16,7 +16,7 @@ from flce_ops.triton.low_rank_with_grad import launch_low_rank_with_grad
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's dots of bfloat16 are wrong
-UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:3]]
+UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:4]]
 
 
 def launched(call, mask=(True, True, True, True, False)):
