@@ -4,8 +4,8 @@
 
     dL/dc_j = sum_i dL/du_ij t_ij = sum_i f_i E_ij (z_ij / s - b_j) / c_j^2      z_ij = log(E_ij / c_j) + r_i
 
-What rounding E to bfloat16 takes from z is 2^-9 at most. The target's entry is no exponential: its logit is known. It
-is one more read of E. Of c_j = 0 nothing is left to read it from: nan.
+What rounding E to bfloat16 takes from z is 2^-9 at most, from t that over s c_j. The target's entry is no exponential:
+its logit is known. It is one more read of E. Of c_j = 0 nothing is left to read it from: nan.
 """
 
 import torch
