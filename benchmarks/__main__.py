@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         every = itertools.product(options.modes.split(","), shapes, options.ignored)
         units = [loads.Unit(*one, options.prior or PRIORS[0], "*") for one in every]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    one_compilation_per_shape()
+    run.one_compilation_per_shape()
     here = environment(device, options.commit)
     report = Report(options.out / here.slug / f"{options.name}.csv", resume=options.resume_after is not None)
     say(f"{here.gpu}, torch {here.torch}, triton {here.triton}, commit {here.commit} -> {report.path}")
@@ -135,15 +135,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         say("", *loads.tables(report.rows), sep="\n")
     say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")
     return report.path
-
-
-def one_compilation_per_shape() -> None:
-    """Past its limit of recompilations torch.compile runs eagerly without a word; a run has many shapes and modes."""
-    import torch._dynamo
-
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        if hasattr(torch._dynamo.config, limit):
-            setattr(torch._dynamo.config, limit, 4096)
 
 
 def _restart_without(provider: str, done: int, started: float, argv: list[str], options: argparse.Namespace) -> None:

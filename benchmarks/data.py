@@ -32,6 +32,7 @@ IGNORED = 0.02  # share of the tokens
 PRIORS = ("shuffled", "ordered", "flat")
 TRAINED = "trained"  # in the place of a prior: the operands come from a file
 IGNORE_INDEX = -100
+LOSS_SCALE = {torch.float16: 4096.0}  # what multiplies the loss before backward, as GradScaler does
 CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
 
 
@@ -50,6 +51,13 @@ class PolicyTokens(NamedTuple):
     ref_log_probs: Tensor
 
 
+class Teacher(NamedTuple):
+    """What the modes "kl_..." have in place of the target: another head, of the student's sizes."""
+
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+
+
 @dataclass
 class Problem:
     shape: Shape
@@ -60,6 +68,7 @@ class Problem:
     seed: int
     soft: SoftTargets | None = None  # drawn where they are asked for: soft.py
     policy: PolicyTokens | None = None  # drawn where it is asked for: policy.py
+    teacher: Teacher | None = None  # drawn where it is asked for: kl_div.py
 
     def clear_gradients(self) -> None:
         self.input.grad = None
@@ -69,6 +78,15 @@ class Problem:
     def entropy_cotangent(self) -> Tensor:  # (N,)
         """Where entropies are asked for beside log-probabilities: a tenth, in another order."""
         return 0.1 * self.cotangent.flip(0)
+
+    @property
+    def loss_scale(self) -> float:
+        return LOSS_SCALE.get(self.input.dtype, 1.0)
+
+    @property
+    def upstream(self) -> Tensor | None:  # ()
+        """The gradient of a scalar loss that backward is given: none where it is 1."""
+        return None if self.loss_scale == 1.0 else torch.tensor(self.loss_scale, device=self.input.device)
 
     @property
     def kept(self) -> Tensor:  # (N,) bool
@@ -106,7 +124,8 @@ def make_problem(
     input = torch.randn(n, d, **options).add_(OFFSET).to(dtype)
 
     target = torch.empty(n, dtype=torch.int64, device=device)
-    problem = Problem(shape, input, weight, target, _random_cotangent(n, options), seed)
+    cotangent = _random_cotangent(n, options) * LOSS_SCALE.get(dtype, 1.0)
+    problem = Problem(shape, input, weight, target, cotangent, seed)
     for rows in problem.row_chunks():
         probabilities = (input[rows] @ weight.T).float().softmax(-1)
         # Gumbel's trick: the first of V exponential clocks with rates p_j is j with probability p_j.
@@ -126,7 +145,8 @@ def load_problem(
     with safe_open(path, framework="pt", device=str(device)) as file:
         input, weight, target = (file.get_tensor(name) for name in ("input", "linear_weight", "target"))
     shape = Shape(*input.shape, weight.shape[0])
-    problem = Problem(shape, input.to(dtype), weight.to(dtype), target, _random_cotangent(shape.N, options), seed)
+    cotangent = _random_cotangent(shape.N, options) * LOSS_SCALE.get(dtype, 1.0)
+    problem = Problem(shape, input.to(dtype), weight.to(dtype), target, cotangent, seed)
     _ignore(problem, ignored, options)
     return problem
 

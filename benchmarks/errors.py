@@ -5,7 +5,8 @@ over the tokens:
 
     z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
 
-With K classes a token, of weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k q_k onehot_k).
+With a softcap, z = cap tanh(x W^T / cap); smoothing and z_loss as in DESIGN.md. Gradients are of the loss times
+problem.loss_scale. With K classes a token, of weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k q_k onehot_k).
 "log_probs" has the other sign, and the gradient of the entropy H besides: -cotangent_H p (log p + H).
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .data import Problem
+from .kl_div import exact as exact_divergence
 from .modes import Mode
 from .policy import loss_of_log_probs
 from .soft import targets_of
@@ -45,16 +47,19 @@ def make_policy_reference(problem: Problem, mode: Mode) -> Reference:
     losses, *_ = make_reference(problem, per_token._replace(input_grad=False, weight_grad=False))
     losses.requires_grad_()
     loss = loss_of_log_probs(-losses, problem)
-    (slopes,) = torch.autograd.grad(loss, losses)
+    (slopes,) = torch.autograd.grad(loss * problem.loss_scale, losses)
     _, *gradients = make_reference(replace(problem, cotangent=slopes), per_token)
     return Reference(loss.detach(), *gradients)
 
 
 @torch.no_grad()
 def make_reference(problem: Problem, mode: Mode) -> Reference:
-    if mode.name == "policy":
-        with torch.enable_grad():
+    with torch.enable_grad():
+        if mode.name == "policy":
             return make_policy_reference(problem, mode)
+        if mode.kind:
+            loss, *gradients = exact_divergence(problem, mode.kind)
+            return Reference(loss, *(gradient * problem.loss_scale for gradient in gradients))
     # Data centre GPUs multiply float64 at the rate of float32 without TF32; others take a minute for a large shape.
     dtype = torch.float64
     weight = problem.linear_weight.to(dtype)
@@ -62,7 +67,8 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
     grad_input = torch.empty_like(problem.input, dtype=dtype) if mode.input_grad else None
     grad_weight = torch.zeros_like(weight) if mode.weight_grad else None
     kept = problem.kept
-    scale = problem.cotangent.to(dtype) if mode.per_token else torch.full_like(losses, 1) / kept.sum()
+    scale = problem.cotangent.to(dtype) if mode.per_token else torch.full_like(losses, problem.loss_scale) / kept.sum()
+    cap, smoothing, z_loss = (mode.options.get(name) or 0.0 for name in ("softcap", "label_smoothing", "z_loss"))
     of_entropy = problem.entropy_cotangent.to(dtype) if mode.reduction == "log_probs" else None
     sign = 1 if of_entropy is None else -1
 
@@ -74,8 +80,15 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
             target, q = (of_all[rows] for of_all in targets_of(problem))
         target, q = target.clamp(min=0), q.to(dtype)
         z = x @ weight.T
+        slope = None
+        if cap:
+            slope = 1 - z.div_(cap).tanh_().square()
+            z.mul_(cap)
         lse = z.logsumexp(-1, keepdim=True)
-        losses[rows] = torch.where(kept[rows], sign * (q * (lse - z.gather(1, target))).sum(1), 0)
+        loss = (1 - smoothing) * (q * (lse - z.gather(1, target))).sum(1)
+        if smoothing or z_loss:
+            loss += smoothing * (lse[:, 0] - z.mean(1)) + z_loss * lse[:, 0].square()
+        losses[rows] = torch.where(kept[rows], sign * loss, 0)
         if not mode.backward:
             continue
         log_p = z.sub_(lse)
@@ -84,10 +97,15 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
         if of_entropy is not None:
             entropy = -(p * log_p).sum(1, keepdim=True)
             entropy_grad = log_p.add_(entropy).mul_(p).mul_(torch.where(kept[rows], -of_entropy[rows], 0)[:, None])
-        grad_z = p.mul_(q.sum(1, keepdim=True)).scatter_add_(1, target, -q)
+        by_lse = (1 - smoothing) * q.sum(1, keepdim=True) + smoothing + 2 * z_loss * lse
+        grad_z = p.mul_(by_lse).scatter_add_(1, target, (smoothing - 1) * q)
+        if smoothing:
+            grad_z.sub_(smoothing / problem.shape.V)
         grad_z.mul_(torch.where(kept[rows], sign * scale[rows], 0)[:, None])
         if entropy_grad is not None:
             grad_z.add_(entropy_grad)
+        if slope is not None:
+            grad_z.mul_(slope)
         if grad_input is not None:
             torch.mm(grad_z, weight, out=grad_input[rows])
         if grad_weight is not None:

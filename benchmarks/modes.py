@@ -6,7 +6,7 @@ N tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Mode(NamedTuple):
     reduction: str
     input_grad: bool
     weight_grad: bool
+    options: dict[str, Any] = {}  # keywords of linear_cross_entropy
+    kind: str = ""  # of a divergence
 
     @property
     def backward(self) -> bool:
@@ -43,6 +45,17 @@ class Mode(NamedTuple):
         return self.gemms * 2 * kept * shape.D * shape.V / 1e12
 
 
+METRICS = (  # names of return_metrics
+    *("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss"),
+)
+KINDS = ("forward", "reverse", "jsd")
+SMOOTHING, CAP = {"label_smoothing": 0.1}, {"softcap": 30.0}
+
+
+def with_metrics(*names: str) -> dict[str, Any]:
+    return {"return_metrics": names} | ({"z_loss": 1e-4} if "z_loss" in names else {})
+
+
 MODES = {
     mode.name: mode
     for mode in (
@@ -53,6 +66,12 @@ MODES = {
         Mode("policy", 3, "none", True, True),  # a policy's loss, of losses per token or in one call: policy.py
         Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
         Mode("log_probs", 3, "log_probs", True, True),  # and entropies, both differentiated: what RL asks a head for
+        Mode("smoothing", 3, "mean", True, True, SMOOTHING),
+        Mode("softcap", 3, "mean", True, True, CAP),
+        Mode("softcap_smoothing", 3, "mean", True, True, SMOOTHING | CAP),
+        *(Mode(f"metric_{name}", 3, "mean", True, True, with_metrics(name)) for name in METRICS),
+        Mode("metrics", 3, "mean", True, True, with_metrics(*METRICS)),
+        *(Mode(f"kl_{kind}", 4, "mean", True, True, kind=kind) for kind in KINDS),  # a teacher's head too: kl_div.py
     )
 }
 
@@ -82,7 +101,7 @@ def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
             log_probs, entropy = value
             torch.autograd.backward([log_probs, entropy], [problem.cotangent, problem.entropy_cotangent])
             return log_probs.detach()
-        value.backward(problem.cotangent.to(value.dtype) if mode.per_token else None)
+        value.backward(problem.cotangent.to(value.dtype) if mode.per_token else problem.upstream)
         return value.detach()
 
     return forward_backward if mode.backward else forward

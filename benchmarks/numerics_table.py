@@ -5,7 +5,7 @@
 
 Every implementation gets the same rounded inputs (benchmarks/data.py: Zipf prior, targets from the softmax, 2 % are
 ignored); the truth is a float64 computation on them. Error: ||out - truth|| / ||truth||. float16 gradients are those
-of the loss times LOSS_SCALE, divided by it afterwards, as torch.amp.GradScaler does.
+of the loss times 4096 (data.py), as torch.amp.GradScaler has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,6 @@ from .report import REPOSITORY, Report, environment, say
 from .shapes import Shape, parse_shapes
 
 SHAPES = {"cpu": Shape(256, 288, 32003), "cuda": Shape(8192, 2048, 128256)}  # under a minute each
-LOSS_SCALE = {torch.float16: 4096.0}
 SMALL_WORKSPACE = 32 << 20  # too small for a float32 sum of dW: rounded once a chunk
 
 
@@ -72,22 +70,19 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, c
     rows = []
     for name, function in PROVIDERS.items():
         with flce_ops.workspace(SMALL_WORKSPACE) if function is small_workspace else contextlib.nullcontext():
-            loss, gradients = step(function, problem, LOSS_SCALE.get(dtype, 1.0))
-        errors = errors_of(loss, gradients, truth)
+            loss = step(function, problem)
+        errors = errors_of(loss, problem, truth)
         place = (here.gpu, here.torch, here.triton, here.commit, *shape, str(dtype).removeprefix("torch."))
         rows.append(NumericsRow(*place, name, *errors, seed))
     return rows
 
 
-def step(function: Callable, problem: Problem, scale: float) -> tuple[Tensor, SimpleNamespace]:
-    """The loss, and the gradients made from `scale` times the loss, where errors_of looks for them."""
+def step(function: Callable, problem: Problem) -> Tensor:
+    """The loss; gradients are left in .grad."""
     problem.clear_gradients()
     loss = function(problem.input, problem.linear_weight, problem.target)
-    (loss * scale).backward()
-    # divided in float32: a half gradient divided by the scale would be rounded, or vanish, here
-    leaves = {"input": problem.input, "linear_weight": problem.linear_weight}
-    made = {name: SimpleNamespace(grad=leaf.grad.float() / scale) for name, leaf in leaves.items()}
-    return loss.detach(), SimpleNamespace(**made)
+    loss.backward(problem.upstream)
+    return loss.detach()
 
 
 def main(argv: Sequence[str] | None = None) -> Path:

@@ -17,7 +17,7 @@ from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
 from .report import Environment, Row, say, table
 from .shapes import Shape
-from .timing import launch_to_return, time_steps
+from .timing import Timing, launch_to_return, time_steps
 
 # Above these the numbers are someone else's gradient: said in the row, timed all the same.
 WRONG = {"loss": 1e-2, "dx": 5e-2, "dw": 5e-2}
@@ -58,6 +58,8 @@ def measure(
     out_of_time: Callable[[], bool],
 ) -> list[Row]:
     device = settings.device
+    gc.collect()
+    gc.freeze()  # else each of the collections below takes a quarter of a second, for what the libraries hold
     data: dict[str, Any] = {"seed": settings.seed, "ignored": settings.ignored}
     if settings.trained:
         problem = load_problem(settings.trained, dtype=settings.dtype, device=device, **data)
@@ -81,19 +83,19 @@ def measure(
             continue
         say(name, end=" ")
         try:
-            steps[name] = _set_up(name, problem, mode, reference, row)
+            steps[name] = set_up(name, problem, mode, reference, row)
         except Exception as error:
-            row.reason = _reason(error)
-        _tidy(problem)
+            row.reason = reason_of(error)
+        tidy(problem)
         if not _device_is_alive(device):
             raise LostDevice(name, list(rows.values()))
     del reference
     say()
 
     def failed(name: str, error: Exception) -> None:
-        rows[name].reason = _reason(error)
+        rows[name].reason = reason_of(error)
         del steps[name]
-        _tidy(problem)
+        tidy(problem)
         if not _device_is_alive(device):
             raise LostDevice(name, list(rows.values()))
 
@@ -102,19 +104,30 @@ def measure(
         dict(steps), device=device, rounds=settings.rounds, ms=settings.ms, seed=settings.seed, on_failure=failed
     )
     for name, timing in timings.items():
-        rows[name].ms, rows[name].spread = timing
-        rows[name].tflops = mode.tflop(shape, kept) / (timing.ms / 1e3)
+        note_time(rows[name], timing, timings.get("floor"), mode.tflop(shape, kept))
         if device.type == "cuda" and timing.ms < HOST_SHOWS_MS:
             rows[name].host_us = launch_to_return(steps[name])
-    if "floor" in timings:
-        for name in timings:
-            rows[name].floor_ms = timings["floor"].ms
-            rows[name].x_floor = timings[name].ms / timings["floor"].ms
     say(table(list(rows.values())))
     return list(rows.values())
 
 
-def _set_up(name: str, problem: Problem, mode: Mode, reference: Reference, row: Row) -> Step:
+def one_compilation_per_shape() -> None:
+    """Past its limit of recompilations torch.compile runs eagerly without a word; a run has many shapes and modes."""
+    import torch._dynamo
+
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(torch._dynamo.config, limit):
+            setattr(torch._dynamo.config, limit, 4096)
+
+
+def note_time(row: Row, timing: Timing, floor: Timing | None, tflop: float) -> None:
+    row.ms, row.spread = timing
+    row.tflops = tflop / (timing.ms / 1e3)
+    if floor is not None:
+        row.floor_ms, row.x_floor = floor.ms, timing.ms / floor.ms
+
+
+def set_up(name: str, problem: Problem, mode: Mode, reference: Reference, row: Row) -> Step:
     """First call on poisoned memory, its errors, the peak of a warm call."""
     step = providers.provide(name, problem, mode)
     row.version = providers.version(name)
@@ -168,7 +181,7 @@ def _mean_loss(reference: Reference) -> float:
     return float(reference.loss.sum().abs() / (reference.loss != 0).sum())
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     if isinstance(error, providers.Unavailable):
         return str(error)
     if isinstance(error, torch.cuda.OutOfMemoryError):
@@ -177,7 +190,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"[:200]
 
 
-def _tidy(problem: Problem) -> None:
+def tidy(problem: Problem) -> None:
     """What the last provider left: its gradients, and the frames a traceback may hold."""
     problem.clear_gradients()
     gc.collect()

@@ -39,7 +39,6 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
         Shape(20000, 1024, 32064),
         Shape(4096, 4096, 151669),  # Qwen 2.5's tokens, without the padding of its head
         Shape(4096, 4096, 151680),
-        Shape(8192, 2048, 100003),  # a prime
         Shape(8192, 2052, 32000),  # rows of D half numbers do not start on 16 bytes: no tensor maps
         Shape(8192, 2056, 32000),
     ),

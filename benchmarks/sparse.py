@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from . import providers, run
-from .__main__ import one_compilation_per_shape, trained
+from .__main__ import trained
 from .data import PRIORS, Problem, load_problem, make_problem, shape_of
 from .modes import MODES
 from .report import REPOSITORY, Report, Row, environment, say
+from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 
 SHAPES = "8192x4096x128256,8192x1024x50304"

@@ -11,26 +11,32 @@ from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import check_per_class
+from flce_ops.meta.sparse_checks import check_sparse_options
 
 # D in_features, V classes
 
 
 OPTIONS = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss")
+OF_SPARSE = ("gradient_threshold", "gradient_mode", "gradient_sparse")
 
 
 def options_of(module: nn.Module) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in OPTIONS}
+    return {name: getattr(module, name) for name in (*OPTIONS, *OF_SPARSE)}
 
 
 def loss_repr(module: nn.Module) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options_of(module).items())
+    shown = (*OPTIONS, *OF_SPARSE) if module.gradient_threshold else OPTIONS
+    return ", ".join(f"{name}={getattr(module, name)}" for name in shown)
 
 
-def check_options(op: str, ignore_index: int | None, label_smoothing: float, softcap: float | None) -> None:
+def check_options(module: nn.Module) -> None:
     """What can never be right, where it was written rather than at the first loss."""
-    check_ignore_index(op, ignore_index)
-    check_ranges(op, label_smoothing=label_smoothing, softcap=softcap)
+    op, options = type(module).__name__, options_of(module)
+    check_ignore_index(op, options["ignore_index"])
+    check_ranges(op, label_smoothing=options["label_smoothing"], softcap=options["softcap"])
+    check_sparse_options(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -45,8 +51,8 @@ class LinearCrossEntropyLoss(nn.Module):
             layer has V * d_1 * ... * d_K outputs.
         bias: whether the linear layer adds a learnable bias.
         weight: class weights, (V,); a buffer, part of the state dict.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as
-            `linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, gradient_threshold, gradient_mode,
+            gradient_sparse, options: as `linear_cross_entropy`. The seed of a sparse gradient is forward's.
 
     Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
     target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair, as
@@ -72,6 +78,9 @@ class LinearCrossEntropyLoss(nn.Module):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
+        gradient_threshold: float = 0.0,
+        gradient_mode: str = "unbiased",
+        gradient_sparse: str = "both",
         options: object = None,
     ) -> None:
         super().__init__()
@@ -80,7 +89,6 @@ class LinearCrossEntropyLoss(nn.Module):
         if weight is not None:
             check_per_class(op, "weight", weight, num_classes)
         check_reduction(op, reduction)
-        check_options(op, ignore_index, label_smoothing, softcap)
         check_torch_options(op, options)
         outputs = num_classes * math.prod(out_features)
         self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
@@ -93,6 +101,10 @@ class LinearCrossEntropyLoss(nn.Module):
         self.softcap = softcap
         self.logit_scale = logit_scale
         self.z_loss = z_loss
+        self.gradient_threshold = gradient_threshold
+        self.gradient_mode = gradient_mode
+        self.gradient_sparse = gradient_sparse
+        check_options(self)
 
     def forward(
         self,
@@ -103,6 +115,7 @@ class LinearCrossEntropyLoss(nn.Module):
         target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         shift: bool = False,
+        gradient_seed: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         linear_weight: Tensor = self.linear.weight
@@ -122,6 +135,7 @@ class LinearCrossEntropyLoss(nn.Module):
             target_weight=target_weight,
             normalizer=normalizer,
             shift=shift,
+            gradient_seed=gradient_seed,
             return_metrics=return_metrics,
             options=self.options,
         )
@@ -139,7 +153,8 @@ class LinearCrossEntropyHead(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
-        ignore_index, label_smoothing, softcap, logit_scale, z_loss: as `linear_cross_entropy`.
+        ignore_index, label_smoothing, softcap, logit_scale, z_loss, gradient_threshold, gradient_mode, gradient_sparse:
+            as `linear_cross_entropy`. The seed of a sparse gradient is forward's.
 
     Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
     target_weight of its shape, the loss.
@@ -159,14 +174,20 @@ class LinearCrossEntropyHead(nn.Linear):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
+        gradient_threshold: float = 0.0,
+        gradient_mode: str = "unbiased",
+        gradient_sparse: str = "both",
     ) -> None:
-        check_options(type(self).__name__, ignore_index, label_smoothing, softcap)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.softcap = softcap
         self.logit_scale = logit_scale
         self.z_loss = z_loss
+        self.gradient_threshold = gradient_threshold
+        self.gradient_mode = gradient_mode
+        self.gradient_sparse = gradient_sparse
+        check_options(self)
 
     def forward(  # type: ignore[override]  # with targets it is another function than nn.Linear's
         self,
@@ -179,6 +200,7 @@ class LinearCrossEntropyHead(nn.Linear):
         target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         shift: bool = False,
+        gradient_seed: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         if target is None:
@@ -195,6 +217,7 @@ class LinearCrossEntropyHead(nn.Linear):
             target_weight=target_weight,
             normalizer=normalizer,
             shift=shift,
+            gradient_seed=gradient_seed,
             return_metrics=return_metrics,
         )
 

@@ -4,6 +4,7 @@ import csv
 import functools
 import gc
 import importlib
+import math
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,7 +19,8 @@ from benchmarks import (
     kl_div,
     loads,
     main_grad,
-    metrics,
+    objective_errors,
+    objectives,
     overhead,
     plot,
     providers,
@@ -211,11 +213,17 @@ def test_a_provider_that_raises_is_a_reason_and_the_others_go_on(monkeypatch):
     assert eager.ms is not None and eager.x_floor == pytest.approx(eager.ms / floor.ms)
 
 
-def dense_in_its_own_dtype(input, linear_weight, target, reduction):
+def dense_in_its_own_dtype(mode, input, linear_weight, target, reduction):
     if reduction != "log_probs":
-        return torch.nn.functional.cross_entropy(input @ linear_weight.T, target, reduction=reduction)
+        return dense_of_logits(input @ linear_weight.T, target, reduction, **mode.options)
     kept = target != IGNORE_INDEX
     return -dense_losses(input, linear_weight, target), dense_entropy(input, linear_weight).where(kept, 0)
+
+
+def dense_of_logits(z, target, reduction, softcap=None, label_smoothing=0.0, z_loss=0.0, return_metrics=()):
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    loss = torch.nn.functional.cross_entropy(z, target, reduction=reduction, label_smoothing=label_smoothing)
+    return loss + z_loss * z.logsumexp(-1)[target != IGNORE_INDEX].square().mean() if z_loss else loss
 
 
 def dense_soft(problem, input, linear_weight, target, reduction):
@@ -224,13 +232,34 @@ def dense_soft(problem, input, linear_weight, target, reduction):
     return -(weight * log_p)[kept].sum() / kept.sum()
 
 
+def dense_divergence(problem, kind):
+    """By F.kl_div, of a teacher in float64."""
+    teacher, weight = (part.double() for part in kl_div.teacher_of(problem))
+    log_p = (teacher @ weight.T).log_softmax(-1)
+
+    def kl(log_a, log_b):
+        return torch.nn.functional.kl_div(log_b, log_a, log_target=True, reduction="batchmean")
+
+    def loss(input, linear_weight, target, reduction):
+        log_q = (input @ linear_weight.T).log_softmax(-1)
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        halves = (kl(log_p, log_m) + kl(log_q, log_m)) / 2
+        return {"forward": kl(log_p, log_q), "reverse": kl(log_q, log_p), "jsd": halves}[kind]
+
+    return loss
+
+
 def test_the_reference_agrees_with_dense_torch_in_float64():
     for mode in MODES.values():
         problem = make_toy(mode.name)
         reference = make_reference(problem, mode)
         problem.input.data, problem.linear_weight.data = problem.input.double(), problem.linear_weight.double()
         prepare(problem, mode)
-        dense = functools.partial(dense_soft, problem) if mode.name == "soft64" else dense_in_its_own_dtype
+        dense = functools.partial(dense_in_its_own_dtype, mode)
+        if mode.name == "soft64":
+            dense = functools.partial(dense_soft, problem)
+        if mode.kind:
+            dense = dense_divergence(problem, mode.kind)
         step_loss = step_of(dense, problem, mode)()
         torch.testing.assert_close(reference.loss, step_loss)
         if mode.input_grad:
@@ -423,7 +452,11 @@ def assert_right(step, problem, mode):
     assert max(error for error in errors if error is not None) < 1e-5
 
 
-LOSSES = {name: mode for name, mode in MODES.items() if name not in ("log_probs", "soft64")}
+LOSSES = {
+    name: mode
+    for name, mode in MODES.items()
+    if name not in ("log_probs", "soft64") and not mode.options and not mode.kind
+}
 
 
 @pytest.mark.parametrize("mode", LOSSES.values(), ids=LOSSES)
@@ -521,22 +554,16 @@ def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeyp
     assert training.calls > without_gradients.calls > 0
 
 
-def test_steps_of_given_logits_and_of_divergences_are_rows_with_their_errors(tmp_path):
+def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path):
     """Ours beside dense torch, in float32; a peer that is not installed is a reason."""
     quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
     cross_entropy.main(["--shapes", "16x501:float32", "--providers", "ours,torch_eager", *quick])
-    kl_div.main(["--shapes", "16x8x501", "--dtype", "float32", "--providers", "ours,liger", *quick])
-    (logits,), (divergences,) = (list(tmp_path.rglob(f"{name}.csv")) for name in ("cross_entropy", "kl_div"))
+    (logits,) = tmp_path.rglob("cross_entropy.csv")
     with logits.open(newline="") as file:
         assert {row["provider"]: float(row["err_grad"]) < 1e-5 for row in csv.DictReader(file) if row["err_grad"]} == {
             "ours": True,
             "torch_eager": True,
         }
-    with divergences.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["kind"] for row in rows if row["provider"] == "ours"] == ["forward", "reverse", "jsd"]
-    assert all(float(row["err_dw"]) < 1e-5 and float(row["x_floor"]) > 1 for row in rows if row["provider"] == "ours")
-    assert all(row["reason"] for row in rows if row["provider"] == "liger")
 
 
 def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
@@ -550,11 +577,40 @@ def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
     assert float(rows["main_grad"]["err_dw"]) < float(rows["autograd"]["err_dw"])
 
 
-def test_a_step_with_each_metric_is_a_row_beside_the_step_without(tmp_path):
-    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
-    metrics.main(["--shapes", "16x8x501", "--dtype", "float32", "--reductions", "none", *quick])
-    (path,) = tmp_path.rglob("metrics.csv")
-    with path.open(newline="") as file:
-        rows = {row["metric"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["without", *metrics.NAMES, "all"]
-    assert float(rows["without"]["x_without"]) == 1.0 and all(float(row["x_without"]) > 0 for row in rows.values())
+def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(tmp_path, capsys, monkeypatch):
+    """Ours beside bare GEMMs; a peer that is not installed is a reason, and no line of a table."""
+    named = ("fwd_bwd", "none", "policy", "softcap_smoothing", "metrics", "kl_forward")
+    monkeypatch.setattr(objectives, "LINES", [line for line in objectives.LINES if line[0] in named])
+    quick = ["--shapes", "24x16x101", "--rounds", "1", "--ms", "1", "--processes", "0", "--device", "cpu"]
+    chosen = "floor,ours,verl"
+    rows = rows_of(objectives.main([*quick, "--providers", chosen, "--out", str(tmp_path)]))
+    assert len(rows) == len(objectives.units_of(chosen)) == 6 + 2 + 2 + 3
+    for row in rows:
+        if row["provider"] == "verl":
+            assert row["reason"] and not row["ms"]
+        elif row["provider"] == "ours":
+            of_four = row["mode"].startswith("kl")
+            floor = next(r for r in rows if r["provider"] == "floor" and r["mode"].startswith("kl") == of_four)
+            assert float(row["x_floor"]) == pytest.approx(float(row["ms"]) / float(floor["ms"]), rel=1e-4)
+            half = row["dtype"] == "float16"
+            assert float(row["err_loss"]) < 5e-3 and float(row["err_dx"]) < (2e-3 if half else 6e-2)
+    table = capsys.readouterr().out
+    assert '| `reduction="none"`: float16 over bfloat16 | 1.10 |' in table and "verl's head" not in table
+
+
+def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
+    monkeypatch.setattr(objective_errors, "DRAWS", 1)
+    monkeypatch.setattr(objective_errors, "OBJECTIVES", {"softcap_smoothing": "both", "policy": "policy"})
+    monkeypatch.delitem(objective_errors.PATHS, "compiled")
+    quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
+    lines = objective_errors.main(quick).read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| float", "| bfloat"))]
+    assert len(rows) == 2 * (3 + 1) + 3 * len(objective_errors.VALUES)
+    for dtype, *_, path, loss, dx, dw in rows[:8]:
+        assert path in ("eager", "logits made twice")
+        for cell in (loss, dx, dw):
+            ours, plain = map(float, cell.split(" / "))
+            assert ours <= 3 * plain + 1e-7, (dtype, cell)
+    for dtype, name, _, value, *_ in rows[8:]:
+        ours, plain = map(float, value.split(" / "))
+        assert 0.0 < ours <= 3 * plain + 1e-7, (dtype, name)

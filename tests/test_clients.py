@@ -1,6 +1,7 @@
 """Loops of other libraries around the operator, as docs/clients.md has them: the same steps as dense logits."""
 
 import copy
+import json
 import sys
 import types
 
@@ -156,6 +157,47 @@ def test_verl_heads():
         results.append([*found, *torch.autograd.grad(loss, (hidden, weight))])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.detach().abs().max()))
+
+
+# ---------------------------------------------------------------- LLaMA-Factory
+
+
+def test_llama_factory(tmp_path):
+    """Its launcher behind `patch` of the model's class, as the guide has it."""
+    tuner = pytest.importorskip("llamafactory.train.tuner", reason="LLaMA-Factory 0.9 asks for transformers<=5.6")
+    from safetensors.torch import load_file
+    from tiny_models import make_model
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from flce_ops.integrations.transformers import patched
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 2} | {f"w{i}": i for i in (1, *range(3, 101))}, "w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "w1"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path / "model")
+    make_model().save_pretrained(tmp_path / "model")
+    texts = [" ".join(f"w{token}" for token in row) for row in torch.randint(3, 101, (32, 6)).tolist()]
+    rows = [{"instruction": ask, "input": "", "output": answer} for ask, answer in zip(texts[::2], texts[1::2])]
+    (tmp_path / "texts.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.json"}}))
+
+    def train(name: str) -> dict[str, torch.Tensor]:
+        data = {"dataset": "texts", "dataset_dir": str(tmp_path), "template": "empty", "cutoff_len": 32}
+        steps = {"max_steps": STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        rate = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd"}
+        folders = {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / name)}
+        kind = {"stage": "sft", "do_train": True, "finetuning_type": "full", "report_to": "none", "use_cpu": True}
+        tuner.run_exp({**data, **steps, **rate, **folders, **kind, "bf16": False, "enable_liger_kernel": False})
+        return load_file(tmp_path / name / "model.safetensors")
+
+    theirs, start = train("theirs"), load_file(tmp_path / "model" / "model.safetensors")
+    with patched(LlamaForCausalLM):
+        ours = train("ours")
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
+    step = max(float((theirs[name] - before).abs().max()) for name, before in start.items())
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-4 * step)
 
 
 # ---------------------------------------------------------------- private names of other libraries

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flce_ops
+from benchmarks import loads
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -241,6 +242,21 @@ def test_times_and_memory_of_the_readme_are_the_csvs():
             assert abs(float(memory.replace(",", "")) - float(row["beyond_gradients_MiB"])) < 0.6, (name, shape)
 
 
+def test_tables_of_loads_are_printed_from_the_csv():
+    with (H200 / "loads.csv").open(newline="") as file:
+        times = loads.Times(csv.DictReader(file))
+    of_loads = loads.milliseconds(times)
+    for document in ("README.md", "docs/performance.md"):
+        found = lines_after(document, "| load, ms |")
+        assert found[:2] == of_loads[:2] and set(found) <= set(of_loads) and len(found) >= 10
+    assert lines_after("docs/performance.md", "| mark | must |") == loads.marks(times)
+
+
+def lines_after(document: str, heading: str) -> list[str]:
+    text = text_of(document)
+    return text[text.index(heading) :].split("\n\n")[0].splitlines()
+
+
 def bounds(cell: str) -> tuple[float, float]:
     low, _, high = cell.partition(" to ")
     return float(low), float(high or low)
@@ -262,6 +278,22 @@ def test_errors_of_the_documents_are_the_csvs(document, heading, shapes):
             ]
             for written, number in zip(bounds(cell), (min(found), max(found))):
                 assert abs(written - number) <= 0.05 * 10 ** int(f"{number:e}".split("e")[1]) * 1.01, (name, column)
+
+
+def test_tables_of_the_other_objectives_are_made_of_one_run():
+    """After another run: python -m benchmarks.docs_tables."""
+    from benchmarks import docs_tables, objectives
+
+    rows = docs_tables.rows_of_csv()
+    assert len({row["commit"] for row in rows}) == 1
+    for shape in objectives.SHAPES.split(","):
+        for dtype, mode, provider in objectives.units_of("*"):
+            step = (mode.name, provider, str(dtype).removeprefix("torch."))
+            assert docs_tables.found(rows, shape, step), (shape, step)
+    for document, tables in docs_tables.DOCUMENTS.items():
+        text = text_of(document)
+        assert all(f"<!-- objectives: {name} -->" in text for name in tables)
+        assert docs_tables.written(text, rows) == text, document
 
 
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):

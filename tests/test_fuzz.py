@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import judge
-from tests.fuzz.cases import Case, draw
+from tests.fuzz.cases import FUNCTIONS, Case, consistent, draw
 from tests.fuzz.run import Ours
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +22,24 @@ def test_a_sample_of_random_cases_is_as_near_to_the_truth_as_plain_torch():
             verdict = judge.examine(case, "cpu")
             assert not verdict.failures, f"python -m tests.fuzz --only {SEED}:{index}: {verdict.failures}"
 
+
+def test_the_arguments_of_every_function_are_drawn():
+    cases = [draw(SEED, index, "cpu") for index in range(3000)]
+    for name in ("slots", "tail", "shift", "metrics", "dual_clip", "kl_factor", "on_policy", "frozen"):
+        assert sum(bool(getattr(case, name)) for case in cases) > 10, name
+    for name, values in DRAWN.items():
+        assert {getattr(case, name) for case in cases} >= values, name
+    for function in FUNCTIONS:
+        modes = {case.mode for case in cases if case.function == function}
+        assert len(modes) > 10, function
+
+
+DRAWN = {
+    "sparse": {"", "drop", "unbiased"},
+    "main_grad": {"", "own", "sums"},
+    "objective": {"ppo", "cispo"},
+    "kl_estimator": {"k1", "k2", "k3"},
+}
 
 FAULTS = {
     "a loss off by a millionth part": lambda found: found | {"loss": found["loss"] * (1.0 + 3e-6)},
@@ -40,6 +58,37 @@ def test_the_judge_sees_what_is_wrong(monkeypatch, fault, dtype):
     assert not judge.examine(case, "cpu").failures
     call = Ours.__call__
     monkeypatch.setattr(Ours, "__call__", lambda self, case, at: FAULTS[fault](call(self, case, at)))
+    assert judge.examine(case, "cpu").failures
+
+
+NEWER = {
+    "soft targets": {"slots": 5},
+    "a tail": {"function": "log_probs", "reduction": "none", "slots": 3, "tail": True},
+    "metrics": {"function": "metrics", "metrics": ("entropy", "is_top1", "argmax", "token_accuracy")},
+    "labels": {"shift": True},
+    "a policy": {"function": "policy", "kl_factor": 0.5, "dual_clip": 3.0},
+    "a pair": {"function": "low_rank", "rank": 3, "frozen": True, "wants": ("input", "pair_input", "pair_weight")},
+    "lists": {"sparse": "unbiased", "threshold": 2.0**-5},
+    "a buffer": {"main_grad": "sums", "mode": "backward"},
+}
+BLIND = {  # what ours is given in place of what the case has
+    "soft targets": lambda at: {"target_weight": at["target_weight"] * 1.001},
+    "a tail": lambda at: {"target": at["target"].roll(1, -2)},
+    "metrics": lambda at: {"target": at["target"].roll(1, 0)},
+    "labels": lambda at: {"target": at["target"].roll(-1, 0)},
+    "a policy": lambda at: {"old_log_probs": at["old_log_probs"] + 0.01},
+    "a pair": lambda at: {"pair_input": at["pair_input"] * 1.001},
+    "lists": lambda at: {"gradient_seed": at["gradient_seed"] + 1},
+    "a buffer": lambda at: {"main_grad": at["main_grad"].clone()},
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_the_judge_knows_what_every_argument_means(monkeypatch, name):
+    case = consistent(Case(dtype="float64", tokens=(30,), D=8, V=40, data="randn", **NEWER[name]))
+    assert not judge.examine(case, "cpu").failures
+    call = Ours.__call__
+    monkeypatch.setattr(Ours, "__call__", lambda self, case, at: call(self, case, {**at, **BLIND[name](at)}))
     assert judge.examine(case, "cpu").failures
 
 

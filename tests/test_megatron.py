@@ -115,6 +115,7 @@ def megatron_on_a_cpu(**parallel):
     no_dropout = SimpleNamespace(fork=contextlib.nullcontext)
     with (
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        patch.object(torch.cuda, "current_stream"),  # 0.19 has it wait for events of captured graphs
         patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda *_, **__: no_dropout),
     ):
         parallel_state.initialize_model_parallel(**parallel)

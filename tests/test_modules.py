@@ -76,7 +76,8 @@ def test_the_constructor_takes_what_torchs_does_in_the_same_way():
         inspect.signature(module).parameters for module in (LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)
     )
     assert theirs.keys() <= ours.keys()
-    assert ours.keys() - theirs.keys() == {"softcap", "logit_scale", "z_loss"}
+    of_sparse = {"gradient_threshold", "gradient_mode", "gradient_sparse"}
+    assert ours.keys() - theirs.keys() == {"softcap", "logit_scale", "z_loss", *of_sparse}
     common = ours.keys() & theirs.keys()
     assert {name for name in common if ours[name].kind != theirs[name].kind} == set()
     assert {name for name in common if ours[name].default != theirs[name].default} == {"ignore_index"}
@@ -99,6 +100,8 @@ def test_parameters_start_as_torchs_do():
 MISTAKES = [
     ("smoothing above 1", {"label_smoothing": 2.0}, ValueError, r"label_smoothing in \[0, 1\], got 2.0"),
     ("smoothing below 0", {"label_smoothing": -0.1}, ValueError, r"label_smoothing in \[0, 1\], got -0.1"),
+    ("threshold of 1", {"gradient_threshold": 1.0}, ValueError, r"gradient_threshold in \[0, 1\), got 1.0"),
+    ("sparse weight", {"gradient_sparse": "weight"}, ValueError, "gradient_sparse to be one of both, input,"),
     ("zero softcap", {"softcap": 0.0}, ValueError, "softcap to be positive or None, got 0.0"),
     ("ignored float", {"ignore_index": -100.0}, TypeError, "ignore_index to be an integer or None, got -100.0"),
     ("reduction", {"reduction": "bogus"}, ValueError, "reduction to be one of none, mean, sum, got 'bogus'"),
@@ -220,6 +223,22 @@ def test_head_passes_every_option_on(device, reduction):
         inputs.input, head.weight, inputs.target, head.bias, reduction=reduction, **per_call, **options
     )
     assert error(found, expected) < 1e-13
+
+
+@pytest.mark.parametrize("owner", [LinearCrossEntropyLoss, LinearCrossEntropyHead])
+def test_a_sparse_gradient_has_its_options_from_the_module_and_its_seed_from_the_call(device, owner):
+    inputs = example(device)
+    sparse = {"gradient_threshold": 2.0**-4, "gradient_sparse": "linear_weight"}
+    module = owner(D, V, dtype=torch.float64, device=device, **sparse)
+    assert "gradient_threshold=0.0625, gradient_mode=unbiased, gradient_sparse=linear_weight" in repr(module)
+    assert "gradient_" not in repr(owner(D, V))
+    (weight,) = module.parameters()
+    seed = torch.tensor(7, device=device)
+    (found,) = torch.autograd.grad(module(inputs.input, inputs.target, gradient_seed=seed), weight)
+    loss = flce_ops.linear_cross_entropy(inputs.input, weight, inputs.target, gradient_seed=seed, **sparse)
+    assert torch.equal(found, torch.autograd.grad(loss, weight)[0])
+    with pytest.raises(ValueError, match="expects gradient_seed"):
+        module(inputs.input, inputs.target)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -227,5 +227,6 @@ def test_schemas_are_the_contract():
         "Scalar? softcap=None, Scalar logit_scale=1., Scalar temperature=1., Scalar z_loss=0., "
         "Tensor? token_weight=None, Tensor? normalizer=None, Tensor? target_weight=None, "
         'Tensor? main_grad=None, float gradient_threshold=0., str gradient_mode="unbiased", '
-        "Tensor? gradient_seed=None, Tensor? gradient_class_order=None) -> Tensor"
+        "Tensor? gradient_seed=None, "
+        'str gradient_sparse="both", Tensor? gradient_class_order=None) -> Tensor'
     )

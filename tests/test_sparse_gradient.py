@@ -231,14 +231,32 @@ def test_chunks_and_ignored_tokens_do_not_change_what_is_kept():
     assert error(fewer[0][200:], whole[0][200:]) < 1e-12
 
 
-def test_a_compiled_step_and_a_checkpoint_keep_the_same_entries(device):
+def scalar_loss(*args, **options):
+    return flce_ops.linear_cross_entropy(*args, **options)
+
+
+def losses_of_tokens(*args, **options):
+    losses = flce_ops.linear_cross_entropy(*args, reduction="none", **options)
+    return (losses * (torch.arange(len(losses), device=losses.device) - 5.0)).sum()
+
+
+def entropy_beside_log_probs(*args, **options):
+    found = flce_ops.linear_log_probs(*args, entropy=True, gradient_sparse="linear_weight", **options)
+    return (found.log_probs * found.entropy.detach()).sum()
+
+
+OBJECTIVES = [scalar_loss, losses_of_tokens, entropy_beside_log_probs]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_compiled_step_and_a_checkpoint_keep_the_same_entries(device, objective):
     inputs = make_inputs((24, 8, 300), device=device)
     options = sparse() | {"gradient_seed": torch.tensor(3, device=device)}
-    loss, expected = gradients(inputs, **options)
+    expected = torch.autograd.grad(objective(*inputs.args, **options), list(inputs.leaves.values()))
 
     def step(input, seed):
         args = (input, *inputs.args[1:])
-        return flce_ops.linear_cross_entropy(*args, **options | {"gradient_seed": seed})
+        return objective(*args, **options | {"gradient_seed": seed})
 
     def grads(loss):
         return torch.autograd.grad(loss, list(inputs.leaves.values()))
@@ -249,7 +267,46 @@ def test_a_compiled_step_and_a_checkpoint_keep_the_same_entries(device):
         assert all(map(torch.equal, ours, expected))
     with torch.compiler.set_stance("fail_on_recompile"):
         other = grads(compiled(inputs.input, torch.tensor(4, device=device)))
-    assert not torch.equal(other[0], expected[0])
+    assert not torch.equal(other[1], expected[1])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_transform_of_torch_func_keeps_the_same_entries(objective):
+    inputs = make_inputs((24, 8, 300))
+    options = sparse()
+    expected = torch.autograd.grad(objective(*inputs.args, **options), list(inputs.leaves.values()))
+    input, weight, target, _ = inputs.args
+
+    def of_operands(input, weight):
+        return objective(input, weight, target, **options)
+
+    found = torch.func.grad(of_operands, argnums=(0, 1))(input.detach(), weight.detach())
+    for ours, exact in zip(found, expected, strict=True):
+        assert error(ours, exact) < 2e-6
+    stacked = torch.stack([input, 2.0 * input]).detach()
+    batched = torch.func.vmap(torch.func.grad(of_operands), in_dims=(0, None))(stacked, weight.detach())
+    assert error(batched[0], expected[0]) < 2e-6
+
+
+@pytest.mark.parametrize("gradient_sparse, other", [("input", "linear_weight"), ("linear_weight", "input")])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_gradient_that_is_not_chosen_is_exact_and_costs_no_sampling_alone(gradient_sparse, other, reduction):
+    inputs = make_inputs((24, 8, 300), dtype=torch.float64, bias=True)
+    options = {"reduction": reduction}
+    chosen = sparse() | options | {"gradient_sparse": gradient_sparse}
+
+    def of(inputs, **options):
+        return torch.autograd.grad(flce_ops.linear_cross_entropy(*inputs.args, **options).sum(), inputs.leaves.values())
+
+    found, exact = of(inputs, **chosen), of(inputs, **options)
+    for name, ours, expected in zip(inputs.leaves, found, exact, strict=True):
+        assert error(ours, expected) > 1e-2 if name == gradient_sparse else error(ours, expected) < 1e-12
+    both = dict(zip(inputs.leaves, of(inputs, **chosen | {"gradient_sparse": "both"})))
+    assert error(found[list(inputs.leaves).index(gradient_sparse)], both[gradient_sparse]) < 1e-12
+    getattr(inputs, gradient_sparse).requires_grad_(False)
+    for ours, expected in zip(of(inputs, **chosen), of(inputs, **options), strict=True):
+        assert torch.equal(ours, expected)
+    assert "sparse" not in flce_ops.last_path().reason
 
 
 @pytest.mark.parametrize("mode", sparse_gradient.MODES)
@@ -269,10 +326,12 @@ REFUSED = [
     ({"gradient_seed": torch.tensor([1])}, ValueError, r"gradient_seed to be a 0-d tensor in torch.int64, got \(1,\)"),
     ({"gradient_seed": torch.tensor(1.0)}, ValueError, "gradient_seed to be a 0-d tensor in torch.int64"),
     ({"gradient_seed": torch.tensor(1, device="meta")}, ValueError, "gradient_seed on the device of input"),
-    ({"label_smoothing": 0.1}, NotImplementedError, "label_smoothing with gradient_threshold"),
-    ({"softcap": 5.0}, NotImplementedError, "softcap with gradient_threshold"),
+    (
+        {"gradient_sparse": "weight"},
+        ValueError,
+        "gradient_sparse to be one of both, input, linear_weight, got 'weight'",
+    ),
     ({"main_grad": torch.zeros(7, 4)}, NotImplementedError, "the sparse gradient with main_grad"),
-    ({"reduction": "none"}, NotImplementedError, "the sparse gradient of reduction='none'"),
 ]
 
 
@@ -285,23 +344,30 @@ def test_what_does_not_go_with_it_is_refused_by_name(options, kind, message):
 
 def test_other_losses_and_derivatives_refuse_it():
     inputs = make_inputs((5, 4, 7))
+    with pytest.raises(NotImplementedError, match="of mode 'tiles' with several classes a token"):
+        several = torch.zeros(5, 2, dtype=torch.int64)
+        flce_ops.linear_log_probs(*inputs.args[:2], several, **sparse(mode="tiles"))
     with pytest.raises(NotImplementedError, match="sparse gradient of class probabilities"):
         flce_ops.linear_cross_entropy(*inputs.args[:2], torch.full((5, 7), 1 / 7), **sparse())
-    several = {"target_weight": torch.ones(5, 2)}
-    with pytest.raises(NotImplementedError, match="target_weight with gradient_threshold"):
-        targets = torch.zeros(5, 2, dtype=torch.int64)
-        flce_ops.linear_cross_entropy(*inputs.args[:2], targets, **several, **sparse())
     heads = torch.randn(7, 2, 4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="sparse gradient of a K-dimensional loss"):
         flce_ops.linear_cross_entropy(inputs.input, heads, torch.zeros(5, 2, dtype=torch.int64), **sparse())
     with pytest.raises(NotImplementedError, match="float16"):
         flce_ops.linear_cross_entropy(*inputs.clone(torch.float16).args, **sparse())
+    for function in (flce_ops.linear_log_probs, flce_ops.linear_policy_loss):
+        advantages = [torch.ones(5)] * (function is flce_ops.linear_policy_loss)
+        with pytest.raises(ValueError, match=f"{function.__name__}: gradient_mode='unbiased' expects gradient_seed"):
+            function(*inputs.args[:3], *advantages, gradient_threshold=0.1)
+    with pytest.raises(NotImplementedError, match="gradient of the entropy with gradient_threshold"):
+        flce_ops.linear_log_probs(*inputs.args, entropy=True, **sparse()).entropy.sum().backward()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_second_derivatives_refuse_it(objective):
+    inputs = make_inputs((5, 4, 7))
     with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
-        loss = flce_ops.linear_cross_entropy(*inputs.args, **sparse())
-        torch.autograd.grad(loss, inputs.input, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"under a torch.func transform"):
-        args = [None if arg is None else arg.detach() for arg in inputs.args[1:]]
-        torch.func.grad(lambda x: flce_ops.linear_cross_entropy(x, *args, **sparse()))(inputs.input.detach())
+        (grad,) = torch.autograd.grad(objective(*inputs.args, **sparse()), inputs.input, create_graph=True)
+        grad.sum().backward()
 
 
 def test_without_a_gradient_it_does_nothing():

@@ -5,18 +5,19 @@
 import inputs
 import pytest
 import torch
-from reference_loss import error
+from reference_loss import dense_logits, error
 
 import flce_ops
 from flce_ops import aten
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
-from flce_ops.triton import launch_with_grad
+from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.chunks import slices
 from flce_ops.triton.class_order import launch_class_order
 from flce_ops.triton.finish_rows import FinishedRows
 from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
+from flce_ops.triton.sparse_step import borrowed_lists
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -28,10 +29,12 @@ pytestmark = [
 def short_lists(monkeypatch):
     """GEMMs would be faster for the few classes of a test."""
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", 1)
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
 
 
-def options(threshold, mode="unbiased", seed=2**40 + 5):
-    return {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_seed": torch.tensor(seed)}
+def options(threshold, mode="unbiased", seed=2**40 + 5, of="both"):
+    chosen = {"gradient_threshold": threshold, "gradient_mode": mode, "gradient_sparse": of}
+    return chosen | {"gradient_seed": torch.tensor(seed)}
 
 
 def dense_lists(lists, num_classes):
@@ -126,6 +129,57 @@ def test_a_step_agrees_with_the_aten_path(mode, bias, short_lists, poisoned_memo
     assert error(launch_with_grad(*args, **chosen)[2], exact[2]) > 1e-2
 
 
+CAPPED = {"softcap": torch.tensor(1.5), "logit_scale": torch.tensor(-0.7)}
+
+
+@pytest.mark.parametrize(
+    "of, dense, mode", [("input", 3, "unbiased"), ("linear_weight", 2, "drop"), ("input", 3, "tiles")]
+)
+def test_a_gradient_that_is_not_chosen_is_made_by_gemms(of, dense, mode, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 35, 200 if mode == "tiles" else 67), bias=True, requires_grad=False)
+    made.target[made.target >= 0] %= 60  # behind a cap of 1.5, a tile without targets has probabilities below 1/8
+    args = (*made.args, None, torch.rand(15), None)
+    chosen = options(2.0**-3 if mode == "tiles" else 2.0**-4, mode, of=of) | {"output_mask": [True] * 3} | CAPPED
+    found, both = launch_with_grad(*args, **chosen), launch_with_grad(*args, **chosen | {"gradient_sparse": "both"})
+    exact = launch_with_grad(*args, output_mask=[True] * 3, **CAPPED)
+    for index, (ours, lists, gemms) in enumerate(zip(found, both, exact)):
+        assert error(ours, gemms if index == dense else lists) < 1e-6
+    assert error(found[5 - dense], exact[5 - dense]) > 1e-2
+
+
+def test_soft_targets_have_several_entries_of_their_own(short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 20, 67), requires_grad=False)
+    target = torch.randint(0, 67, (15, 5))
+    target[3], target[4, 2:], target[5, 1] = -100, -100, target[5, 0]
+    args = (*made.args[:2], target, None, None, None, None)
+    chosen = options(2.0**-4) | {"output_mask": [True, True, False], "target_weight": torch.rand(15, 5) / 5}
+    for ours, expected in zip(launch_with_grad(*args, **chosen), aten.with_grad(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+
+
+def cotangents(kind):
+    """Of target logit and lse; with the second far below the first, and without it."""
+    a, l = torch.randn(2, 15)
+    return {"loss": (-l, l), "any": (a, l), "no lse": (a, None), "no target": (None, l), "few": (a, 1e-20 * l)}[kind]
+
+
+KINDS = {"loss": {}, "any": CAPPED, "no lse": {}, "no target": CAPPED, "few": {}}
+
+
+@pytest.mark.parametrize("kind, logits", KINDS.items(), ids=KINDS)
+def test_backward_agrees_with_the_aten_path(kind, logits, short_lists, poisoned_memory):
+    made = inputs.make_inputs((15, 20, 67), bias=True, requires_grad=False)
+    lse = dense_logits(made.input, made.linear_weight, made.linear_bias, **logits).logsumexp(1)
+    args = (*cotangents(kind), None, *made.args, None, lse)
+    chosen = options(2.0**-4) | {"output_mask": [True] * 3} | logits
+    found = launch_backward(*args, **chosen)
+    assert "a sparse gradient" in flce_ops.last_path().reason
+    exact = aten.backward(*args, output_mask=[True] * 3, **logits)
+    for ours, expected in zip(found, aten.backward(*args, **chosen), strict=True):
+        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+    assert kind in ("no lse", "few") or error(found[1], exact[1]) > 1e-2
+
+
 @pytest.mark.parametrize("mask", [[True, False, False], [False, True, False]], ids=["dX only", "dW only"])
 def test_a_step_makes_only_the_gradient_asked_for(mask, short_lists, poisoned_memory):
     args = (*inputs.make_inputs((11, 20, 67), requires_grad=False).args, None, None)
@@ -146,10 +200,12 @@ def test_the_entries_of_a_span_are_counted_in_int32():
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
     """And where lists are long, the GEMMs of an exact step in place of them."""
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
     args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
-    whole = launch_with_grad(*args, **chosen)
+    whole = launch_with_grad(*args, **chosen)  # its lists in grad_linear_weight
     assert flce_ops.last_path().chunks == 1
+    monkeypatch.setattr("flce_ops.triton.sparse_step.LENT", 0.0)
     monkeypatch.setattr("flce_ops.triton.sparse_step.span_at_most", lambda *_: 16)
     monkeypatch.setattr("flce_ops.triton.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, 12, 4)))
     cut = launch_with_grad(*args, **chosen)
@@ -169,12 +225,17 @@ def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
     return made
 
 
-def test_classes_that_many_tokens_keep_have_their_exact_gradient(poisoned_memory):
+@pytest.mark.parametrize("lent", [False, True], ids=["lists in the workspace", "in grad_linear_weight"])
+def test_classes_that_many_tokens_keep_have_their_exact_gradient(lent, monkeypatch, poisoned_memory):
     """And the others what the lists have: without these classes the ATen path's entries, as both are sums of rows."""
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
     tokens, num_classes, frequent = 40, 600, 128
     made = two_kinds_of_classes(tokens, 12, num_classes, frequent)
+    monkeypatch.setattr("flce_ops.triton.sparse_step.LENT", 1.0 if lent else 0.0)
     args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
     chosen = options(2.0**-4)
+    borrowed = borrowed_lists(torch.empty(num_classes, 12), tokens, room_of_row(2.0**-4, num_classes))
+    assert (borrowed is not None) == lent
     found = launch_with_grad(*args, **mask, **chosen)
     exact = launch_with_grad(*args, **mask)
     sampled = aten.with_grad(*args, **mask, **chosen)

@@ -24,12 +24,14 @@ FILES = {
     "ours_compiled": "ours",
     "ours_captured": "ours",
     "ours_2GiB": "ours",
+    "ours_retained": "ours",
     "ours_128MiB": "ours",
     "ours_64MiB": "ours",
     "ours_6MiB": "ours",
     "ours_recompute": "ours",
     "ours_compacted": "ours",
     "ours_sparse_10": "ours",
+    "ours_sparse_11": "ours",
     "ours_sparse_12": "ours",
     "ours_drop_12": "ours",
     "ours_tiles_12": "ours",
@@ -55,7 +57,16 @@ FILES = {
     "liger_cute": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
-LOG_PROBS_FILES = ("floor", "ours", "torch_dense", "trl", "verl")  # that have the entropy, differentiable
+_OURS, _OURS_AND_TORCH = ("floor", "ours"), ("floor", "ours", "torch_dense")
+HAVE = {  # mode, or the first word of its name: the files that have it, where not all do
+    "log_probs": (*_OURS_AND_TORCH, "trl", "verl"),  # the entropy, differentiable
+    "soft64": _OURS_AND_TORCH,
+    "smoothing": _OURS_AND_TORCH,
+    "softcap": _OURS_AND_TORCH,
+    "kl": (*_OURS_AND_TORCH, "liger"),
+    "metric": _OURS,
+    "metrics": _OURS,
+}
 QUICK_LEAVES_OUT = ("quack_autotuned",)
 
 
@@ -74,10 +85,9 @@ def choose(patterns: str, *, without: str = "") -> list[str]:
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     """May raise anything: the libraries are not ours."""
-    if mode.name == "soft64" and FILES[name] not in ("floor", "ours", "torch_dense"):
-        raise Unavailable("one class a token alone")
-    if mode.reduction == "log_probs" and FILES[name] not in LOG_PROBS_FILES:
-        raise Unavailable("no entropy beside log-probabilities")
+    having = HAVE.get(mode.name, HAVE.get(mode.name.split("_")[0], (FILES[name],)))
+    if FILES[name] not in having:
+        raise Unavailable("not in this mode")
     return _module(name).provide(name, problem, mode)
 
 

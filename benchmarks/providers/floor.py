@@ -4,7 +4,8 @@
     fwd_bwd    x @ W.T           G @ W            G.T @ x
     fwd        x @ W.T
     lora       x @ W.T           G @ W
-    none       x @ W.T           G @ W            G.T @ x       log_probs likewise
+    none       x @ W.T           G @ W            G.T @ x       log_probs and the others likewise
+    kl_...     x @ W.T           G @ W            G.T @ x       and the teacher's logits, of all tokens
 
 n kept tokens, D hidden, V vocabulary. G (n, V) is the problem's real gradient of the logits, made once: what the bits
 are decides how much power the card draws and so how fast it runs (zeros: 13 % faster than random numbers).
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..data import Problem
+from ..kl_div import logit_gradient, teacher_of
 from ..modes import Mode, Step
 
 VERSION_OF = "torch"
@@ -48,11 +50,18 @@ def _logit_gradient(problem: Problem, tokens: Tensor) -> Tensor:
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
-    tokens = _rows(problem)
-    x, weight = problem.input.detach()[tokens], problem.linear_weight.detach()
-    grad = _logit_gradient(problem, tokens) if mode.backward else None
+    x, weight = problem.input.detach(), problem.linear_weight.detach()
+    teacher = teacher_of(problem) if mode.kind else None
+    if teacher is None:
+        tokens = _rows(problem)
+        x = x[tokens]
+        grad = _logit_gradient(problem, tokens) if mode.backward else None
+    else:
+        grad = logit_gradient(problem)
 
     def step() -> None:
+        if teacher is not None:
+            torch.mm(teacher.input, teacher.linear_weight.T)
         torch.mm(x, weight.T)
         # The products are kept to the end: gradients outlive the step that made them.
         grad_input = torch.mm(grad, weight) if mode.input_grad else None

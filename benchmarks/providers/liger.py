@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
+from ..kl_div import teacher_of
 from ..modes import Loss, Mode, Step, step_of
 from .unavailable import Unavailable
 
@@ -35,6 +36,10 @@ NEEDS = {  # module: what installs it
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     if name == "liger_cute":
         raise Unavailable("liger-cute-kernels spread the vocabulary over the GPUs of an NVSHMEM job: none for one GPU")
+    if mode.kind:
+        if name != "liger":
+            raise Unavailable("no divergence")
+        return step_of(_divergence(problem, mode.kind), problem, mode)
     if name in ("liger", "liger_fp32"):
         return step_of(_triton(name, mode), problem, mode)
     make_loss = {"liger_cutedsl": _cutedsl, "liger_cutedsl_scaled": _cutedsl_scaled, "liger_cutile": _cutile}[name]
@@ -59,6 +64,20 @@ def _triton(name: str, mode: Mode) -> Loss:
             input, linear_weight, target, None, None, IGNORE_INDEX, 0.0, 0.0, reduction, None, False, accum_dtype
         )
         return value
+
+    return loss
+
+
+def _divergence(problem: Problem, kind: str) -> Loss:
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    beta = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}[kind]
+    divergence = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False)
+    teacher = teacher_of(problem)
+    every = torch.zeros_like(problem.target)
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return divergence(input, linear_weight, *teacher, every)
 
     return loss
 

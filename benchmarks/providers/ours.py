@@ -1,4 +1,4 @@
-"""flce_ops: eager, compiled, captured, in other workspaces, recomputing in backward, on rows compacted by hand."""
+"""flce_ops: eager, compiled, captured, with other budgets, recomputing in backward, on rows compacted by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
+from ..kl_div import in_one_call as divergence_in_one_call
 from ..modes import MODES, Loss, Mode, Step, step_of
 from ..policy import in_one_call
 from ..soft import in_one_call as of_soft_targets
@@ -16,21 +17,27 @@ from .unavailable import Unavailable
 VERSION_OF = "flce_ops"
 # A sparse gradient: mode, and the threshold is 2 to this power
 SPARSE = {
-    **{"ours_sparse_10": ("unbiased", -10), "ours_sparse_12": ("unbiased", -12)},
+    **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
     **{"ours_drop_12": ("drop", -12), "ours_tiles_12": ("tiles", -12)},
 }
 BY_MEAN = "_by_mean"  # behind a name of SPARSE: with gradient_class_order
 MEAN_OF_TOKENS = 1024
+RETAINED = 4 << 30  # bytes: room for the logits of all tokens of the shapes at hand
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
-def _recompute_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+def _recomputing(loss: Loss, mode: Mode) -> Loss:
     """The mean from per-token losses, or these: gradients are made in backward, from logits that are made again."""
-    from flce_ops import linear_cross_entropy, workspace
+    from flce_ops import workspace
 
-    with workspace(retained=0):
-        losses = linear_cross_entropy(input, linear_weight, target, reduction="none")
-    return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
+    def per_token(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
+        with workspace(retained=0):
+            losses = loss(input, linear_weight, target, reduction if mode.per_token else "none")
+        if mode.per_token or reduction == "none":
+            return losses
+        return losses.mean() if mode.kind else losses.sum() / (target != IGNORE_INDEX).sum()
+
+    return per_token
 
 
 def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
@@ -42,7 +49,7 @@ def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
-    if not mode.backward or mode.per_token or mode.name == "soft64":
+    if not mode.backward or mode.per_token or mode.options or mode.kind or mode.name == "soft64":
         raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
     how, exponent = SPARSE[name.removesuffix(BY_MEAN)]
     seed = torch.tensor(problem.seed, device=problem.input.device)
@@ -58,7 +65,7 @@ def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
 
 def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
     """The kept rows were gathered before the step; it puts their gradients where they belong."""
-    if mode.reduction == "log_probs":
+    if mode.reduction == "log_probs" or mode.kind:
         raise Unavailable("not in this mode")
     rows = problem.kept.nonzero()[:, 0]
     if rows.shape[0] > 0.9 * problem.shape.N:
@@ -115,12 +122,15 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if reduction == "log_probs":
             found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True)
             return found.log_probs, found.entropy
-        return flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction)
+        result = flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction, **mode.options)
+        return result[0] if "return_metrics" in mode.options else result
 
     if name.removesuffix(BY_MEAN) in SPARSE:
         return _sparse_step(name, problem, mode)
+    if mode.kind:
+        loss = divergence_in_one_call(problem, mode.kind)
     if mode.name == "soft64":
-        if name in ("ours_recompute", "ours_compacted"):
+        if name == "ours_compacted":
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
     if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
@@ -135,9 +145,9 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     if name == "ours_captured":
         return _captured_step(step_of(loss, problem, mode), problem)
     if name == "ours_recompute":
-        if mode.name in ("fwd", "log_probs"):
+        if not mode.backward:
             raise Unavailable("not in this mode")
-        return step_of(_recompute_loss, problem, mode)
+        return step_of(_recomputing(loss, mode), problem, mode)
 
     if name == "ours_compacted":
         return _compacted_step(loss, problem, mode)
@@ -146,8 +156,10 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         raise Unavailable("for processors: a GPU's smallest chunk exceeds it")
     plain = step_of(loss, problem, mode)
 
+    budget = {"retained": RETAINED} if name == "ours_retained" else {"nbytes": WORKSPACE_MIB[name] * 2**20}
+
     def step_in_workspace() -> Tensor:
-        with flce_ops.workspace(WORKSPACE_MIB[name] * 2**20):
+        with flce_ops.workspace(**budget):
             return plain()
 
     return step_in_workspace

@@ -5,19 +5,33 @@ The upcast is what model code does (and autocast makes): the softmax runs in flo
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Problem
+from ..kl_div import of_dense as divergence_of_dense
 from ..modes import Mode, Step, step_of
 from ..soft import on_logits
 
 VERSION_OF = "torch"
 
 
-def dense_loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(F.linear(input, linear_weight).float(), target, reduction=reduction)
+def dense_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    reduction: str,
+    *,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    logits = F.linear(input, linear_weight).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
 
 
 def dense_log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
@@ -28,7 +42,9 @@ def dense_log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, reduct
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
-    loss = dense_log_probs if mode.reduction == "log_probs" else dense_loss
+    loss = dense_log_probs if mode.reduction == "log_probs" else partial(dense_loss, **mode.options)
+    if mode.kind:
+        loss = divergence_of_dense(problem, mode.kind)
     if mode.name == "soft64":
         loss = on_logits(problem)
     if name == "torch_eager":

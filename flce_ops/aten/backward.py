@@ -16,7 +16,9 @@ from flce_ops.aten.logits import (
     softmax_gradient,
     upcast,
 )
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
 from flce_ops.math.shards import target_columns
+from flce_ops.math.sparse_gradient import Draws
 from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
 from flce_ops.meta.outputs import Gradients
 from flce_ops.support.readable import copy_bytes
@@ -27,7 +29,7 @@ from flce_ops.support.readable import copy_bytes
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
     grads = meta.backward_outputs(call)
-    on_kept_tokens(backward_of_rows, call, grads, (ZERO, None, None))
+    on_kept_tokens(backward_of_rows, call, grads, (ZERO, None, None), *draws_of(call))
     return grads
 
 
@@ -39,7 +41,7 @@ def backward_in_place(call: BackwardInPlace) -> Gradients:
     return grads
 
 
-def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
+def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
@@ -52,16 +54,28 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
     sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
     step = rows_beside_gradients(
-        input, num_classes, sums, matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
+        input,
+        num_classes,
+        sums,
+        matrices=needs_exact(call),
+        matrices_in_block=in_block,
+        reserved=copy_bytes(linear_weight),
     )
+    step = whole_tiles(call, step)
     retained = None if call.retained is None else call.retained.view(input.dtype)
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
+    if draws is None:
+        gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
+    else:
+        gradients = SparseAccumulator(call, draws, grads, step)
     for chunk, product in chunk_products(call, input, linear_weight, step, retained):
-        for rows, block in row_blocks(input, chunk, product):
+        for rows, block in row_blocks(input, chunk, product, multiple=multiple_of(gradients)):
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)
-            gradients.add_block(block, apply_slope(grad_logits, slope))
+            gradients.add_bias(apply_slope(grad_logits, slope))
+            if isinstance(gradients, SparseAccumulator):
+                gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, column[rows], chunk, rows)
+            gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

@@ -77,15 +77,21 @@ class GradientAccumulator:
             block.copy_(grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        input = rows_of(self.input, rows) if input is None else input
         rounded = grad_logits.to(self.input.dtype)
+        self.add_to_input(rows, rounded)
+        self.add_to_weight(rows, rounded, input)
+
+    def add_to_input(self, rows: slice, rounded: Tensor) -> None:
         if self.mask[0] and readable(self.linear_weight):
             torch.mm(rounded, self.linear_weight, out=rows_of(self.grad_input, rows))
         elif self.mask[0]:
             for features, weight in readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])
+
+    def add_to_weight(self, rows: slice, rounded: Tensor, input: Tensor | None) -> None:
         if not self.mask[1]:
             return
+        input = rows_of(self.input, rows) if input is None else input
         if self.weight_sum.dtype == self.input.dtype:
             self.weight_sum.addmm_(rounded.T, input)
         elif not product_is_rounded(input):

@@ -16,7 +16,9 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, needs_exact
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
+from flce_ops.math.sparse_gradient import Draws, Shard
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
 from flce_ops.support.target_range import check_target_range
 
@@ -28,11 +30,13 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePassOutputs
     outputs = meta.vocab_parallel_with_grad_outputs(call)
     check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
     # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
-    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, ONE_PASS_FILLS)
+    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws_of(call))
     return outputs
 
 
-def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Sequence[Tensor]) -> None:
+def vocab_parallel_with_grad_of_rows(
+    call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
+) -> None:
     loss, losses, *grads, argmax, _, _, _, _ = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, output_mask = call.vocab_start, call.output_mask
@@ -43,9 +47,14 @@ def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Seque
     exchange = Exchange(target, weight, call.group, call.ranks, call.vocab_size, call.loss, accumulate)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(accumulate)
     own_statistics = statistics_of_shard(call.statistics, losses)
+    largest_shard = shard_rows(call.vocab_size, call.ranks)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    step = rows_beside_gradients(input, shard_rows(call.vocab_size, call.ranks), output_mask[1], matrices=matrices)
-    gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
+    matrices += needs_exact(call)
+    step = rows_beside_gradients(input, largest_shard, output_mask[1], matrices=matrices)
+    if draws is None:
+        gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)
+    else:
+        gradients = SparseAccumulator(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
     for rows in row_chunks(call, input, step):
         logits, slope = chunk_logits_with_slope(input[rows], linear_weight, linear_bias, call.logits)
         per_shard = [torch.where(hit[rows], logits.gather(1, column[rows]).squeeze(1), 0.0)]
@@ -68,7 +77,10 @@ def vocab_parallel_with_grad_of_rows(call: VocabParallelWithGrad, outputs: Seque
         grad_logits = logits.mul_((cotangents.grad_lse * normalization)[:, None])
         own_target = torch.where(hit[rows], cotangents.grad_target_logit, 0.0)
         add_target_and_sum(grad_logits, column[rows], cotangents._replace(grad_target_logit=own_target), own_weight)
-        gradients.add(rows, apply_slope(grad_logits, slope))
+        gradients.add_bias(apply_slope(grad_logits, slope))
+        if isinstance(gradients, SparseAccumulator):
+            gradients.keep(grad_logits, cotangents.grad_lse, column[rows], rows, rows)
+        gradients.add_products(rows, grad_logits)
         del logits, grad_logits, slope  # before the next chunk is allocated
     gradients.finish()
     exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:])

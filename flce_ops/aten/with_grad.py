@@ -1,10 +1,8 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -20,10 +18,11 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
-from flce_ops.math.sparse_gradient import LIVE, Draws, SparseGradient, keep_entries, keep_tiles
+from flce_ops.math.sparse_gradient import Draws
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
 from flce_ops.support.readable import copy_bytes
@@ -36,11 +35,7 @@ from flce_ops.support.target_range import check_target_range
 def with_grad(call: WithGrad) -> meta.OnePassOutputs:
     outputs = meta.with_grad_outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    draws: tuple[Draws, ...] = ()
-    if call.sparse.gradient_threshold:
-        draws = (Draws(torch.arange(call.operands.target.shape[0], device=call.operands.target.device)),)
-        call.notes += ("a sparse gradient",)
-    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws)
+    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws_of(call))
     return outputs
 
 
@@ -50,27 +45,20 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     input, linear_weight = call.operands[:2]
     beside = extra_matrices(call.statistics)
     step = rows_of_chunk(
-        call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight), matrices_beside=beside
+        call,
+        call.operands,
+        call.output_mask[1],
+        reserved=copy_bytes(linear_weight),
+        matrices_beside=beside,
+        matrices=needs_exact(call),
     )
-    multiple = LIVE if draws is not None and call.sparse.gradient_mode == "tiles" else 1
-    step = max(step // multiple, 1) * multiple
-    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
-    products = chunk_products(call, input, linear_weight, step)
-    keep = None if draws is None else partial(keep_of_rows, call.sparse, draws)
-    loss.copy_(
-        loss_and_gradients(
-            call, call.operands, products, gradients, losses, statistics, call.target_weight, keep, multiple
-        )
-    )
-
-
-def keep_of_rows(
-    sparse: SparseGradient, draws: Draws, grad_logits: Tensor, slope: Tensor, column: Tensor, rows: slice
-) -> None:
-    if sparse.gradient_mode == "tiles":
-        keep_tiles(grad_logits, slope, column, sparse.gradient_threshold)
+    step = whole_tiles(call, step)
+    if draws is None:
+        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
-        keep_entries(grad_logits, slope, sparse, draws.of(rows))
+        gradients = SparseAccumulator(call, draws, grads, step)
+    products = chunk_products(call, input, linear_weight, step)
+    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight))
 
 
 def rows_of_chunk(
@@ -109,9 +97,6 @@ def loss_and_gradients(
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
     target_weight: Tensor | None = None,  # (N, K)
-    # makes G of rows sparse, from their slopes and their targets' columns
-    keep: Callable[[Tensor, Tensor, Tensor, slice], None] | None = None,
-    multiple: int = 1,  # of rows in a block
 ) -> Tensor:  # ()
     input, linear_weight, target, linear_bias, weight = operands
     num_classes = linear_weight.shape[0]
@@ -126,7 +111,7 @@ def loss_and_gradients(
     of_targets = column.squeeze(1) if slot_weight is None else column
     loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     for chunk, product in products:
-        blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple)
+        blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple_of(gradients))
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
             logits, slope = activate_with_slope(block, linear_bias, call.logits)
@@ -139,9 +124,8 @@ def loss_and_gradients(
             grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
-            if keep is not None:  # without a softcap: the slope is one number, or none
-                slopes = cotangents.grad_lse if slope is None else cotangents.grad_lse * slope
-                keep(grad_logits, slopes, own_column.squeeze(1), rows)
+            if isinstance(gradients, SparseAccumulator):
+                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)

@@ -20,7 +20,7 @@ from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.meta.arguments import VocabParallelWithGrad
-from flce_ops.ops.formula import OPERANDS, save, saved
+from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL, save, saved
 from flce_ops.ops.paths import LOSS
 from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
 from flce_ops.ops.upstream import multiply_by_upstream
@@ -34,8 +34,9 @@ def applies(layout: Layout, problem: TokenLosses, num_classes: int) -> bool:
     input, linear_weight, target, linear_bias, _ = problem.operands
     known = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
     known |= options_in_situation(problem.loss, problem.logits)
-    situation = loss_situation(input, linear_weight, linear_bias, **known, slots=target.dim() == 2)
-    return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name == "one pass"
+    known |= {"slots": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
+    situation = loss_situation(input, linear_weight, linear_bias, **known)
+    return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name != "recompute"
 
 
 def loss(
@@ -55,6 +56,7 @@ def loss(
         **problem.options,
         output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
         **problem.statistics._asdict(),
+        **problem.sparse._asdict(),
     )
     loss, losses, *found = VocabParallelFormula.apply(layout, *call.values())
     return loss, losses, TokenStatistics.found(problem.statistics, found)
@@ -83,6 +85,8 @@ class VocabParallelFormula(Function):
         needs = [ctx.needs_input_grad[1 + VocabParallelWithGrad.index[name]] for name in names]
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
+            if call.sparse.gradient_threshold:
+                raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
             gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         else:
             leaf = next(leaf for leaf, need in zip(leaves, needs) if need)

@@ -38,11 +38,16 @@ def put_in_class_order(call: CrossEntropy) -> None:
     inside = ~ignored & (call.target >= 0) & (call.target < order.shape[0])
     moved = place[torch.where(inside, call.target, 0).long()].to(call.target.dtype)
     call.target = torch.where(inside, moved, call.target)
-    call.linear_weight = call.linear_weight.index_select(0, order)
+    call.linear_weight = moved_rows(call.linear_weight, place)
     if call.linear_bias is not None:
-        call.linear_bias = call.linear_bias.index_select(0, order)
+        call.linear_bias = moved_rows(call.linear_bias, place)
     if call.weight is not None:
-        call.weight = call.weight.index_select(0, order)
+        call.weight = moved_rows(call.weight, place)
+
+
+def moved_rows(rows: Tensor, place: Tensor) -> Tensor:
+    """As rows.index_select(0, order), whose backward fills with zeros and adds; this one's selects rows again."""
+    return rows.new_empty(rows.shape).index_copy_(0, place, rows)
 
 
 def in_order_of_ids(statistics: TokenStatistics, order: Tensor) -> TokenStatistics:

@@ -43,7 +43,6 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):
         from flce_ops.entry.sharded import dtensor_composite_metrics
 
-        refuse_sparse_gradient(call, "of DTensors")
         return dtensor_composite_metrics(call)
     loss, statistics = loss_and_statistics(call, call.statistics)
     accuracy = is_top1 = None
@@ -55,7 +54,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
 
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
     if call.linear_weight.dim() > 2:
-        refuse_sparse_gradient(call, "of a K-dimensional loss")
+        refuse_sparse_gradient(OP, call, "of a K-dimensional loss")
         return losses_of_positions(call, asked, of_matrix)
     return of_matrix(call, asked)
 
@@ -63,10 +62,9 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
 def of_matrix(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
     """Of a linear_weight (V, D)."""
     if call.target.is_floating_point():
-        refuse_sparse_gradient(call, "of class probabilities")
+        refuse_sparse_gradient(OP, call, "of class probabilities")
         return loss_of_probabilities(call, any(asked)), TokenStatistics()
     if any_dtensor(*call.values()):
-        refuse_sparse_gradient(call, "of DTensors")
         from flce_ops.entry.sharded import dtensor_composite  # torch.distributed.tensor: only for its users
 
         return dtensor_composite(call, asked)

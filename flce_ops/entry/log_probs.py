@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import check_head
 from flce_ops.entry.schemas import LogProbs
+from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.scalars import logit_options
 from flce_ops.meta.arguments import takes
@@ -37,6 +38,7 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         input.device.type, input, linear_weight, linear_bias
     )
     check_head(OP, call)
+    check_sparse_gradient(OP, call)
     shape = call.input.shape[:-1]
     tokens, slots = math.prod(shape), call.target.shape[len(shape) :]
     results = torch.ops.flce.linear_cross_entropy_forward(
@@ -51,6 +53,7 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         argmax=call.argmax,
         log_sum_sq_probs=call.log_sum_sq_probs,
         mean_logit=call.mean_logit,
+        **call.sparse._asdict(),
     )
     target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
     asked = (call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit)

@@ -5,10 +5,12 @@ from torch import Tensor
 
 from flce_ops.distributed.layout import check_plain_target, layout_of
 from flce_ops.distributed.local import localize_head
+from flce_ops.distributed.sparse_seed import sparse_of_rank
 from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
 from flce_ops.entry.arguments import check_head
 from flce_ops.entry.schemas import LogProbs
 from flce_ops.entry.sharded import per_token
+from flce_ops.entry.sparse_gradient import check_sparse_gradient, refuse_sparse_gradient
 from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.options import Operands
 from flce_ops.math.scalars import logit_options
@@ -26,11 +28,14 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_head(op, call)
+    call.sparse = sparse_of_rank(layout, call.sparse)
+    check_sparse_gradient(op, call)
     num_classes, shape, target_shape = call.linear_weight.shape[0], call.input.shape[:-1], call.target.shape
     tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
         layout, call.input, call.linear_weight, call.target, call.linear_bias
     )
     if layout.splits_vocabulary:
+        refuse_sparse_gradient(op, call, "over a sharded vocabulary")
         rows = vocab_parallel_rows(
             layout,
             Operands(input, linear_weight, target, linear_bias, None),

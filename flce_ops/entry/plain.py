@@ -14,7 +14,7 @@ from torch import Tensor
 from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.class_order import check_class_order, in_order_of_ids, put_in_class_order
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
-from flce_ops.entry.sparse_gradient import OP, check_sparse_gradient
+from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weighted import WithGrad, weighted_loss, weighted_losses
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
@@ -28,6 +28,8 @@ from flce_ops.ops.situations import needs_gradient, options_in_situation
 from flce_ops.support.differentiated import differentiated
 
 # N tokens, K slots of a target, D hidden, V vocabulary
+
+OP = "linear_cross_entropy"
 
 
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
@@ -44,14 +46,15 @@ def of_classes_in_order(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
-    check_sparse_gradient(call)
+    check_sparse_gradient(OP, call)
     *shape, hidden = call.input.shape
     tokens = math.prod(shape)  # -1 has no answer in a vmap over nothing
     target, target_weight = (
         None if by_slot is None else by_slot.reshape(tokens, *by_slot.shape[len(shape) :])
         for by_slot in (call.target, call.target_weight)
     )
-    input = call.input.reshape(tokens, hidden)
+    # as it is where it can be: a view would be a node of the graph
+    input = call.input if len(shape) == 1 else call.input.reshape(tokens, hidden)
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), asked)
     problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
     with_grad = None if call.reduction == "none" else one_pass_of(problem)
@@ -143,6 +146,7 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
         **problem.logits._asdict(),
         **asked_of_forward(asked),
         main_grad=problem.main_grad,
+        **problem.sparse._asdict(),
     )
     target_logit, lse, logit_sum, *_, lse_rest, _ = found
     rows = (target_logit, lse, logit_sum, lse_rest)

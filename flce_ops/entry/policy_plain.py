@@ -14,6 +14,7 @@ from torch import Tensor
 from flce_ops.entry.arguments import check_head, check_normalizer, check_ranges, check_reduction
 from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors_are_equal
 from flce_ops.entry.schemas import PolicyLoss
+from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import LossOptions, Operands, TokenLosses
@@ -39,6 +40,7 @@ def plain_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
+    check_sparse_gradient(OP, call)
     shape, count = call.target.shape, call.target.numel()
     operands = Operands(
         call.input.reshape(count, call.input.shape[-1]),
@@ -54,10 +56,13 @@ def loss_and_log_probs(call: PolicyLoss, operands: Operands, tokens: PolicyToken
     """() or (N,), and (N,)."""
     options = policy_options(call)
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, call.input))
+    problem = problem._replace(sparse=call.sparse)
     input, linear_weight, _, linear_bias, _ = operands
     from_forward = partial(losses_from_forward, tokens=tokens, options=options)
     with_grad = None
-    if call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias):
+    if call.reduction != "none" and policy_in_one_pass(
+        input, linear_weight, linear_bias, sparse=call.sparse.gradient_threshold != 0.0
+    ):
         with_grad = partial(losses_with_grad, tokens=tokens, options=options)
         if token_factors_are_equal(call):
             return mean_in_one_pass(call, problem, with_grad)
@@ -95,7 +100,10 @@ def losses_with_grad(
 def losses_from_forward(problem: TokenLosses, tokens: PolicyTokens, options: PolicyOptions) -> tuple[Tensor, Tensor]:
     """(N,) each, 0 where ignored; the second a constant."""
     target_logit, lse, *_, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
-        *problem.operands, ignore_index=problem.ignore_index, **problem.logits._asdict()
+        *problem.operands,
+        ignore_index=problem.ignore_index,
+        **problem.logits._asdict(),
+        **problem.sparse._asdict(),
     )
     return losses_of_rows(problem.valid, target_logit, lse, lse_rest, tokens, options)
 

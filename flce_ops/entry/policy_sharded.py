@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial
 
 from flce_ops.distributed.layout import check_plain_target, layout_of
 from flce_ops.distributed.local import localize, localize_head
+from flce_ops.distributed.sparse_seed import sparse_of_rank
 from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
 from flce_ops.entry.policy_plain import (
     OP,
@@ -21,6 +22,7 @@ from flce_ops.entry.policy_plain import (
 )
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.sharded import denominator_over_tokens, per_token, quotient_over_tokens
+from flce_ops.entry.sparse_gradient import check_sparse_gradient, refuse_sparse_gradient
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import LossOptions, Operands, TokenLosses
 from flce_ops.math.policy_arguments import CONSTANTS
@@ -42,6 +44,8 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
+    call.sparse = sparse_of_rank(layout, call.sparse)
+    check_sparse_gradient(OP, call)
     num_classes, target_shape = call.linear_weight.shape[0], call.target.shape
     tokens_shape, head = localize_head(layout, call.input, call.linear_weight, call.target, call.linear_bias)
     operands = Operands(*head)
@@ -52,6 +56,7 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     normalizer = localize(layout, call.normalizer, layout.replicated, gradient=number_gradient)
     options = policy_options(call)
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, input))
+    problem = problem._replace(sparse=call.sparse)
     accumulate, valid = accumulation_dtype(input.dtype), problem.valid
     token_weight = None if token_weight is None else token_weight.reshape(-1).to(accumulate)
     denominator = denominator_over_tokens(layout, call.reduction, normalizer, valid, accumulate, operands.target, None)
@@ -59,6 +64,7 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     problem = without_weightless(problem, token_weight, factor, num_classes)
     local_loss = None
     if layout.splits_vocabulary:
+        refuse_sparse_gradient(OP, call, "over a sharded vocabulary")
         rows = vocab_parallel_rows(
             layout,
             problem.operands,
@@ -67,7 +73,9 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
             logits=problem.logits,
         )
         losses, log_probs = losses_of_rows(problem.valid, rows.target_logit, rows.lse, None, tokens, options)
-    elif call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias):
+    elif call.reduction != "none" and policy_in_one_pass(
+        input, linear_weight, linear_bias, sparse=call.sparse.gradient_threshold != 0.0
+    ):
         local_loss, losses, log_probs = losses_with_grad(problem, Reduction(factor), tokens, options)
     else:
         losses, log_probs = losses_from_forward(problem, tokens, options)

@@ -77,6 +77,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
     tail: bool = False
+    sparse: SparseGradient
 
 
 class PolicyLoss(Arguments, keyword_from="objective"):
@@ -98,6 +99,7 @@ class PolicyLoss(Arguments, keyword_from="objective"):
     numbers: LogitNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    sparse: SparseGradient
 
 
 class KlDiv(Arguments, keyword_from="teacher_probs"):

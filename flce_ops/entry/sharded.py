@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from flce_ops.distributed import one_pass
 from flce_ops.distributed.layout import Layout, check_plain_target, layout_of, splits
 from flce_ops.distributed.local import localize, localize_head, localize_per_slot
+from flce_ops.distributed.sparse_seed import sparse_of_rank
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.plain import losses_from_forward, one_pass_of, token_losses
+from flce_ops.entry.plain import OP, losses_from_forward, one_pass_of, token_losses
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
+from flce_ops.entry.sparse_gradient import OVER_SHARDS, check_sparse_gradient, refuse_sparse_gradient
 from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.entry.weightless import without_weightless
 from flce_ops.math.options import Operands, Statistics, TokenStatistics
@@ -47,11 +49,17 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
     """
     others = ("target", "linear_bias", "weight", "token_weight", "normalizer", "target_weight")
     layout = layout_of(call.input, call.linear_weight, **{name: getattr(call, name) for name in others})
+    call.sparse = sparse_of_rank(layout, call.sparse)
     check_plain_target(call.target, call.input)
     call.input, call.linear_weight, call.linear_bias = autocast_operands(
         call.input.device.type, call.input, call.linear_weight, call.linear_bias
     )
     check_arguments(call)
+    check_sparse_gradient(OP, call)
+    if call.gradient_class_order is not None:
+        refuse_sparse_gradient(OP, call, "of DTensors with gradient_class_order")
+    if call.sparse.gradient_mode == "tiles" and layout.splits_vocabulary:
+        refuse_sparse_gradient(OP, call, "of mode 'tiles' over a sharded vocabulary")
     reduction, num_classes, shape = call.reduction, call.linear_weight.shape[0], call.input.shape[:-1]
     tokens_shape, (input, linear_weight, target, linear_bias) = localize_head(
         layout, call.input, call.linear_weight, call.target, call.linear_bias
@@ -64,7 +72,7 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
     if call.target_weight is not None:
         call.target_weight = localize_per_slot(layout, call.target_weight, tokens_shape)
     problem = token_losses(call, Operands(input, linear_weight, target, linear_bias, weight), asked)
-    problem = problem._replace(target_weight=call.target_weight)
+    problem = problem._replace(target_weight=call.target_weight, sparse=call.sparse)
     valid = problem.valid
     denominator = denominator_over_tokens(
         layout, reduction, normalizer, valid, accumulate, target, problem.denominator_weight
@@ -77,6 +85,7 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
         if reduction != "none" and one_pass.applies(layout, problem, num_classes):
             local_loss, losses, statistics = one_pass.loss(layout, problem, num_classes, factor)
         else:
+            refuse_sparse_gradient(OP, call, OVER_SHARDS)
             losses, statistics = vocab_parallel_losses(layout, problem, num_classes)
             local_loss = losses * factor if reduction == "none" else (losses * factor).sum()
         total = None if reduction == "none" else weighted_sum(valid, token_weight, losses)

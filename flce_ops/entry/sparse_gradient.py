@@ -1,41 +1,31 @@
 """Where a loss may have a sparse gradient (gradient_threshold), and refusals by name elsewhere."""
 
-from flce_ops.entry.schemas import CrossEntropy
+from flce_ops.entry.schemas import CrossEntropy, LogProbs, PolicyLoss
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 from flce_ops.ops.situations import needs_gradient
-from flce_ops.support.torch_private import functorch_is_active
 
-OP = "linear_cross_entropy"
+Call = CrossEntropy | LogProbs | PolicyLoss
+
+OVER_SHARDS = "over a sharded vocabulary, but for a scalar loss of one class a token with classes on every rank,"
 
 
-def check_sparse_gradient(call: CrossEntropy) -> None:
-    """Of plain tensors, operands in the dtype that autocast makes them."""
-    check_sparse_options(OP, call.sparse)
-    wanted = any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
-    if not call.sparse.gradient_threshold or not wanted:
+def check_sparse_gradient(op: str, call: Call) -> None:
+    """Operands are in the dtype that autocast makes them."""
+    check_sparse_options(op, call.sparse)
+    if not wants_gradient(call):
         return
-    if functorch_is_active():
-        refuse("under a torch.func transform")
-    if call.main_grad is not None:
-        refuse("with main_grad")
-    if call.reduction == "none":
-        refuse("of reduction='none'", "; use 'mean' or 'sum' with token_weight")
-    numbers = call.numbers
-    check_sparse(
-        OP,
-        call.sparse,
-        call.input,
-        label_smoothing=numbers.label_smoothing,
-        softcap=numbers.softcap,
-        target_weight=call.target_weight,
-    )
+    check_sparse(op, call.sparse, call.input)
+    if call.sparse.gradient_mode == "tiles" and call.target.dim() == call.input.dim():
+        refuse_sparse_gradient(op, call, "of mode 'tiles' with several classes a token")
+    if isinstance(call, CrossEntropy) and call.main_grad is not None:
+        refuse_sparse_gradient(op, call, "with main_grad")
 
 
-def refuse_sparse_gradient(call: CrossEntropy, of: str) -> None:
-    check_sparse_options(OP, call.sparse)
-    if call.sparse.gradient_threshold:
-        refuse(of)
+def refuse_sparse_gradient(op: str, call: Call, of: str) -> None:
+    check_sparse_options(op, call.sparse)
+    if call.sparse.gradient_threshold and wants_gradient(call):
+        raise NotImplementedError(f"{op}: the sparse gradient {of} is not implemented; leave gradient_threshold out")
 
 
-def refuse(of: str, instead: str = "; leave gradient_threshold out") -> None:
-    raise NotImplementedError(f"{OP}: the sparse gradient {of} is not implemented{instead}")
+def wants_gradient(call: Call) -> bool:
+    return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))

@@ -41,6 +41,10 @@ def linear_log_probs(
     entropy: bool = False,
     argmax: bool = False,
     tail: bool = False,
+    gradient_threshold: float = 0.0,
+    gradient_mode: str = "unbiased",
+    gradient_seed: Tensor | None = None,  # ()
+    gradient_sparse: str = "both",
 ) -> LinearLogProbs: ...
 
 
@@ -59,6 +63,10 @@ def linear_log_probs(
     entropy: bool = False,
     argmax: bool = False,
     tail: bool = False,
+    gradient_threshold: float = 0.0,
+    gradient_mode: str = "unbiased",
+    gradient_seed: Tensor | None = None,  # ()
+    gradient_sparse: str = "both",
     return_metrics: Sequence[str],
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
@@ -78,6 +86,10 @@ def linear_log_probs(
     entropy: bool = False,
     argmax: bool = False,
     tail: bool = False,
+    gradient_threshold: float = 0.0,
+    gradient_mode: str = "unbiased",
+    gradient_seed: Tensor | None = None,  # ()
+    gradient_sparse: str = "both",
     return_metrics: Sequence[str] | None = None,
 ) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
@@ -106,6 +118,8 @@ def linear_log_probs(
         tail: also return the log-probability of all other classes together, of those that target does not name. Where
             that is below the dtype's eps (log: -15.9 in float32), a rounding of the others, it stays there, and has no
             gradient.
+        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as of ``linear_cross_entropy``: a sparse
+            gradient, that of lse and of the tail, too, but not of the entropy (detach it).
         return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
             and ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
@@ -116,14 +130,15 @@ def linear_log_probs(
         With ``return_metrics`` a pair: that, and a dict of what it names, (...) each, 0 at ignored tokens.
 
     Raises:
-        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy.
+        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy; its gradient, and
+            DTensors of a sharded vocabulary, with gradient_threshold.
 
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are retained
         (``set_workspace``), 4 for others. A vocabulary sharded over ranks exchanges 2 to 7 numbers per token, K - 1
         more of K classes. What is not asked for costs nothing.
     """
-    refuse_tensors(log_probs.OP, softcap=softcap)
+    refuse_tensors(log_probs.OP, softcap=softcap, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )
@@ -143,6 +158,10 @@ def linear_log_probs(
         entropy=entropy,
         argmax=argmax,
         tail=tail,
+        gradient_threshold=gradient_threshold,
+        gradient_mode=gradient_mode,
+        gradient_seed=gradient_seed,
+        gradient_sparse=gradient_sparse,
         **{name: name in names for name in metrics.OF_LOG_PROBS},
     )
     found = LinearLogProbs(

@@ -49,6 +49,7 @@ def linear_cross_entropy(
     gradient_threshold: float = 0.0,
     gradient_mode: str = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
+    gradient_sparse: str = "both",
     gradient_class_order: Tensor | None = None,  # (V,)
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
@@ -113,16 +114,18 @@ def linear_cross_entropy(
             linear_weight's gradient to it, inside the GEMM and without rounding where it is float32, and autograd gets
             none: ``linear_weight.grad`` stays as it is. Forward leaves it alone. Megatron's ``weight.main_grad``; see
             docs/clients.md.
-        gradient_threshold: 0, or a probability from which on entries of softmax(z) - onehot(y) enter the gradients of
-            input and linear_weight as they are: 2^-10, say. The loss and linear_bias's gradient stay exact. For a
-            scalar loss of class indices, without label smoothing and softcap, not in float16, not of DTensors.
+        gradient_threshold: 0, or a probability from which on entries of softmax(z) - q enter the gradients of input and
+            linear_weight as they are: 2^-10, say; q is the target's distribution, onehot(y) or with target_weight and
+            label smoothing what these make of it. The loss and linear_bias's gradient stay exact. Not in float16; see
+            docs/numerics.md.
         gradient_mode: what becomes of an entry g below the threshold. "unbiased": with probability |g| / threshold it
             is threshold with g's sign, otherwise 0, so gradients have the right mean and some noise; where many
             tokens keep a block of 128 classes, CUDA kernels make its exact gradient, which is faster. "drop": 0.
             "tiles": only where all of a tile of 128 tokens by 128 classes is below it, and none of the tokens has its
             target there, the tile becomes 0: Cut Cross-Entropy's filter, whose threshold is 2^-12.
         gradient_seed: 0-d int64 tensor on input's device, for "unbiased": the same seed keeps the same entries.
-            Another one in every step, and on every rank that has other tokens.
+            Another one in every step, and on every rank that has other tokens (of DTensors that is done here).
+        gradient_sparse: "input" or "linear_weight" where only the gradient of that one is to be sparse.
         gradient_class_order: (V,) int64, a permutation of the classes, in whose order blocks and tiles are formed:
             frequent classes first makes others' tiles small. Costs a copy of linear_weight, of its gradient too; not
             needed where ids stand in such an order, as tokenizers that merge number them. No other effect on "drop".
@@ -154,8 +157,9 @@ def linear_cross_entropy(
         NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``, ``target_weight`` or
             probabilities, and second derivatives of the latter's loss; probabilities or a K-dimensional loss beside
             DTensors; target_weight with a K-dimensional loss. main_grad under torch.func or create_graph=True, beside
-            DTensors, for probabilities or a K-dimensional loss; gradient_threshold there, with main_grad
-            and with target_weight.
+            DTensors, for probabilities or a K-dimensional loss; gradient_threshold for probabilities, a
+            K-dimensional loss, in float16, with main_grad, create_graph=True, and over a sharded vocabulary but for a
+            scalar loss of one class a token.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation
@@ -203,6 +207,7 @@ def linear_cross_entropy(
         gradient_threshold=gradient_threshold,
         gradient_mode=gradient_mode,
         gradient_seed=gradient_seed,
+        gradient_sparse=gradient_sparse,
         gradient_class_order=gradient_class_order,
         **asked,
     )

@@ -46,6 +46,10 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    gradient_threshold: float = 0.0,
+    gradient_mode: str = "unbiased",
+    gradient_seed: Tensor | None = None,  # ()
+    gradient_sparse: str = "both",
 ) -> LinearPolicyResult:
     r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
 
@@ -88,6 +92,8 @@ def linear_policy_loss(
             GRPO's mean of means. It does not enter the denominator of "mean". Differentiable. Tokens of weight 0 are
             left out like ignored ones, unless it gets a gradient.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
+        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as of ``linear_cross_entropy``; the
+            gradients are made in backward then.
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
@@ -98,7 +104,7 @@ def linear_policy_loss(
         ValueError, TypeError, IndexError: as of ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),
             by its name.
         NotImplementedError: advantages, old_log_probs or ref_log_probs that require a gradient (detach them);
-            forward-mode or third derivatives.
+            forward-mode or third derivatives; a sharded vocabulary with gradient_threshold.
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
@@ -113,6 +119,7 @@ def linear_policy_loss(
         Games", 2020 (dual clip). See docs/policy_loss.md.
     """
     refuse_tensors(OP, softcap=softcap, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta)
+    refuse_tensors(OP, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         OP, input, linear_bias, logit_scale, temperature, softcap
     )
@@ -134,5 +141,9 @@ def linear_policy_loss(
         temperature=temperature,
         token_weight=token_weight,
         normalizer=normalizer,
+        gradient_threshold=gradient_threshold,
+        gradient_mode=gradient_mode,
+        gradient_seed=gradient_seed,
+        gradient_sparse=gradient_sparse,
     )
     return LinearPolicyResult(*result)

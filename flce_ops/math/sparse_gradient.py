@@ -1,7 +1,7 @@
 """A sparse logit gradient: which entries of a row are kept, and what they become.
 
-h_i is the user's threshold times |l_i|: without z-loss it is p_ij - [j = y_i] that is compared with the threshold,
-whatever the token's weight.
+h_i is the user's threshold times |l_i s|, s the logit scale: without z-loss and softcap it is p_ij - q_ij that is
+compared with the threshold, q the target's distribution, whatever the token's weight or upstream gradient.
 
     "unbiased"    |G_ij| >= h_i: as it is       else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
     "drop"        |G_ij| >= h_i: as it is       else 0
@@ -22,10 +22,12 @@ of 2^-26: sums of integers do not depend on their order, so neither do the entri
 of the tile is added before a q is cut to an integer, so that those far below one unit are kept as often as they should.
 
 u is a function of the seed, the token's place in the call and the tile: not of chunks, of the order in which anything
-runs, nor of other tokens. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
+runs, nor of other tokens. Ranks that share the vocabulary tell each other the sum of q in a tile that they share, so
+they keep what one device would. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
 entries. The function is the finaliser of MurmurHash3, applied three times.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,12 +41,20 @@ BITS = 26  # of q: the sum of sixteen fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: sets neighbouring numbers apart before they are mixed
 MODES = ("unbiased", "drop", "tiles")
+OPERANDS = ("both", "input", "linear_weight")  # whose gradient is made of the entries that are kept
 
 
 class SparseGradient(NamedTuple):
     gradient_threshold: float = 0.0  # 0: every entry, as it is
     gradient_mode: str = MODES[0]
     gradient_seed: Tensor | None = None  # () int64, of "unbiased"
+    gradient_sparse: str = OPERANDS[0]
+
+    def products(self, output_mask: Sequence[bool]) -> tuple[bool, bool]:
+        """Whether grad_input and grad_linear_weight are made of the entries that are kept."""
+        chosen = self.gradient_threshold > 0.0
+        of_input = chosen and self.gradient_sparse != "linear_weight" and output_mask[0]
+        return of_input, chosen and self.gradient_sparse != "input" and output_mask[1]
 
 
 class Draws(NamedTuple):
@@ -56,14 +66,32 @@ class Draws(NamedTuple):
         return Draws(self.token[rows])
 
 
-def room_of_row(threshold: float, num_classes: int) -> int:
+class Shard(NamedTuple):
+    """Of a vocabulary that ranks share, in equal parts but for the last. A tile may begin on one and end on another."""
+
+    start: int  # its first class
+    rows: int  # of each but the last
+    gather: Callable[[Tensor], Tensor]  # what every rank has, (...) -> (R, ...)
+
+    def shares_before(self, last: Tensor) -> Tensor:  # (n,) -> (n,)
+        """The sum of q over classes of this rank's first tile that earlier ranks have; `last` is this rank's own, of
+        its last tile. Modulo 1, as that decides."""
+        if self.rows % TILE == 0:
+            return torch.zeros_like(last)
+        lasts, own = self.gather(last & ONE - 1), self.start // self.rows
+        tile = self.start // TILE
+        first = next((rank for rank in range(own) if ((rank + 1) * self.rows - 1) // TILE == tile), own)
+        return lasts[first:own].sum(0)
+
+
+def room_of_row(threshold: float, num_classes: int, slots: int = 1) -> int:
     """Entries that a row keeps at most.
 
-    Probabilities, each rounded up by 2^-8 or less, count for at most 1 / threshold, the target's entry for 1; every
-    tile may round its number up.
+    Probabilities, each rounded up by 2^-8 or less, count for at most 1 / threshold, a target's entry for 1; every tile
+    may round its number up.
     """
     tiles = -(-num_classes // TILE)
-    return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 2 + tiles)
+    return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 1 + slots + tiles)
 
 
 def mix(x: Tensor) -> Tensor:
@@ -73,9 +101,9 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def uniforms(seed: Tensor, token: Tensor, tiles: int) -> tuple[Tensor, Tensor]:  # (), (n,) -> (n, T) each
+def uniforms(seed: Tensor, token: Tensor, tiles: range) -> tuple[Tensor, Tensor]:  # (), (n,) -> (n, T) each
     """u in units of 1 / ONE, int64, and what is added to q before it is cut, in [0, 1), float32."""
-    seed, tile = seed.to(torch.int64), torch.arange(tiles, device=token.device)
+    seed, tile = seed.to(torch.int64), torch.arange(tiles.start, tiles.stop, device=token.device)
     key = mix((token * GOLDEN & 0xFFFFFFFF) ^ (seed & 0xFFFFFFFF))
     key = mix(key ^ (seed >> 32 & 0xFFFFFFFF))
     u = mix((key[:, None] + tile * GOLDEN) & 0xFFFFFFFF)
@@ -84,15 +112,14 @@ def uniforms(seed: Tensor, token: Tensor, tiles: int) -> tuple[Tensor, Tensor]: 
 
 def keep_tiles(
     grad_logits: Tensor,  # (n, V), in place: whole tiles of rows, but for the last
-    slope: Tensor,  # (n,), l
-    column: Tensor,  # (n,) int64, the target's
+    slope: Tensor,  # (n,), l s
+    column: Tensor,  # (n, 1) int64, the target's
     threshold: float,
 ) -> None:
     n, num_classes = grad_logits.shape
-    slope = slope.abs()[:, None]
-    has_gradient = slope != 0.0
-    live = ~(grad_logits.abs() < torch.where(has_gradient, slope * threshold, torch.inf))  # nan is
-    live.scatter_(1, column[:, None], has_gradient | live.gather(1, column[:, None]))
+    some = grad_logits != 0.0  # none is where a token has no gradient
+    live = some & ~(grad_logits.abs() < slope.abs()[:, None] * threshold)  # nan is
+    live.scatter_(1, column, some.gather(1, column))
     down, across = -(-n // LIVE), -(-num_classes // LIVE)
     live = torch.nn.functional.pad(live, (0, across * LIVE - num_classes, 0, down * LIVE - n))
     live = live.view(down, LIVE, across, LIVE).any(3).any(1)
@@ -102,26 +129,30 @@ def keep_tiles(
 
 def keep_entries(
     grad_logits: Tensor,  # (n, V), in place
-    slope: Tensor,  # (n,), l
+    slope: Tensor,  # (n,), l s
     sparse: SparseGradient,
     draws: Draws,  # of the rows
+    shard: Shard | None = None,  # whose classes these are; None for all
 ) -> None:
-    threshold, mode, seed = sparse
-    slope = slope.abs()
-    # where l is 0 so is G, but for a token without a gradient nothing is to be kept, and nothing to be nan
-    limit = torch.where(slope == 0.0, torch.inf, slope * threshold)[:, None]
-    share = grad_logits.abs() / limit
-    below = share < 1.0  # nan is not, and is kept
-    if mode == "drop":
+    seed = sparse.gradient_seed
+    limit = (slope.abs() * sparse.gradient_threshold)[:, None]
+    size = grad_logits.abs()
+    below = size < limit  # nan is not, and is kept; where l is 0, every entry is
+    if sparse.gradient_mode == "drop":
         grad_logits.masked_fill_(below, 0.0)
         return
     assert seed is not None
+    share = size.div_(limit)
     n, num_classes = grad_logits.shape
-    tiles = -(-num_classes // TILE)
+    start = 0 if shard is None else shard.start
+    tiles, before = range(start // TILE, -(-(start + num_classes) // TILE)), start % TILE
     u, dither = uniforms(seed, draws.token, tiles)
-    q = torch.nn.functional.pad(torch.where(below, share * ONE, ONE), (0, tiles * TILE - num_classes))
-    q = (q.view(n, tiles, TILE) + dither[:, :, None]).clamp_(max=ONE).to(torch.int64)
+    q = torch.where(below, share * ONE, ONE)
+    q = torch.nn.functional.pad(q, (before, len(tiles) * TILE - before - num_classes))
+    q = (q.view(n, len(tiles), TILE) + dither[:, :, None]).clamp_(max=ONE).to(torch.int64)
+    if shard is not None:
+        u[:, 0] += shard.shares_before(q[:, -1].sum(1))
     behind = q.cumsum(2) + u[:, :, None]
-    kept = (behind >> BITS != behind - q >> BITS).view(n, -1)[:, :num_classes]
+    kept = (behind >> BITS != behind - q >> BITS).view(n, -1)[:, before : before + num_classes]
     raised = torch.where(below, torch.sign(grad_logits) * limit, grad_logits)
     grad_logits.copy_(torch.where(kept, raised, 0.0))

@@ -189,6 +189,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     mean_logit: bool = False  # of a shard: its logits' part of the mean over the classes of all shards
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
+    sparse: SparseGradient  # of backward
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -203,6 +204,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     expected_logit: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), what forward retained of these operands
+    sparse: SparseGradient
 
 
 class BackwardInPlace(Backward, keyword_from="ignore_index"):
@@ -250,6 +252,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     logits: LogitOptions
     output_mask: OutputMask
     statistics: Statistics
+    sparse: SparseGradient
 
 
 class GradGrads(NamedTuple):

@@ -3,29 +3,26 @@
 import torch
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import MODES, SparseGradient
+from flce_ops.math.sparse_gradient import MODES, OPERANDS, SparseGradient
 from flce_ops.meta.checks import check_device
 
 
 def check_sparse_options(op: str, sparse: SparseGradient) -> None:
     """Whether a gradient is asked for or not."""
-    threshold, mode, _ = sparse
+    threshold = sparse.gradient_threshold
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"{op}: expected gradient_threshold in [0, 1), got {threshold}")
-    if mode not in MODES:
-        raise ValueError(f"{op}: expected gradient_mode to be one of {', '.join(MODES)}, got {mode!r}")
+    for name, known in (("gradient_mode", MODES), ("gradient_sparse", OPERANDS)):
+        value = getattr(sparse, name)
+        if value not in known:
+            raise ValueError(f"{op}: expected {name} to be one of {', '.join(known)}, got {value!r}")
 
 
-def check_sparse(
-    op: str,
-    sparse: SparseGradient,
-    input: Tensor,
-    *,
-    label_smoothing: float,
-    softcap: object,
-    target_weight: Tensor | None,
-) -> None:
-    """Of a gradient that is to be sparse."""
+def check_sparse(op: str, sparse: SparseGradient, input: Tensor) -> None:
+    """Of an operator that makes gradients."""
+    check_sparse_options(op, sparse)
+    if not sparse.gradient_threshold:
+        return
     seed = sparse.gradient_seed
     if sparse.gradient_mode == "unbiased":
         if seed is None:
@@ -39,14 +36,6 @@ def check_sparse(
                 f"{seed.dtype}"
             )
         check_device(op, input, gradient_seed=seed)
-    unsupported = {
-        "label_smoothing": label_smoothing != 0.0,
-        "softcap": softcap is not None,
-        "target_weight": target_weight is not None,
-    }
-    for name, given in unsupported.items():
-        if given:
-            raise NotImplementedError(f"{op}: {name} with gradient_threshold is not implemented; leave one of them out")
     if input.dtype == torch.float16:
         raise NotImplementedError(
             f"{op}: gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "

@@ -14,13 +14,26 @@ from torch import Tensor
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.options import Cotangents
 from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
-from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
+from flce_ops.ops.formula import (
+    OPERANDS,
+    SPARSE_SECOND_DERIVATIVE_REFUSAL,
+    Formula,
+    save,
+    saved,
+    wanted,
+    where_wanted,
+)
 from flce_ops.ops.paths import choice_of
 from flce_ops.ops.retained import retained_rows
 from flce_ops.support.differentiated import differentiated
 from flce_ops.support.torch_private import runs_in_this_backward
 
 # N tokens, D hidden, V vocabulary
+
+SPARSE_ENTROPY_REFUSAL = (
+    "linear_log_probs: the gradient of the entropy with gradient_threshold is not implemented, as it is not made of "
+    "probabilities alone; detach the entropy, or leave gradient_threshold out"
+)
 
 
 class ForwardFormula(Formula):
@@ -56,6 +69,8 @@ class ForwardFormula(Formula):
         cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum)
         if all(cotangent is None for cotangent in (*cotangents, grad_expected_logit)):
             return Forward.gradients()
+        if call.sparse.gradient_threshold and grad_expected_logit is not None:
+            raise NotImplementedError(SPARSE_ENTROPY_REFUSAL)
         expected_logit = None if grad_expected_logit is None else expected_logit
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             if expected_logit is not None:
@@ -80,6 +95,7 @@ class ForwardFormula(Formula):
             expected_logit=expected_logit,
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
+            **call.sparse._asdict(),
             **into,
         )
         if into:
@@ -114,6 +130,8 @@ class BackwardFormula(Formula):
         grad_grads = [grad if want else None for grad, want in zip(grad_grads, call.output_mask)]
         if all(grad is None for grad in grad_grads):
             return Backward.gradients()
+        if call.sparse.gradient_threshold:
+            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
         if ctx.has_expectation:
             raise NotImplementedError(
                 "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "

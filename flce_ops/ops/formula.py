@@ -23,6 +23,11 @@ FORWARD_MODE_REFUSAL = (
     "use reverse mode (grad, jacrev, and jacrev of jacrev for a Hessian)"
 )
 
+SPARSE_SECOND_DERIVATIVE_REFUSAL = (
+    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
+    "is a sample; leave gradient_threshold out"
+)
+
 CONSTANTS = ("denominator", "main_grad")  # tensors that a gradient is refused for
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
 
@@ -86,7 +91,8 @@ def saved(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
-    return [ctx.needs_input_grad[arguments.index[name]] for name in names]
+    needs = ctx.needs_input_grad  # made anew each time it is asked for
+    return [needs[arguments.index[name]] for name in names]
 
 
 def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:

@@ -61,8 +61,13 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
+# Lists are of l p and the target's entry alone.
+UNSMOOTHED = Condition("no label smoothing with gradient_threshold", lambda s: not (s.sparse and s.label_smoothing))
+ONE_CLASS_IF_SPARSE = Condition("one class a token with gradient_threshold", lambda s: not (s.sparse and s.slots))
+
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
+NOT_SPARSE = Condition("no gradient_threshold", lambda s: not s.sparse)
 # A forward without a backward must leave it alone, and the factor of what is added is known in backward.
 NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
@@ -96,13 +101,14 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
 OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
+SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, SPARSE)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
         Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
         Path(
             "sparse",
-            (IN_FORWARD[0], WANTS_GRADIENT, NO_FUNCTORCH, SPARSE),
+            SPARSE_IN_FORWARD,
             why="as one pass, a checkpoint's forward twice: its gradients are not made of logits",
         ),
         Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
@@ -113,12 +119,17 @@ LOSS = {
             (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
+        Path(
+            "sparse",
+            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *SPARSE_IN_FORWARD),
+            why="as one pass, a checkpoint's forward twice; without it gradient_threshold is refused",
+        ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
     ),
     "a scalar loss of a policy": (
         Path(
             "one pass",
-            (ALL_CLASSES, WANTS_GRADIENT, *IN_FORWARD),
+            (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD),
             why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
         ),
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
@@ -142,11 +153,13 @@ PRODUCT_KEPT = Condition(
     "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
     lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),
 )
+# Lists are made of exponentials, which backward makes in any case.
+DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
 RETAIN = {
     "logits between a forward operator and its backward one": (
         Path(
             "retain",
-            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_KEPT),
+            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_KEPT, DENSE_OR_CPU),
             why="of as many tokens as the bytes of `retained` hold: 3 GEMM passes for these",
         ),
         Path("recompute", (), why="backward makes the logits again: 4"),
@@ -158,7 +171,7 @@ KERNELS = {
         Path("aten", (), "flce_ops.aten:forward"),
     ),
     "linear_cross_entropy_backward": (
-        Path("triton", TRITON, "flce_ops.triton:launch_backward"),
+        Path("triton", (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), "flce_ops.triton:launch_backward"),
         Path("aten", (), "flce_ops.aten:backward"),
     ),
     "linear_cross_entropy_backward_": (
@@ -167,13 +180,13 @@ KERNELS = {
     ),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": (
-        Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE), "flce_ops.triton:launch_with_grad"),
+        Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), "flce_ops.triton:launch_with_grad"),
         Path("aten", (), "flce_ops.aten:with_grad"),
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": (
         Path(
             "triton",
-            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE),  # nothing that differs between ranks
+            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, NOT_SPARSE),  # nothing that differs between ranks
             "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
@@ -244,11 +257,10 @@ def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias
     return choose(LOSS["a scalar loss"], situation).name != "recompute"
 
 
-def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> bool:
+def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
     """The same of a policy's, of plain tensors or of tokens that ranks share."""
-    return (
-        choose(LOSS["a scalar loss of a policy"], loss_situation(input, linear_weight, linear_bias)).name == "one pass"
-    )
+    situation = loss_situation(input, linear_weight, linear_bias, **known)
+    return choose(LOSS["a scalar loss of a policy"], situation).name == "one pass"
 
 
 def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:

@@ -19,6 +19,7 @@ def retained_rows(call: Forward) -> int:
         one_class=linear_weight.shape[0] == 1,
         softcap=call.logits.softcap is not None,
         slots=call.operands.target.dim() == 2,
+        sparse=call.sparse.gradient_threshold != 0.0,
     )
     return rows_to_retain(situation, input.shape[0], linear_weight.shape[0])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
 from flce_ops.math.shards import shard_rows
+from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from flce_ops.support.torch_private import (
     comes_from_outside_a_traced_graph,
     functorch_is_active,
@@ -59,6 +60,10 @@ def situation_of(call: Any) -> Situation:
         input, num_classes = operands.input, operands.linear_weight.shape[0]
     situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
     options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
+    if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
+        options["sparse"] = any(call.sparse.products(call.output_mask))
+    if isinstance(call, Backward):
+        options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
     scaled = getattr(operands, "class_scale", None) is not None
     return situation._replace(**options, slots=operands.target.dim() == 2, class_scale=scaled)
 

@@ -14,13 +14,16 @@ from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import WithGrad
-from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
-from flce_ops.ops.upstream import multiply_by_upstream
-
-SPARSE_SECOND_DERIVATIVE_REFUSAL = (
-    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
-    "is a sample; leave gradient_threshold out"
+from flce_ops.ops.formula import (
+    OPERANDS,
+    SPARSE_SECOND_DERIVATIVE_REFUSAL,
+    Formula,
+    save,
+    saved,
+    wanted,
+    where_wanted,
 )
+from flce_ops.ops.upstream import multiply_by_upstream
 
 
 class WithGradFormula(Formula):

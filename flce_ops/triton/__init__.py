@@ -2,7 +2,8 @@
 
     forward.py, with_grad.py, backward.py     one operator each
     vocab_parallel_with_grad.py               with_grad on ranks that share the vocabulary
-        even_features.py                      a D that is no multiple of 8: copies with zeros behind, where they fit
+        even_features.py                      a D that is no multiple of 16: copies with zeros behind, where they fit
+            copy_rows.py
         one_pass_step.py                      the chunks of both
         chunks.py                             rows at a time
         retained_gradient.py, logit_codes.py  backward of rows whose logits forward kept
@@ -36,6 +37,7 @@
         gather_sums.py                        sums of gathered rows: both gradients
     tile_step.py                              the chunks of a step without tiles of small entries
         live_tiles.py                         the tiles that the gradients' GEMMs multiply
+    sparse_run.py, sparse_backward.py         which of the two; rows whose slopes backward brings
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
@@ -55,6 +57,7 @@
             row_policy.py                     the loss of a token and its slope
     sum_losses.py, upstream.py                the scalar loss; the scalar that arrives in backward
     replay.py, driver_launch.py               a step's launches, repeated
+        launch_graphs.py                      at the addresses of an earlier call: as one
 
 Imported only when a CUDA kernel of an operator runs.
 """

@@ -37,6 +37,8 @@ from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.retained_gradient import launch_retained_gradient
 from flce_ops.triton.set_entries import launch_set_entries
+from flce_ops.triton.sparse_backward import sparse_backward_step
+from flce_ops.triton.sparse_run import is_sparse, sparse_notes
 from flce_ops.triton.target import tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
@@ -70,10 +72,12 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     )
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
-    record_chunks(call, linear_weight, row_slices)
+    record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
+    if is_sparse(call):
+        return sparse_backward_step(call, outputs)
     kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
     gradients = wanted_gradients(outputs, call.output_mask)
     if isinstance(call, BackwardInPlace):

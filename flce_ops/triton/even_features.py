@@ -1,7 +1,11 @@
-"""D features that no tensor map can address, because rows are not multiples of 16 bytes: zeros are put behind them.
+"""D that is no multiple of 16: zeros are put behind the features.
 
-input, linear_weight and their gradients exist a second time then, so this is done where three quarters of the workspace
-hold the copies. H200, 4096x1001x32000: 9.1 ms by pointers, 2.3 ms at D = 1000; 8192x2052x32000 37 ms by pointers.
+No tensor map addresses rows that are not multiples of 16 bytes, and of a stride that 16 divides, as Triton is told, a
+tile is stored in whole vectors. input, linear_weight and their gradients exist a second time then, so this is done
+where three quarters of the workspace hold the copies.
+
+H200, GPU time of a step in ms: 8192x2052x32000 37 by pointers; D = 2056 7.1, of it 3.1 for grad_input; D = 2064 5.6,
+1.8; the four copies of 2052 0.19.
 """
 
 import functools
@@ -17,6 +21,8 @@ from flce_ops.triton.target import on_tma_device
 
 # N tokens, D hidden, V vocabulary
 
+MULTIPLE = 16
+
 
 def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
     """A launcher whose results of two dimensions are (N, D) or (V, D), but for those of another dtype."""
@@ -25,7 +31,7 @@ def with_even_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[
     def run(call: Any) -> tuple[Tensor, ...]:
         input, linear_weight = call.operands[:2]
         hidden, size = input.shape[1], input.element_size()
-        missing = -hidden % (16 // size)
+        missing = -hidden % MULTIPLE
         copies = 2 * (input.shape[0] + linear_weight.shape[0]) * (hidden + missing) * size
         if not missing or copies > 3 * get_workspace() // 4 or not on_tma_device(input):
             return launch(call)

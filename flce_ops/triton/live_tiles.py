@@ -84,16 +84,17 @@ def mark_tiles_kernel(
     """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
     count = kept_rows(kept, n)
+    rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
+    column = tl.load(column_ptr + rows, mask=rows < count, other=-1)
+    holds_target = ((column >= 0) & (column // LIVE == tl.program_id(0))).to(tl.int32)
     live = tl.zeros((ROWS, LIVE), tl.int32)
     for start in tl.static_range(0, LIVE, ROWS):
         row = tl.program_id(1) * LIVE + start + tl.arange(0, ROWS)
         limit = threshold * tl.load(row_sum_ptr + row, mask=row < count, other=1.0)
-        column = tl.load(column_ptr + row, mask=row < count, other=-1)
         places = row.to(tl.int64)[:, None] * stride_e + cols[None, :]
         e = tl.load(e_ptr + places, mask=(row < count)[:, None] & (cols < V)[None, :], other=0.0).to(tl.float32)
-        below = (tl.abs(e) < limit[:, None]) & (cols[None, :] != column[:, None])
-        live |= 1 - below.to(tl.int32)
-    found = tl.max(tl.max(live, 1), 0)
+        live |= 1 - (tl.abs(e) < limit[:, None]).to(tl.int32)
+    found = tl.maximum(tl.max(tl.max(live, 1), 0), tl.max(holds_target, 0))
     tl.store(live_ptr + tl.program_id(1) * stride_live + tl.program_id(0), found.to(tl.uint8))
 
 

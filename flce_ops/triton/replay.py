@@ -7,7 +7,8 @@
 A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
 arguments, the workspace. What differs within one are addresses: a kernel's pointer is a Place, some bytes into a tensor
 of the arguments or into the temporary memory, where what is not in use together may share its bytes. What has an
-address goes to the driver without Triton (driver_launch.py).
+address goes to the driver without Triton (driver_launch.py); where all addresses are those of an earlier call, in one
+launch (launch_graphs.py).
 
 The first call of a kind writes nothing down, because tokens of ever new numbers would be slower with it.
 
@@ -17,7 +18,7 @@ a bias's gradient do, is run as it is written.
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flce_ops.meta.arguments import Arguments
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.driver_launch import DriverLaunches, Place, Written, driver_launches
+from flce_ops.triton.launch_graphs import LaunchGraphs
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
@@ -194,22 +196,24 @@ class Replay:
         self.cells = [(place.cell, index, offset) for (index, offset), place in recording.places.items()]
         temporary_places = recording.temporary_places.values()
         self.temporary_cells = [(place.cell, t.block, t.offset + offset) for place, t, offset in temporary_places]
-        self.launches = launches
+        self.launches, self.graphs = launches, LaunchGraphs(launches)
         self.result = result
         self.lock = threading.Lock()  # its cells are one thread's at a time
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         device = tensors[0].device
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
-        starts = [block.data_ptr() for block in memory]
         stream = current_stream(device.index)
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses, starts = (tuple(one.data_ptr() for one in some) for some in (tensors, memory))
+        if self.graphs.run((addresses, starts), stream):
+            return self.result
         with self.lock:
             for cell, index, offset in self.cells:
                 cell.value = addresses[index] + offset
             for cell, block, offset in self.temporary_cells:
                 cell.value = starts[block] + offset
             self.launches.run(stream)
+            self.graphs.add((addresses, starts))
         return self.result
 
 
@@ -276,16 +280,16 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and not triton.knobs.runtime.interpret
 
 
-def describe(value: Any, tensors: list[Tensor], features: list[Hashable]) -> None:
-    """The tensors among the arguments, and everything of these but the addresses and the numbers in the tensors."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        features += (value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16)
-    elif isinstance(value, Arguments):
-        describe(value.values(), tensors, features)
-    elif isinstance(value, list | tuple):
-        features.append(len(value))
-        for part in value:
-            describe(part, tensors, features)
-    else:
-        features.append(value)
+def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
+    """The tensors among the values, and everything of these but the addresses and the numbers in the tensors."""
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
+        elif isinstance(value, list | tuple):
+            features.append(len(value))
+            describe(value, tensors, features)
+        elif isinstance(value, Arguments):
+            describe(value.values(), tensors, features)
+        else:
+            features.append(value)

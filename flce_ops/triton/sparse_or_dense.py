@@ -7,7 +7,8 @@ A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200; a GEMM take
 token, at 700 TFLOP/s: 87 classes take as long as an entry. Measured the two ways are equal at 85 (8192x4096x128256) and
 105 (8192x1024x50304). Frequent classes are kept in many rows: where ids are in the order of frequency, as tokenizers
 number them, a tenth of the blocks has half of the entries, and no variance. Where rows are flat, as a model's are
-before it is trained, all blocks are dense; and so they are where lists would save little.
+before it is trained, all blocks are dense; and so they are where lists would save less than they
+take to be made.
 
 128 kept tokens of the first chunk decide for all, so chunks do not.
 """
@@ -26,7 +27,9 @@ from flce_ops.triton.replay import Kernel
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
 
 CLASSES_PER_ENTRY = 96
-WORTH = 0.95  # of the GEMMs' time that lists and GEMMs together may take: lists are made and ordered besides
+# Of the time of all classes' GEMMs, what it takes to make and order lists: this over D. They read V numbers a token,
+# the GEMMs make 4 V D operations of them: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
+LISTS_COST = 320
 DECIDING = tl.constexpr(128)  # tokens, evenly spread
 
 
@@ -88,6 +91,7 @@ def choose_dense_kernel(
     kept_ptr,  # (B,)
     dense,  # DenseClasses, out
     B,
+    free,  # blocks that may be dense without the others
     worth,  # of all blocks' GEMMs, in entries a token
     most,  # entries a token of a block that is not dense
     BLOCK: tl.constexpr,
@@ -96,12 +100,14 @@ def choose_dense_kernel(
     cost = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, B, BLOCK):
         b = start + tl.arange(0, BLOCK)
-        cost += tl.minimum(tl.load(kept_ptr + b, mask=b < B, other=0.0), most)
-    most = tl.where(tl.sum(cost, 0) > worth, -1.0, most)
+        kept = tl.load(kept_ptr + b, mask=b < B, other=0.0)
+        cost += tl.where(b < free, tl.minimum(kept, most), kept)
+    all_dense = tl.sum(cost, 0) > worth
+    most, free = tl.where(all_dense, -1.0, most), tl.where(all_dense, B, free)
     count = 0
     for start in range(0, B, BLOCK):
         b = start + tl.arange(0, BLOCK)
-        is_dense = (tl.load(kept_ptr + b, mask=b < B, other=-1.0) > most).to(tl.int32)
+        is_dense = (tl.load(kept_ptr + b, mask=b < free, other=-1.0) > most).to(tl.int32)
         tl.store(dense.is_dense + b, is_dense, mask=b < B)
         tl.store(dense.which + count + tl.cumsum(is_dense, 0) - 1, b, mask=is_dense > 0)
         count += tl.sum(is_dense, 0)
@@ -113,7 +119,10 @@ def launch_sparse_or_dense(
     row_sum: Tensor,  # (n,)
     kept: Kept,
     threshold: float,
+    hidden: int,
     dense: DenseClasses,  # out
+    *,
+    lent: int = 0,  # rows of grad_linear_weight, the last, that hold something else: dense only if all are
 ) -> None:
     n, num_classes = exponentials.shape
     blocks = dense.is_dense.shape[0]
@@ -131,4 +140,6 @@ def launch_sparse_or_dense(
         num_warps=4,
     )
     most = LIVE.value / CLASSES_PER_ENTRY
-    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, WORTH * blocks * most, most, BLOCK=1024, num_warps=8)
+    worth = (1.0 - LISTS_COST / hidden) * blocks * most
+    free = blocks if not lent else max(num_classes - lent, 0) // LIVE.value
+    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, free, worth, most, BLOCK=1024, num_warps=8)

@@ -13,15 +13,20 @@
 A class that many tokens keep is faster by GEMM, and exact then. Where rows are flat, as a model's are before it is
 trained, all classes are dense. The device decides and the host launches both, whatever there is for them.
 
-A span is as many tokens as fit the workspace with their lists and what orders these: all of them, unless it is small or
-the lists are long. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
+The lists wait in the last rows of grad_linear_weight, which nothing has written, so that chunks are as large as an
+exact step's. The classes of those rows are dense only if all are, and then there are no lists.
+
+Where the lists are too long for that, a span is as many tokens as fit the workspace with their lists and what orders
+these. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
 """
 
 import torch
+import triton
 from torch import Tensor
 
+from flce_ops.math.slots import in_columns
 from flce_ops.math.sparse_gradient import room_of_row
-from flce_ops.meta.arguments import WithGrad
+from flce_ops.meta.arguments import Backward, WithGrad
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import TOKEN_BYTES, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
@@ -40,63 +45,73 @@ from flce_ops.triton.sparse_or_dense import NONE_DENSE, empty_dense, launch_spar
 PIECE = 256  # entries of a class beyond which it is cut: 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256)
 PIECES_BYTES = 64 << 20  # of their float32 sums
 MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
+LENT = 0.75  # of grad_linear_weight, at most: frequent classes, the first of a tokenizer's, are to be dense
 
 
 class SparseStep(OnePassStep):
     def __init__(
         self,
-        call: WithGrad,
+        call: WithGrad | Backward,
         kept: Kept,
         per_token: StepTokens,
         gradients: Gradients,
         finish_rows: FinishRows,
         room: int,
         chunks: list[slice],
+        borrowed: Tensor | None,  # (N, R) int64, memory of grad_linear_weight for the lists
     ) -> None:
         cut = Cut(None, chunks, False, 0)
         super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows)
-        self.options, self.room = call.sparse, room
+        self.options, self.room, self.borrowed = call.sparse, room, borrowed
+        self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
         if call.sparse.gradient_mode == "unbiased":  # what is to be dropped is dropped, whatever it takes
             self.dense = empty_dense(call.operands.linear_weight.shape[0], kept.order)
-            self.input_steps = self.dense.steps
-            if self.weight_gradient is not None:
+            if self.sparse_input:
+                self.input_steps = self.dense.steps
+            if self.sparse_weight:
                 self.weight_gradient.blocks = self.dense.blocks
 
     def run_span(self, span: slice, cut: Cut) -> None:
         n, self.start, self.cut = span.stop - span.start, span.start, cut
         order = self.kept.order
-        self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n))
+        entries = order.new_empty(n, self.room, dtype=torch.int64) if self.borrowed is None else self.borrowed
+        self.lists = Lists(entries, order.new_empty(n))
         self.run_chunks(cut.chunks)
-        if self.weight_gradient is not None:
+        if self.sparse_weight:
             self.gather_weight(span)
 
     def exponentiate(
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
-        """Lists besides. What comes after sees targets of dense classes alone."""
+        """Lists besides. What a sparse gradient is made of after sees targets of dense classes alone."""
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
         row_sum, kept = self.row_sum, tokens.kept
         if chunk.start == 0 and self.dense.number is not None:
-            launch_sparse_or_dense(exponentials, row_sum, kept, self.options.gradient_threshold, self.dense)
+            threshold, hidden = self.options.gradient_threshold, rows.shape[1]
+            lent = 0 if self.borrowed is None else triton.cdiv(self.borrowed.nbytes + 16, hidden * rows.itemsize)
+            launch_sparse_or_dense(exponentials, row_sum, kept, threshold, hidden, self.dense, lent=lent)
         lists = self.lists_of(chunk)
         of_dense = launch_lists(exponentials, row_sum, finished, tokens.column, kept, self.options, lists, self.dense)
+        self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
     def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
-        if self.dense.number is not None:
+        if self.dense.number is not None or not self.sparse_weight:
+            tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
             super().add_to_weight(tokens, rows, pieces, finished)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
     ) -> None:
-        dense = self.dense.number is not None
-        if dense:
+        has_dense = self.dense.number is not None
+        if has_dense or not self.sparse_input:
+            tokens = tokens if self.sparse_input else tokens._replace(column=self.column)
             super().write_input(chunk, tokens, pieces, finished, product)
-        if self.grad_input is not None:
+        if self.sparse_input:
             table, out = self.operands.linear_weight, self.grad_input[chunk]
-            launch_gather_rows(self.lists_of(chunk), table, out, add=dense)
+            launch_gather_rows(self.lists_of(chunk), table, out, add=has_dense)
 
     def gather_weight(self, span: slice) -> None:
         out = self.weight_gradient.out
@@ -112,21 +127,43 @@ class SparseStep(OnePassStep):
 
 
 def run_spans(
-    call: WithGrad, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
 ) -> list[slice]:
     """The chunks that it takes."""
     num_classes, tokens = call.operands.linear_weight.shape[0], kept.order.shape[0]
-    room = room_of_row(call.sparse.gradient_threshold, num_classes)
-    spans = slices(tokens, span_at_most(tokens, num_classes, room))
+    slots = in_columns(call.operands.target).shape[1]
+    room = room_of_row(call.sparse.gradient_threshold, num_classes, slots)
+    _, sparse_weight = call.sparse.products(call.output_mask)  # else GEMMs write it while there are lists
+    borrowed = borrowed_lists(gradients.linear_weight if sparse_weight else None, tokens, room)
+    spans = slices(tokens, tokens if borrowed is not None else span_at_most(tokens, num_classes, room))
     cuts = [
-        cut_beside(list_bytes(span.stop - span.start, room), span, call.operands.linear_weight, call.output_mask)
+        cut_beside(
+            list_bytes(span.stop - span.start, 0 if borrowed is not None else room),
+            span,
+            call.operands.linear_weight,
+            call.output_mask,
+        )
         for span in spans
     ]
     chunks = [chunk for cut in cuts for chunk in cut.chunks]
-    step = SparseStep(call, kept, per_token, gradients, finish_rows, room, chunks)
+    step = SparseStep(call, kept, per_token, gradients, finish_rows, room, chunks, borrowed)
     for span, cut in zip(spans, cuts):
         step.run_span(span, cut)
     return chunks
+
+
+def borrowed_lists(grad_weight: Tensor | None, tokens: int, room: int) -> Tensor | None:  # (N, R) int64
+    """The end of grad_linear_weight, where that has room for the lists and the workspace for what orders them."""
+    entries = tokens * room
+    if grad_weight is None or not grad_weight.is_contiguous() or entries > MOST_ENTRIES:
+        return None
+    each, fixed = order_bytes(grad_weight.shape[0], room)
+    ordering = triton.cdiv(tokens, GROUP.value) * GROUP.value * each + fixed + PIECES_BYTES
+    if 8 * entries > LENT * grad_weight.nbytes or ordering > matrix_bytes(tokens, TOKEN_BYTES):
+        return None
+    numbers = 8 // grad_weight.itemsize  # of an entry
+    start = (grad_weight.numel() - numbers * entries) // (2 * numbers) * (2 * numbers)  # on 16 bytes
+    return grad_weight.view(-1)[start : start + numbers * entries].view(torch.int64).view(tokens, room)
 
 
 def pieces_at_most(entries: int, hidden: int) -> int:

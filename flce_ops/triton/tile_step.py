@@ -9,39 +9,40 @@ No lead chunk: its exponentials would wait in slices of the vocabulary, whose st
 
 from torch import Tensor
 
-from flce_ops.meta.arguments import WithGrad
+from flce_ops.meta.arguments import Backward, WithGrad
 from flce_ops.triton.cut import cut_beside
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.live_tiles import launch_live_tiles
+from flce_ops.triton.live_tiles import EVERY_STEP, launch_live_tiles
 from flce_ops.triton.one_pass_step import FinishRows, OnePassStep, StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 
 class TileStep(OnePassStep):
-    threshold: float
+    call: WithGrad | Backward
 
     def exponentiate(
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
-        self.input_steps, self.weight_steps = launch_live_tiles(
-            exponentials, self.row_sum, tokens.column, tokens.kept, self.threshold
-        )
+        sparse = self.call.sparse
+        steps = launch_live_tiles(exponentials, self.row_sum, tokens.column, tokens.kept, sparse.gradient_threshold)
+        chosen = sparse.products(self.call.output_mask)
+        self.input_steps, self.weight_steps = (of if wanted else EVERY_STEP for of, wanted in zip(steps, chosen))
         return tokens, finished
 
 
 def run_tiles(
-    call: WithGrad, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
 ) -> list[slice]:
     """The chunks that it takes."""
     operands = call.operands
     cut = cut_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
     step = TileStep(operands, call.logits, kept, per_token, gradients, cut, finish_rows)
-    step.threshold = call.sparse.gradient_threshold
+    step.call = call
     step.run_chunks(cut.chunks)
     return cut.chunks

@@ -30,17 +30,10 @@ from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.smoothing import SmoothingTerms
-from flce_ops.triton.sparse_step import run_spans
+from flce_ops.triton.sparse_run import is_sparse, run_sparse, sparse_notes
 from flce_ops.triton.sum_losses import launch_sum_losses
-from flce_ops.triton.tile_step import run_tiles
 
 # N tokens, D hidden, V vocabulary
-
-SPARSE_NOTES = {
-    "unbiased": "a sparse gradient, dense where its lists are long",
-    "drop": "a sparse gradient",
-    "tiles": "a gradient of live tiles",
-}
 
 
 @takes(WithGrad)
@@ -109,9 +102,8 @@ def with_grad_step(
         return launch(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale), sums.argmax
 
     per_token = StepTokens(target_weight, reduction, losses, statistics)
-    if call.sparse.gradient_threshold:
-        run = run_tiles if call.sparse.gradient_mode == "tiles" else run_spans
-        chunks = run(call, kept, per_token, gradients, finish_rows)
+    if is_sparse(call):
+        chunks = run_sparse(call, kept, per_token, gradients, finish_rows)
         cut = Cut(None, chunks, False, 0)
     else:
         step = OnePassStep(
@@ -122,4 +114,4 @@ def with_grad_step(
         smoothing.add_to_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, kept, place)
     launch_sum_losses(losses, reduction, kept.total, loss)
-    return chunks, cut.notes + [SPARSE_NOTES[call.sparse.gradient_mode]] * (call.sparse.gradient_threshold > 0.0)
+    return chunks, cut.notes + sparse_notes(call)

@@ -1,18 +1,23 @@
 """What a case is, and how one is drawn. A case has no tensors: its seed makes them (problem.py)."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from random import Random
 
-# N tokens, D hidden, V vocabulary, E hidden of the teacher
+# N tokens, K slots of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
 
-FUNCTIONS = ("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits")
+FUNCTIONS = (
+    *("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy", "low_rank"),
+)
 LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded", "repeated")
 
 # How derivatives are asked for. The others are for ours only: plain torch takes "grad" in their place.
 SECOND_ORDER = ("create_graph", "func_twice", "hvp")
 REFUSED = ("forward_mode", "third")
+SPARSE_MODES = ("backward", "grad", "retain_graph", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")
+BUFFER_MODES = ("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")  # of main_grad
 MODES = (
     *("backward", "grad", "retain_graph", "create_graph_once", *SECOND_ORDER, "func", "batched", "vmap"),
     *("checkpoint", "reentrant_checkpoint", "saved_tensor_hooks", "no_grad", "inference_mode"),
@@ -84,6 +89,22 @@ class Case:
     teacher_scale: float | None = None
     teacher_softcap: float | None = None
     E: int = 4
+    slots: int = 0  # classes of a token, with target_weight; 0 for one class
+    tail: bool = False
+    metrics: tuple[str, ...] = ()  # names of return_metrics; of the function "metrics" none is True
+    shift: bool = False
+    objective: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_factor: float = 0.0
+    kl_estimator: str = "k3"
+    on_policy: bool = False  # no old log-probabilities
+    rank: int = 1
+    frozen: bool = False  # the head beside a low-rank pair
+    sparse: str = ""  # gradient_mode, with a gradient_threshold
+    threshold: float = 2.0**-6
+    main_grad: str = ""  # dtype of the buffer: "own" is the weight's, "sums" float32 or float64
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several
     recompute: bool = True  # whether a small workspace of the Triton path may recompute
@@ -125,6 +146,9 @@ def draw(seed: int, index: int, device: str) -> Case:
         case = replace(case, dtype=choose(free, {"float32": 4, "float64": 3, "bfloat16": 2, "float16": 2}))
     for step in (function, shapes, flags, layouts, relations, cuts):
         case = replace(case, **step(fixed, case))
+    case = replace(case, **newer(fixed, case))
+    if device != "cpu" and case.sparse:  # of so few classes an unbiased one is the exact gradient there
+        case = replace(case, sparse="drop")
     for step in (tokens, numbers, data, derivatives):
         case = replace(case, **step(free, case))
     if fixed is not free and (case.count % 16 == 0 or case.count == 1):
@@ -164,6 +188,8 @@ def function(random: Random, case: Case) -> dict:
         "log_probs": 15,
         "kl_div": 14,
         "given_logits": 10,
+        "policy": 10,
+        "low_rank": 6,
     }
     return {"function": choose(random, shares)}
 
@@ -199,6 +225,8 @@ def flags(random: Random, case: Case) -> dict:
         new |= {"argmax": case.function == "metrics" or random.random() < 0.4}
     if case.function == "log_probs":
         return new | {"entropy": random.random() < 0.4}
+    if case.function == "policy":
+        return new
     if case.function == "kl_div":
         new |= {
             "kind": random.choice(["forward", "reverse", "jsd"]),
@@ -213,6 +241,39 @@ def flags(random: Random, case: Case) -> dict:
         "label_smoothing": maybe(random, 0.2, random.choice([0.1, 0.3, 1.0]), 0.0),
         "z_loss": maybe(random, 0.2, 1e-2, 0.0),
     }
+
+
+LOG_PROB_METRICS = ("log_sum_sq_probs", "mean_logit")
+METRICS = ("lse", "entropy", *LOG_PROB_METRICS, "z_loss")
+ARGMAX_METRICS = ("argmax", "is_top1", "token_accuracy")
+
+
+def newer(random: Random, case: Case) -> dict:
+    """Which of the arguments that few functions have."""
+    new: dict = {"shift": random.random() < 0.15, "rank": random.randint(1, 9), "frozen": random.random() < 0.6}
+    slots = maybe(random, 0.25, random.randint(1, 12), 0)
+    if case.function in ("cross_entropy", "metrics", "log_probs"):
+        new |= {"slots": slots, "tail": case.function == "log_probs" and random.random() < 0.5}
+    names = METRICS if slots else METRICS + ARGMAX_METRICS
+    if case.function == "log_probs":
+        names = LOG_PROB_METRICS
+    if case.function == "metrics" or random.random() < 0.3:
+        new["metrics"] = tuple(name for name in names if random.random() < 0.4)
+    if case.function == "policy":
+        new |= {
+            "objective": random.choice(["ppo", "ppo", "cispo"]),
+            "clip_low": random.choice([0.2, 0.1, math.inf]),
+            "clip_high": random.choice([0.2, 0.28, math.inf]),
+            "dual_clip": maybe(random, 0.3, 3.0, None),
+            "kl_factor": maybe(random, 0.5, random.choice([0.04, 1.0]), 0.0),
+            "kl_estimator": random.choice(["k1", "k2", "k3"]),
+            "on_policy": random.random() < 0.2,
+        }
+    if case.function == "cross_entropy":
+        special = choose(random, {"": 7, "drop": 1, "unbiased": 1.5, "own": 1, "sums": 1.5})
+        new |= {"sparse": special} if special in ("drop", "unbiased") else {"main_grad": special}
+        new["threshold"] = 2.0 ** -random.randint(3, 9)
+    return new
 
 
 def numbers(random: Random, case: Case) -> dict:
@@ -254,6 +315,8 @@ def layouts(random: Random, case: Case) -> dict:
         random,
         {("input", "weight"): 2, ("input",): 1, ("weight",): 1, names: 4, ("bias",): 0.4, ("token_weight",): 0.3},
     )
+    if case.function == "low_rank":
+        subset += ("pair_input", "pair_weight")
     return {
         "input_layout": choose(random, kinds),
         "weight_layout": choose(random, {**kinds, "repeated": 0.0}),  # equal classes have equal rounding errors
@@ -310,10 +373,13 @@ def with_its_options(case: Case) -> Case:
         new |= {"reduction": "none", "tokens": case.tokens or (3,)}
     if case.function == "log_probs":
         new |= {"reduction": "none", "token_weight": ""}
-    if case.function in ("log_probs", "kl_div"):
+    if case.function in ("log_probs", "kl_div", "policy"):
         new |= {"z_loss": 0.0, "class_weight": "", "label_smoothing": 0.0}
+    new |= newer_options(case)
     if new.get("reduction", case.reduction) == "none":
         new["normalizer"] = ""
+    if case.function == "policy" and case.normalizer == "zero":
+        new["normalizer"] = ""  # times the slope 0 of a clipped token
     if case.bias == "-inf" and (case.logit_scale <= 0.0 or case.function == "kl_div"):
         new["bias"] = "normal"  # inf logits; 0 log 0 of either distribution
     if case.function in ("head", "loss_module"):
@@ -331,8 +397,43 @@ def with_its_options(case: Case) -> Case:
     return replace(case, **new)
 
 
+def newer_options(case: Case) -> dict:
+    """Which of them the function and the mode have, and what they do not go with."""
+    new: dict = {}
+    if case.function not in ("cross_entropy", "metrics", "log_probs"):
+        new["slots"] = 0
+    if case.function not in ("metrics", "log_probs"):
+        new["metrics"] = ()
+    if case.function != "log_probs":
+        new["tail"] = False
+    shifting = ("cross_entropy", "metrics", "log_probs", "kl_div", "given_logits")
+    slots = new.get("slots", case.slots)
+    if case.function not in shifting or slots or not case.tokens or case.mode == "vmap":
+        new["shift"] = False
+    if slots and case.function == "metrics":
+        new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
+    if slots:
+        new["V"] = max(case.V, 2)  # of one class the gradient is a rounding of 0
+    if slots or case.function == "low_rank":
+        new["poison"] = ""  # the pair's features would have to hold it too; of slots the oracle multiplies by 0
+    special = case.function == "cross_entropy" and not slots
+    if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
+        new["sparse"] = ""
+    elif case.sparse:
+        new |= {"label_smoothing": 0.0, "softcap": None, "main_grad": "", "learnt": ""}
+        new["reduction"] = "sum" if case.reduction == "none" else case.reduction
+    if not special or case.mode not in BUFFER_MODES:
+        new["main_grad"] = ""
+    elif case.main_grad and not case.sparse:
+        new["wants"] = tuple(sorted({*case.wants, "weight"}))
+        new["views"] = tuple(name for name in case.views if name != "weight")
+    return new
+
+
 def can_be_learnt(case: Case) -> bool:
-    if case.mode.startswith("compile") and case.learnt in ("softcap", "z_loss"):
+    if case.sparse or case.function in ("policy", "low_rank"):
+        return False
+    if case.mode.startswith("compile") and (case.learnt in ("softcap", "z_loss") or case.softcap is not None):
         return False  # Dynamo wraps the refusal
     if case.learnt == "z_loss":
         return case.function in ("cross_entropy", "metrics")
@@ -343,6 +444,15 @@ def can_be_learnt(case: Case) -> bool:
 
 def possible_relations(case: Case) -> set[str]:
     kept = set(case.relations)
+    if case.function == "policy":  # the old log-probabilities are those of the leaves
+        kept &= {"penalty", "two calls", "token_weight of input", "token_weight of weight", "normalizer of input"}
+        kept |= {"normalizer of token_weight"} & set(case.relations)
+    if case.function == "low_rank":
+        kept -= {"token_weight of losses"}
+    if case.main_grad:  # autograd gets no gradient of the weight
+        kept &= {"two calls", "token_weight of input", "normalizer of input", "normalizer of token_weight"}
+    if case.shift and len(case.tokens) == 1:
+        kept -= {"two calls"}
     if case.mode == "vmap":
         kept &= {"inner weight", "bias of weight", "trunk"}
     if case.function in ("log_probs", "kl_div"):
@@ -357,6 +467,8 @@ def possible_relations(case: Case) -> set[str]:
         kept -= {"trunk", "two calls"}
     if not case.tokens:
         kept -= {"two calls"}
+        if case.mode.startswith("compile"):  # Dynamo reads the index of weight[class]
+            kept -= {"token_weight of weight"}
     for name in ("token_weight", "normalizer"):  # of one thing only
         kept -= set([relation for relation in sorted(kept) if relation.startswith(f"{name} of")][1:])
     return kept

@@ -25,7 +25,7 @@ from torch import Tensor
 import flce_ops
 import flce_ops.aten.chunks
 from tests.fuzz.cases import Case, consistent
-from tests.fuzz.problem import Problem, Tensors
+from tests.fuzz.problem import Problem, Tensors, scored_target, valid_tokens
 from tests.fuzz.run import DIFFERENTIABLE, run_oracle, run_ours
 
 # Ours is one more draw of nearly the same distribution: other orders of sums, a rounding or two more or less.
@@ -158,8 +158,8 @@ def on_the_host(*results: Tensors) -> list[Tensors]:
 
 def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Tensors) -> Iterator[Failure]:
     case = problem.case
-    target = problem.views["target"](problem.bases["target"]).cpu()
-    ignored = target == case.ignore_index
+    labels = problem.views["target"](problem.bases["target"]).cpu()
+    target, ignored = scored_target(case, labels), ~valid_tokens(case, labels)
     if "logits" in truth and "argmax" in found:
         z, largest = truth["logits"], found["argmax"]
         if largest.numel():
@@ -175,8 +175,10 @@ def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Ten
             rounding = (plain["logits"].double() - z).nan_to_num(0.0).abs().max() + 1e-6 * z.nan_to_num(0.0).abs().max()
             if gap.nan_to_num(0.0).max() > 2.0 * rounding:
                 yield Failure("argmax", "not the largest", float(gap.nan_to_num(0.0).max() / (2.0 * rounding)))
-    if "token_accuracy" in found:
-        counted = torch.stack([(found["argmax"] == target) & ~ignored, ~ignored]).double()
+    if "is_top1" in found and "argmax" in found and not torch.equal(found["is_top1"], right_of(found, target, ignored)):
+        yield Failure("is_top1", "not the argmax's")
+    if "token_accuracy" in found and "argmax" in found:
+        counted = torch.stack([right_of(found, target, ignored), ~ignored]).double()
         right, valid = counted.unsqueeze(-1).flatten(2 if case.mode == "vmap" else 1).sum(-1)
         share = right / valid
         if not torch.allclose(found["token_accuracy"].double(), share, rtol=1e-6, equal_nan=True):
@@ -185,6 +187,10 @@ def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Ten
     if name in found and not case.relations and not problem.is_view("input"):
         if truth[name].isfinite().all() and found[name][ignored].any():
             yield Failure(name, "not zero where ignored")
+
+
+def right_of(found: Tensors, target: Tensor, ignored: Tensor) -> Tensor:
+    return (found["argmax"] == target) & ~ignored
 
 
 def pattern(problem: Problem, name: str, found: Tensor, plain: Tensor, truth: Tensor) -> str:
@@ -260,6 +266,9 @@ def second_line(
         size = natural.get(name, 0.0) * math.sqrt(truth[name].numel())
         rounding = roundings(problem.dtype) * unit(own) * norm(truth[name])
         rounding += max(roundings(problem.dtype), ROUNDINGS_OF_TERMS) * unit(fine) * size * rounding_of_logits(problem)
+        if name in ("entropy", "metric entropy"):  # documented: a difference of two numbers near lse
+            lse = truth["lse"] if "lse" in truth else truth["logits"].logsumexp(-1)
+            rounding += ROUNDINGS * unit(fine) * norm(lse)
         return SLACK * yardstick + rounding + smallest(found[name], problem.arithmetic_dtype())
 
     bounds = {name: allowed(name) for name in names}

@@ -4,14 +4,17 @@ The yardstick has the better of two habits: logits leave F.linear in the operand
 scale, cap and loss are computed in float32.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.fuzz.cases import Case
-from tests.fuzz.problem import Tensors, accumulated
+from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
+from tests.fuzz.cases import ARGMAX_METRICS, Case
+from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens
 
-# N tokens, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary
 
 
 def call(case: Case, at: Tensors) -> Tensors:
@@ -22,16 +25,27 @@ def call(case: Case, at: Tensors) -> Tensors:
         factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
         at = {name: tensor * factor if name in ("input", "bias") else tensor for name, tensor in at.items()}
         scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
-    valid = at["target"] != case.ignore_index
+    at = {**at, "target": scored_target(case, at["target"])}
+    case = replace(case, shift=False)
+    valid = valid_tokens(case, at["target"])
     # what ignored rows hold does not matter, nan and infinite divergences included
     at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
     cap = learnt.get("softcap", case.softcap)
+    if case.function == "low_rank":
+        at["input"] = torch.cat([at["input"], at["pair_input"]], -1)
+        at["weight"] = torch.cat([at["weight"].detach() if case.frozen else at["weight"], at["pair_weight"]], 1)
+    if case.sparse:
+        return {"loss": sparse_loss(case, at, valid, scale / temperature)}
     z = logits(at["input"], at["weight"], at.get("bias"), scale, cap) / temperature
-    classes = torch.where(valid, at["target"], 0).long()
+    counts = at["target"] != case.ignore_index
+    classes = torch.where(counts, at["target"], 0).long()
+    if case.function == "policy":
+        return policy(case, at, z, valid, classes)
     if case.function == "log_probs":
         log_p = F.log_softmax(z, -1)
+        of_slots = log_p.gather(-1, classes if case.slots else classes.unsqueeze(-1))
         found = {
-            "log_probs": torch.where(valid, log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), 0.0),
+            "log_probs": torch.where(counts, of_slots if case.slots else of_slots.squeeze(-1), 0.0),
             "lse": torch.where(valid, torch.logsumexp(z, -1), 0.0),
         }
         if case.entropy:
@@ -39,14 +53,91 @@ def call(case: Case, at: Tensors) -> Tensors:
             found["entropy"] = torch.where(valid, -(log_p.exp() * log_p.masked_fill(z == -torch.inf, 0.0)).sum(-1), 0.0)
         if case.argmax:
             found["logits"] = z.detach()
-        return found
+        if case.tail:
+            found["tail"] = tail(case, log_p, counts, classes)
+        return found | metrics(case, z, valid)
     if case.function == "kl_div":
         count = valid.to(z.dtype).sum().clamp(min=1.0)  # the mean over no token is 0
         return {"loss": reduced(case, divergences(case, at, z, valid.unsqueeze(-1)), at, count)}
     found = {"loss": cross_entropy(case, at, z, valid, classes, learnt.get("z_loss", case.z_loss))}
     if case.function == "metrics":
-        found["logits"] = z.detach()
+        found |= {"logits": z.detach(), **metrics(case, z, valid)}
     return found
+
+
+def metrics(case: Case, z: Tensor, valid: Tensor) -> Tensors:
+    """Those that are sums over a row, constants."""
+    z = z.detach()
+    log_p, lse = F.log_softmax(z, -1), torch.logsumexp(z, -1)
+    values = {
+        "lse": lse,
+        "entropy": -(log_p.exp() * log_p.masked_fill(z == -torch.inf, 0.0)).sum(-1),
+        "log_sum_sq_probs": torch.logsumexp(2.0 * log_p, -1),
+        "mean_logit": z.mean(-1),
+        "z_loss": case.z_loss * lse.square(),
+    }
+    return {
+        f"metric {name}": torch.where(valid, values[name], 0.0) for name in case.metrics if name not in ARGMAX_METRICS
+    }
+
+
+def tail(case: Case, log_p: Tensor, counts: Tensor, classes: Tensor) -> Tensor:
+    """The probability of the classes that are not named: its logarithm has the others' roundings times their share."""
+    if not case.slots:
+        counts, classes = counts.unsqueeze(-1), classes.unsqueeze(-1)
+    named = torch.zeros_like(log_p).scatter_add(-1, classes, counts.to(log_p.dtype)) > 0.0
+    return torch.where(counts.any(-1), log_p.exp().masked_fill(named, 0.0).sum(-1), 1.0)
+
+
+def policy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor) -> Tensors:
+    log_p = F.log_softmax(z, -1).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    given = {name: torch.where(valid, at[name], 0.0).to(z.dtype) for name in OF_POLICY if name in at}
+    advantage = given["advantages"]
+    ratio = torch.exp(log_p - given.get("old_log_probs", log_p.detach()))
+    clipped = ratio.clamp(1.0 - case.clip_low, 1.0 + case.clip_high)
+    if case.objective == "cispo":
+        losses = -clipped.detach() * advantage * log_p
+    else:
+        losses = torch.maximum(-advantage * ratio, -advantage * clipped)
+        if case.dual_clip is not None:
+            losses = torch.where(advantage < 0.0, torch.minimum(losses, -advantage * case.dual_clip), losses)
+    if case.kl_factor:
+        d = log_p - given["ref_log_probs"]
+        estimates = {"k1": d, "k2": 0.5 * d.square(), "k3": torch.exp(-d) + d - 1.0}
+        losses = losses + case.kl_factor * estimates[case.kl_estimator]
+    found = {"loss": reduced(case, losses, at, valid.to(z.dtype).sum())}
+    if "token_weight" not in at:  # those of weight 0 may be left out
+        found["metric log_probs"] = torch.where(valid, log_p, 0.0).detach()
+    return found
+
+
+OF_POLICY = ("advantages", "old_log_probs", "ref_log_probs")
+
+
+def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor:
+    """Its gradient enters the operands as the mathematics of the ATen path has it, entry by entry."""
+    product = accumulated(F.linear(at["input"], at["weight"]))
+    slopes: list[Tensor] = []
+
+    def kept(gradient: Tensor) -> Tensor:
+        rows = torch.atleast_2d(gradient).flatten(0, -2).clone()
+        if not len(rows):
+            return gradient
+        sparse = SparseGradient(case.threshold, case.sparse, at["gradient_seed"])
+        keep_entries(rows, slopes.pop().flatten() * factor, sparse, Draws(torch.arange(len(rows), device=rows.device)))
+        return rows.view_as(gradient)
+
+    if product.requires_grad:
+        product.register_hook(kept)
+    z = factor * (product if "bias" not in at else product + at["bias"])
+    lse = torch.logsumexp(z, -1)
+    if lse.requires_grad:
+        lse.register_hook(lambda gradient: slopes.append(gradient))
+    classes = torch.where(valid, at["target"], 0).long()
+    losses = lse - z.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    of_classes = at["class_weight"].to(z.dtype)[classes] if "class_weight" in at else torch.ones_like(losses)
+    count = torch.where(valid, of_classes, 0.0).sum()
+    return reduced(case, of_classes * losses + case.z_loss * lse.square(), at, count)
 
 
 def logits(
@@ -69,6 +160,8 @@ def exact_tanh(y: Tensor) -> Tensor:
 def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor, z_loss: Tensor | float) -> Tensor:
     options = {"ignore_index": case.ignore_index, "label_smoothing": case.label_smoothing}
     class_weight = at["class_weight"].to(z.dtype) if "class_weight" in at else None
+    if case.slots:
+        return reduced(case, soft_losses(case, at, z, classes, class_weight, z_loss), at, valid.to(z.dtype).sum())
     flat, target = z.reshape(-1, z.shape[-1]), at["target"].long().reshape(-1)
     if not (case.z_loss or case.token_weight or case.normalizer):
         loss = F.cross_entropy(flat, target, class_weight, reduction=case.reduction, **options)
@@ -83,12 +176,30 @@ def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Te
     return reduced(case, losses, at, torch.where(count == 0.0, torch.nan, count))
 
 
+def soft_losses(
+    case: Case, at: Tensors, z: Tensor, classes: Tensor, class_weight: Tensor | None, z_loss: Tensor | float
+) -> Tensor:
+    lse = torch.logsumexp(z, -1, keepdim=True)
+    counts = at["target"] != case.ignore_index
+    q = torch.where(counts, at["target_weight"], 0.0).to(z.dtype)
+    q = q if class_weight is None else q * class_weight[classes]
+    of_slots = torch.where(counts, z.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
+    losses = (1.0 - case.label_smoothing) * (q * (lse - of_slots)).sum(-1)
+    if case.label_smoothing:
+        below = lse - z if class_weight is None else class_weight * (lse - z)
+        losses = losses + case.label_smoothing * below.mean(-1)
+    return losses + z_loss * lse.squeeze(-1).square()
+
+
 def reduced(case: Case, losses: Tensor, at: Tensors, count: Tensor) -> Tensor:
     """Tokens that are ignored are left out before anything is multiplied, so that what they hold does not matter."""
-    valid = at["target"] != case.ignore_index
+    valid = valid_tokens(case, at["target"])
     losses = torch.where(valid, losses, 0.0)
     if "token_weight" in at:
-        losses = losses * torch.where(valid, at["token_weight"], 0.0)
+        weight = at["token_weight"]
+        if not weight.requires_grad:  # those of weight 0 are left out, infinite losses too
+            losses = torch.where(weight == 0.0, 0.0, losses)
+        losses = losses * torch.where(valid, weight, 0.0)
     if case.reduction == "none":
         return losses
     if case.normalizer:

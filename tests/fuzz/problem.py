@@ -11,15 +11,17 @@ from copy import copy
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.fuzz.cases import Case
 
-# N tokens, D hidden, V vocabulary, E hidden of the teacher
+# N tokens, K slots of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
 
 Tensors = dict[str, Tensor]
 View = Callable[[Tensor], Tensor]
 
+LOG_RATIOS = (-0.7, -0.15, 0.12, 0.6, 1.6)  # of a policy: away from the logarithms of its bounds
 LOGITS = {"large": 100.0, "huge": 2000.0}  # the largest magnitude
 VECTORS = ("bias", "class_weight", "token_weight", "target")
 
@@ -30,7 +32,8 @@ class Problem:
         self.device = device  # "interpreter" is the CPU's
         self.torch_device = "cuda" if device == "cuda" else "cpu"
         self.dtype = getattr(torch, case.dtype)
-        self.first_call = replace(case, reduction="none", token_weight="", normalizer="", function="cross_entropy")
+        plain = {"function": "cross_entropy", "sparse": "", "main_grad": "", "metrics": ()}
+        self.first_call = replace(case, reduction="none", token_weight="", normalizer="", **plain)
         self.generator = torch.Generator().manual_seed(case.seed)
         self.bases: Tensors = {}
         self.views: dict[str, View] = {}
@@ -69,9 +72,12 @@ class Problem:
         input, weight = self.head(N, D, V)
         tokens = case.tokens
         target = self.targets(input, weight).to(torch.int32 if case.int32 else torch.int64)
-        self.put("target", target.reshape(tokens), case.vector_layout, None, of_tokens=True)
-        target = self.views["target"](self.bases["target"]).reshape(N)  # an expanded one is another
-        ignored = target == case.ignore_index
+        self.put("target", target.reshape((*tokens, *target.shape[1:])), case.vector_layout, None, of_tokens=True)
+        target = self.views["target"](self.bases["target"])  # an expanded one is another
+        if case.slots:
+            self.make_slots(target)
+        ignored = ~valid_tokens(case, target)
+        target, ignored = scored_target(case, target), ignored.reshape(N)
         if case.poison:
             input[ignored] = float(case.poison)
         self.put("input", input.reshape(*tokens, D), case.input_layout, self.input_dtype(), of_tokens=True)
@@ -82,7 +88,7 @@ class Problem:
             bias = self.normal(V) * (20.0 if case.bias == "large" else 0.5)
             if case.bias == "-inf":
                 off = self.uniform(V) < 0.5
-                off[target.clamp(0, V - 1)] = False
+                off[target.clamp(0, V - 1).flatten()] = False
                 bias[off] = -math.inf
             self.put("bias", bias, case.vector_layout if case.bias != "-inf" else "rows", self.dtype)
         if case.class_weight and case.class_weight != "made":
@@ -104,15 +110,26 @@ class Problem:
             self.put("normalizer", value, "rows", vector_dtype if case.normalizer == "tensor" else None)
         if case.function == "kl_div":
             self.make_teacher(input, weight)
+        if case.function == "low_rank":
+            self.put("pair_input", self.normal(*tokens, case.rank), case.input_layout, self.dtype, of_tokens=True)
+            self.put("pair_weight", 0.3 * self.normal(V, case.rank), case.weight_layout, self.dtype)
+        if case.sparse:
+            self.put("gradient_seed", torch.tensor(case.seed), "rows", None)
+        if case.main_grad:
+            self.put("main_grad", self.eighths((V, D)), "rows", small if case.main_grad == "sums" else self.dtype)
         if case.learnt:
             self.put("learnt", torch.tensor(float(getattr(case, case.learnt))), "rows", small)
         self.bases["ids"] = torch.randint(V, tokens, generator=self.generator)
-        for name in ("loss", "log_probs", "lse", "entropy"):
+        for name in ("loss", "log_probs", "lse", "entropy", "tail"):
             shape = tokens if case.reduction == "none" else ()
+            if case.slots and name == "log_probs":
+                shape = (*tokens, case.slots)
             values = self.eighths(shape) if case.cotangent != "ones" else torch.ones(shape)
-            if case.cotangent == "nan where ignored" and shape:
+            if case.cotangent == "nan where ignored" and shape and shape == tokens:
                 values = values.masked_fill(ignored.reshape(tokens), math.nan)
             self.bases[f"cotangent of {name}"] = values
+        if case.function == "policy":
+            self.make_policy(ignored)
 
     def head(self, N: int, D: int, V: int) -> tuple[Tensor, Tensor]:
         """Hidden states and weight; "zipf": feature 0 carries a prior over the classes, as in a trained model."""
@@ -132,7 +149,10 @@ class Problem:
 
     def targets(self, input: Tensor, weight: Tensor) -> Tensor:  # (N,)
         case, N, V = self.case, self.case.count, self.case.V
-        if case.targets == "uniform":
+        if case.slots:  # classes that a token names twice are among them
+            target = torch.randint(V, (N, case.slots), generator=self.generator)
+            target[self.uniform(N, case.slots) < 0.15] = case.ignore_index
+        elif case.targets == "uniform":
             target = torch.randint(V, (N,), generator=self.generator)
         elif case.targets == "one class":
             target = torch.full((N,), V // 3)
@@ -143,6 +163,33 @@ class Problem:
             target = logits.nan_to_num(0.0).argmax(1)
         target[self.uniform(N) < case.ignored] = case.ignore_index
         return target
+
+    def make_slots(self, target: Tensor) -> None:  # (..., K)
+        """Weights that do not add up to 1, some 0, and what is not to be read."""
+        weight = self.uniform(*target.shape) * (self.uniform(*target.shape[:-1], 1) + 0.1)
+        weight[self.uniform(*target.shape) < 0.1] = 0.0
+        weight[target == self.case.ignore_index] = math.nan
+        dtype = self.dtype if self.case.seed % 3 else torch.float32
+        self.put("target_weight", weight, "rows", dtype, of_tokens=self.case.function != "log_probs")
+
+    def make_policy(self, ignored: Tensor) -> None:  # (N,)
+        """Old log-probabilities on all sides of the bounds, of the head as it is."""
+        case, tokens = self.case, self.case.tokens
+        at = {name: self.views[name](base) for name, base in self.bases.items() if name in self.views}
+        operands = [at[name].double() if name in at else None for name in ("input", "weight", "bias")]
+        z = softcapped(case, F.linear(*operands))
+        classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long().unsqueeze(-1)
+        log_p = z.log_softmax(-1).gather(-1, classes).squeeze(-1).detach().nan_to_num(0.0)
+        ratios = torch.tensor(LOG_RATIOS)[torch.randint(len(LOG_RATIOS), tokens, generator=self.generator)]
+        made = {"advantages": self.normal(*tokens), "old_log_probs": log_p - ratios + 0.01 * self.normal(*tokens)}
+        made["ref_log_probs"] = log_p + 0.5 * self.normal(*tokens)
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        for name, values in made.items():
+            values = values.masked_fill(ignored.reshape(tokens), math.nan) if case.poison else values
+            self.put(name, values, case.vector_layout if name == "advantages" else "rows", dtype, of_tokens=True)
+        unused = ["old_log_probs"] * case.on_policy + ["ref_log_probs"] * (not case.kl_factor)
+        for name in unused:
+            del self.bases[name], self.views[name]
 
     def make_teacher(self, input: Tensor, weight: Tensor) -> None:
         case, N, E, V = self.case, self.case.count, self.case.E, self.case.V
@@ -225,6 +272,7 @@ class Problem:
             at["input"] = hidden + torch.tanh(hidden @ weight.T) @ weight / case.V
         # contiguous: torch's fake tensors give what a transposed index picks other strides than it has
         classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long().contiguous()
+        classes = classes[..., 0] if case.slots else classes
         if "bias of weight" in relations:
             at["bias"] = 0.3 * weight.sum(1)
         if "class_weight of weight" in relations:
@@ -240,6 +288,22 @@ class Problem:
         if case.teacher == "student" and case.function == "kl_div":
             at["teacher_input"], at["teacher_weight"] = at["input"].detach().roll(1, 0), weight.detach()
         return at
+
+
+def softcapped(case: Case, u: Tensor) -> Tensor:
+    """Logits behind scale, cap and temperature."""
+    z = case.logit_scale * u
+    return (z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)) / case.temperature
+
+
+def scored_target(case: Case, labels: Tensor) -> Tensor:
+    """Of each position; with `shift` the label of the next one."""
+    return F.pad(labels, (0, 1), value=case.ignore_index)[..., 1:] if case.shift else labels
+
+
+def valid_tokens(case: Case, labels: Tensor) -> Tensor:  # (...) bool
+    counts = scored_target(case, labels) != case.ignore_index
+    return counts.any(-1) if case.slots else counts
 
 
 def accumulated(tensor: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from tests.fuzz import oracle
-from tests.fuzz.cases import SECOND_ORDER, Case
+from tests.fuzz.cases import ARGMAX_METRICS, SECOND_ORDER, Case
 from tests.fuzz.problem import Problem, Tensors, accumulated
 
 Function = Callable[[Case, Tensors], Tensors]
 
-DIFFERENTIABLE = ("loss", "log_probs", "lse", "entropy")
+DIFFERENTIABLE = ("loss", "log_probs", "lse", "entropy", "tail")
 BATCH = (1.0, -2.0, 0.5)  # upstream factors of the mode "batched"
 MODULES = {"head": flce_ops.LinearCrossEntropyHead, "loss_module": flce_ops.LinearCrossEntropyLoss}
 
@@ -37,14 +37,17 @@ class Ours:
         options = logit_options(case) | {"temperature": case.temperature}
         if case.learnt in options:
             options[case.learnt] = at["learnt"]
+        if case.shift:
+            options["shift"] = True
         if case.function == "log_probs":
-            found = flce_ops.linear_log_probs(*arguments, entropy=case.entropy, argmax=case.argmax, **options)
-            return {name: tensor for name, tensor in found._asdict().items() if tensor is not None}
+            return self.log_probs(case, arguments, options)
         sums = {"token_weight": at.get("token_weight")}
         if case.normalizer:
             sums["normalizer"] = oracle.normalizer_of(case, at)
         if case.function == "kl_div":
             return {"loss": self.divergence(case, at, **options, **sums)}
+        if case.function == "policy":
+            return self.policy(case, at, options | sums)
         sums["weight"], sums["reduction"] = at.get("class_weight"), case.reduction
         if case.function in MODULES:
             return {"loss": self.of_module(case, at, sums)}
@@ -58,10 +61,54 @@ class Ours:
                     logits, at["target"], inplace_backward=case.handed_over, **options, **sums
                 )
             }
+        if case.function == "low_rank":
+            return {"loss": self.low_rank(case, at, options | sums)}
+        if case.slots:
+            options["target_weight"] = at["target_weight"]
+        if case.sparse:
+            options |= {"gradient_threshold": case.threshold, "gradient_mode": case.sparse}
+            options["gradient_seed"] = at["gradient_seed"] if case.sparse == "unbiased" else None
+        if case.main_grad:
+            options["main_grad"] = at["main_grad"]
         if case.function != "metrics":
             return {"loss": flce_ops.linear_cross_entropy(*arguments, **options, **sums)}
+        if case.metrics:
+            loss, metrics = flce_ops.linear_cross_entropy(*arguments, **options, **sums, return_metrics=case.metrics)
+            return {"loss": loss, **named_metrics(metrics)}
         loss, metrics = flce_ops.linear_cross_entropy(*arguments, **options, **sums, return_metrics=True)
         return {"loss": loss, "token_accuracy": metrics.token_accuracy, "argmax": metrics.argmax}
+
+    def log_probs(self, case: Case, arguments: tuple, options: dict) -> Tensors:
+        asked = {"entropy": case.entropy, "argmax": case.argmax, "tail": case.tail}
+        if not case.metrics:
+            found, metrics = flce_ops.linear_log_probs(*arguments, **asked, **options), {}
+        else:
+            found, metrics = flce_ops.linear_log_probs(*arguments, **asked, **options, return_metrics=case.metrics)
+        found = {name: t for name, t in found._asdict().items() if t is not None} | named_metrics(metrics)
+        return found | ({"tail": found.pop("tail_log_prob").exp()} if case.tail else {})
+
+    def policy(self, case: Case, at: Tensors, options: dict) -> Tensors:
+        operands = [at.get(name) for name in ("input", "weight", "target", *oracle.OF_POLICY, "bias")]
+        found = flce_ops.linear_policy_loss(
+            *operands,
+            objective=case.objective,
+            clip_low=case.clip_low,
+            clip_high=case.clip_high,
+            dual_clip=case.dual_clip if case.objective == "ppo" else None,
+            beta=case.kl_factor,
+            kl_estimator=case.kl_estimator,
+            reduction=case.reduction,
+            **options,
+        )
+        return {"loss": found.loss} | ({} if "token_weight" in at else {"metric log_probs": found.log_probs})
+
+    def low_rank(self, case: Case, at: Tensors, options: dict) -> Tensor:
+        weight = at["weight"].detach() if case.frozen else at["weight"]
+        normalizer = options.get("normalizer")
+        if isinstance(normalizer, float):
+            options["normalizer"] = torch.tensor(normalizer, device=weight.device)
+        operands = (at["input"], weight, at["pair_input"], at["pair_weight"], at["target"], at.get("bias"))
+        return torch.ops.flce.linear_cross_entropy_low_rank(*operands, **options)
 
     def of_module(self, case: Case, at: Tensors, options: dict) -> Tensor:
         prefix = "linear." if case.function == "loss_module" else ""
@@ -72,7 +119,7 @@ class Ours:
         return torch.func.functional_call(self.module, parameters, (at["input"], at["target"]), options)
 
     def divergence(self, case: Case, at: Tensors, **options) -> Tensor:
-        nothing_ignored = not case.ignored and case.ignore_index == -100
+        nothing_ignored = not case.ignored and case.ignore_index == -100 and not case.shift
         return flce_ops.linear_kl_div(
             at["input"],
             at["weight"],
@@ -88,6 +135,10 @@ class Ours:
             teacher_softcap=case.teacher_softcap,
             **options,
         )
+
+
+def named_metrics(metrics: dict[str, Tensor]) -> Tensors:
+    return {name if name in ARGMAX_METRICS else f"metric {name}": found for name, found in metrics.items()}
 
 
 def logit_options(case: Case) -> dict:
@@ -108,7 +159,8 @@ def outputs_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[T
         parts = [split_tokens(case, at, slice(0, half)), split_tokens(case, at, slice(half, None))]
         first, second = (function(case, part) for part in parts)
         found = {"loss": first["loss"] + second["loss"]}
-        found |= {name: torch.cat([first[name], second[name]]) for name in ("argmax", "logits") if name in first}
+        rows = [name for name in first if name in ("argmax", "is_top1", "logits") or name.startswith("metric ")]
+        found |= {name: torch.cat([first[name], second[name]]) for name in rows}
     elif case.mode == "vmap" and isinstance(function, Ours):
         per_token = tokens_of(at)
 
@@ -122,7 +174,8 @@ def outputs_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[T
 
 
 def tokens_of(at: Tensors) -> list[str]:
-    names = ("input", "target", "token_weight", "teacher_input", "teacher_probs")
+    names = ("input", "target", "token_weight", "teacher_input", "teacher_probs", "target_weight", "pair_input")
+    names += oracle.OF_POLICY
     return [name for name in names if name in at]
 
 
@@ -166,6 +219,10 @@ def run(problem: Problem, function: Function, mode: str, dtype: torch.dtype | No
             return objective_of(problem, function, {**leaves, **some})
 
     result = derive(mode, problem, objective, wanted)
+    if case.main_grad:  # autograd got none
+        of_weight = result.pop("grad of weight")
+        ours = isinstance(function, Ours)
+        result["main_grad"] = leaves["main_grad"] if ours else leaves["main_grad"].double() + of_weight
     return {name: tensor.detach() for name, tensor in result.items()}
 
 

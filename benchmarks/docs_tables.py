@@ -1,0 +1,190 @@
+"""`python -m benchmarks.docs_tables`: the tables of README.md and docs/performance.md that are objectives.csv's.
+
+Each stands between <!-- objectives: NAME --> and <!-- end of NAME -->; what is between is written anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+
+from .modes import KINDS, METRICS
+from .report import REPOSITORY
+
+CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "objectives.csv"
+DOCUMENTS = {"README.md": ("times", "errors"), "docs/performance.md": ("marks",)}  # and their tables
+BFLOAT16, FLOAT16 = "bfloat16", "float16"
+Rows = Sequence[dict[str, str]]
+Step = tuple[str, str, str]  # mode, provider, dtype
+
+
+def ours(mode: str, dtype: str = BFLOAT16, provider: str = "ours") -> Step:
+    return mode, provider, dtype
+
+
+def compiled(mode: str) -> Step:
+    return ours(mode, provider="torch_compile")
+
+
+def marks_of_issue() -> list[tuple[str, str, Step, Step]]:
+    """What it is called, the mark, a step, the step that its time is divided by."""
+    three, four = ours("fwd_bwd", provider="floor"), ours("kl_forward", provider="floor")
+    plain, per_token = ours("fwd_bwd"), {"none": '`reduction="none"`', "log_probs": "log-probabilities and entropies"}
+    room = {mode: ours(mode, provider=ROOM) for mode in per_token}
+    lines = [("class indices over three GEMMs", "", plain, three)]
+    for mode, name in per_token.items():
+        lines.append((f"{name}, room for all rows, over three GEMMs", "1.12", room[mode], three))
+        lines.append((f"{name}, default budget, over three GEMMs", "", ours(mode), three))
+        lines.append((f"torch.compile over {name}, room for all rows", "> 1", compiled(mode), room[mode]))
+        lines.append((f"torch.compile over {name}, default budget", "", compiled(mode), ours(mode)))
+    lines.append(("`linear_policy_loss` over three GEMMs", "1.12", ours("policy"), three))
+    lines.append(("torch.compile over `linear_policy_loss`", "", compiled("policy"), ours("policy")))
+    for kind in KINDS:
+        lines.append((f"`linear_kl_div` {kind} over four GEMMs", "1.20", ours(f"kl_{kind}"), four))
+        lines.append((f"torch.compile over {kind}", "> 1", compiled(f"kl_{kind}"), ours(f"kl_{kind}")))
+        lines.append((f"Liger over {kind}", "3", ours(f"kl_{kind}", provider="liger"), ours(f"kl_{kind}")))
+    lines.append(("64 soft targets over a class index", "1.03", ours("soft64"), plain))
+    for mode, name in {"fwd_bwd": "class indices", **per_token}.items():
+        lines.append((f"{name}: float16 over bfloat16", "1.10", ours(mode, FLOAT16), ours(mode)))
+    lines.append(("label smoothing over none", "1.03", ours("smoothing"), plain))
+    lines.append(("the same under a softcap", "", ours("softcap_smoothing"), ours("softcap")))
+    for name in METRICS:
+        lines.append((f"with `{name}` over without", "", ours(f"metric_{name}"), plain))
+    lines.append(("with all eight metrics", "", ours("metrics"), plain))
+    for peer, provider in (("verl", "verl"), ("TRL", "trl")):
+        for mode, name in {**per_token, "policy": "`linear_policy_loss`"}.items():
+            lines.append((f"{peer}'s head over {name}", "", ours(mode, provider=provider), ours(mode)))
+    return lines
+
+
+ROOM = "ours_retained"  # the provider with room for the logits of all tokens
+
+
+def shapes_of(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(shape_of(row) for row in rows))
+
+
+def shape_of(row: dict[str, str]) -> str:
+    return f"{row['N']}x{row['D']}x{row['V']}"
+
+
+def found(rows: Rows, shape: str, step: Step) -> dict[str, str] | None:
+    """The row of a step that has a time."""
+    for row in rows:
+        if (row["mode"], row["provider"], row["dtype"]) == step and shape_of(row) == shape and row["ms"]:
+            return row
+    return None
+
+
+def ratio(rows: Rows, shape: str, step: Step, beside: Step) -> str:
+    over, under = found(rows, shape, step), found(rows, shape, beside)
+    return f"{float(over['ms']) / float(under['ms']):.3f}" if over and under else ""
+
+
+def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *body]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def marks(rows: Rows) -> str:
+    shapes = shapes_of(rows)
+    lines = [
+        (name, mark, *(ratio(rows, shape, step, beside) for shape in shapes))
+        for name, mark, step, beside in marks_of_issue()
+    ]
+    return markdown(["", "mark", *shapes], [line for line in lines if any(line[2:])])
+
+
+TIMES = {  # mode: what README calls it, peers with theirs
+    "fwd_bwd": ("class indices", {}),
+    "soft64": ("`target_weight`, K = 64", {}),
+    "policy": ("`linear_policy_loss`", {"verl": "verl", "trl": "TRL"}),
+    "none": ('`reduction="none"`', {"verl": "verl", "trl": "TRL"}),
+    "log_probs": ("log-probabilities and entropies", {"verl": "verl", "trl": "TRL"}),
+    "kl_forward": ("forward divergence", {"liger": "Liger"}),
+    "kl_reverse": ("reverse", {"liger": "Liger"}),
+    "kl_jsd": ("jsd", {"liger": "Liger"}),
+}
+
+
+def times(rows: Rows) -> str:
+    """ms, the shortest of a line in bold, and MiB beyond the gradients."""
+    body = []
+    for shape in shapes_of(rows):
+        for mode, (name, peers) in TIMES.items():
+            floor = found(rows, shape, ours(mode, provider="floor"))
+            if floor:
+                name = f"{name}, {shape} (GEMMs {float(floor['ms']):.1f})"
+            providers = {"ours": "", "torch_compile": "", **peers}
+            timed = {provider: found(rows, shape, ours(mode, provider=provider)) for provider in providers}
+            shortest = min((float(row["ms"]) for row in timed.values() if row), default=0.0)
+            cells = {provider: figures(row, shortest) for provider, row in timed.items() if row}
+            others = (f"{label} {cells[peer]}" for peer, label in peers.items() if peer in cells)
+            body.append((name, cells.get("ours", ""), cells.get("torch_compile", ""), "; ".join(others)))
+    return f"{where(rows)}\n\n{markdown(['', 'flce_ops', 'torch.compile of the plain formula', 'others'], body)}"
+
+
+def where(rows: Rows) -> str:
+    names = {"liger": "Liger", "trl": "TRL", "verl": "verl"}
+    versions = {names[row["provider"]]: row["version"] for row in rows if row["provider"] in names and row["version"]}
+    (commit,) = {row["commit"] for row in rows}
+    return f"Commit {commit}, torch {rows[0]['torch']}, {', '.join(f'{name} {v}' for name, v in versions.items())}."
+
+
+def figures(row: dict[str, str], shortest: float) -> str:
+    ms, mark = float(row["ms"]), "**" if float(row["ms"]) == shortest else ""
+    return f"{mark}{ms:.1f}{mark}, {float(row['beyond_gradients_MiB']):,.0f} MiB"
+
+
+ERRORS = {
+    "scalar losses": ("fwd_bwd", "soft64", "smoothing", "softcap_smoothing"),
+    "per token": ("none", "log_probs"),
+    "`linear_policy_loss`": ("policy",),
+    "`linear_kl_div`": tuple(f"kl_{kind}" for kind in KINDS),
+}
+
+
+def errors(rows: Rows) -> str:
+    """Relative to float64: the range over the steps of bfloat16 at all shapes."""
+    body = []
+    for name, modes in ERRORS.items():
+        cells = []
+        for provider in ("ours", "torch_compile"):
+            steps = {ours(mode, provider=provider) for mode in modes}
+            timed = [row for row in rows if row["ms"] and (row["mode"], row["provider"], row["dtype"]) in steps]
+            cells += [spread([row[column] for row in timed]) for column in ("err_dx", "err_dw")]
+        body.append((name, *cells))
+    return markdown(["relative error", "flce_ops dX", "dW", "torch.compile dX", "dW"], body)
+
+
+def spread(values: Sequence[str]) -> str:
+    ends = [f"{end(map(float, values)):.1e}".replace("e-0", "e-") for end in (min, max)] if values else []
+    return " to ".join(dict.fromkeys(ends))
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {"times": times, "marks": marks, "errors": errors}
+
+
+def written(text: str, rows: Rows) -> str:
+    """A document with its tables made of the rows."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- objectives: {name} -->\n", f"<!-- end of {name} -->"
+        block = f"{begin}\n{table(rows)}\n\n{end}"
+        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, block=block: block, text, flags=re.DOTALL)
+    return text
+
+
+def rows_of_csv() -> list[dict[str, str]]:
+    with CSV.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> None:
+    for document in DOCUMENTS:
+        path = REPOSITORY / document
+        path.write_text(written(path.read_text(), rows_of_csv()))
+
+
+if __name__ == "__main__":
+    main()

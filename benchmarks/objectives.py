@@ -1,0 +1,174 @@
+"""python -m benchmarks.objectives: all that a head computes beside the mean of class indices, in one run.
+
+At each shape every step of LINES is timed in the same shuffled rounds, so that a ratio of any two of them is one of
+neighbours: objectives.csv has a row each, and `python -m benchmarks.docs_tables` makes the documents' tables of it.
+Bare GEMMs are three (four for a divergence) of bfloat16 over the tokens that are kept (all, for a divergence).
+
+First calls compile for minutes. Other processes make them before, --processes at a time, into the caches on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import docs_tables, providers
+from .data import make_problem
+from .errors import make_reference
+from .modes import KINDS, METRICS, MODES, Mode, prepare
+from .report import Environment, Report, Row, environment, say, table
+from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
+from .shapes import Shape, parse_shapes
+from .timing import time_steps
+
+# N tokens, D hidden, V vocabulary
+
+SHAPES = "4096x2048x128256,4096x4096x151936"
+PER_TOKEN = ("ours", "ours_retained", "torch_compile", "trl", "verl")
+LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # of bfloat16: mode, providers
+    ("fwd_bwd", ("floor", "ours", "torch_compile")),
+    *((f"metric_{name}", ("ours",)) for name in METRICS),
+    ("metrics", ("ours",)),
+    ("none", PER_TOKEN),
+    ("log_probs", PER_TOKEN),
+    ("policy", ("ours", "torch_compile", "trl", "verl")),
+    ("soft64", ("ours", "torch_compile")),
+    ("smoothing", ("ours", "torch_compile")),
+    ("softcap", ("ours", "torch_compile")),
+    ("softcap_smoothing", ("ours", "torch_compile")),
+    ("kl_forward", ("floor", "ours", "torch_compile", "liger")),
+    *((f"kl_{kind}", ("ours", "torch_compile", "liger")) for kind in KINDS[1:]),
+)
+IN_FLOAT16 = ("fwd_bwd", "none", "log_probs")
+
+
+class Unit(NamedTuple):
+    dtype: torch.dtype
+    mode: Mode
+    provider: str
+
+    def __str__(self) -> str:
+        half = "" if self.dtype == torch.bfloat16 else " float16"
+        return f"{self.mode.name}{half} {self.provider}"
+
+
+def units_of(patterns: str) -> list[Unit]:
+    chosen = set(providers.choose(patterns))
+    half = [Unit(torch.float16, MODES[name], provider) for name in IN_FLOAT16 for provider in ("ours",)]
+    units = [Unit(torch.bfloat16, MODES[name], provider) for name, those in LINES for provider in those]
+    return [unit for unit in units + half if unit.provider in chosen]
+
+
+def first_calls(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.device, seed: int) -> None:
+    """Of a process of its own: what they compile stays on disk. What fails here fails again where it is a reason."""
+    one_compilation_per_shape()
+    for shape in shapes:
+        for dtype in dict.fromkeys(unit.dtype for unit in units):
+            problem = make_problem(shape, dtype=dtype, device=device, seed=seed)
+            for unit in units:
+                if unit.dtype == dtype:
+                    prepare(problem, unit.mode)
+                    try:
+                        providers.provide(unit.provider, problem, unit.mode)()
+                    except Exception as error:
+                        say(f"{shape} {unit}: {reason_of(error)}")
+                    problem.clear_gradients()
+                    if device.type == "cuda":  # whose memory other processes want
+                        torch.cuda.empty_cache()
+
+
+def compile_first(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.device, options) -> None:
+    context = multiprocessing.get_context("spawn")
+    compiled = [unit for unit in units if unit.provider != "floor"]
+    shares = [compiled[first :: options.processes] for first in range(options.processes)]
+    workers = [context.Process(target=first_calls, args=(shapes, share, device, options.seed)) for share in shares]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def measure(
+    shape: Shape, units: Sequence[Unit], device: torch.device, here: Environment, options: argparse.Namespace
+) -> list[Row]:
+    rows: dict[str, Row] = {}
+    steps, problems, reference, of_loss = {}, {}, None, None
+    for dtype, name in dict.fromkeys((unit.dtype, unit.mode.name) for unit in units):
+        if dtype not in problems:
+            problems[dtype] = make_problem(shape, dtype=dtype, device=device, seed=options.seed)
+        problem, mode = problems[dtype], MODES[name]
+        prepare(problem, mode)
+        # metrics leave the loss as it is
+        loss = (dtype, "fwd_bwd" if set(mode.options) == {"return_metrics"} else name)
+        if loss != of_loss:
+            del reference
+            reference, of_loss = make_reference(problem, mode), loss
+        for unit in units:
+            if (unit.dtype, unit.mode) != (dtype, mode):
+                continue
+            row = empty_row(unit.provider, shape, mode, dtype, seed=options.seed, environment=here)
+            rows[str(unit)] = row
+            try:
+                steps[str(unit)] = set_up(unit.provider, problem, mode, reference, row)
+            except Exception as error:
+                row.reason = reason_of(error)
+            tidy(problem)
+    del reference
+
+    def failed(name: str, error: Exception) -> None:
+        rows[name].reason = reason_of(error)
+        for problem in problems.values():
+            tidy(problem)
+
+    say(f"{time.strftime('%X')} {shape}: {len(steps)} steps are set up")
+    timings = time_steps(
+        steps, device=device, rounds=options.rounds, ms=options.ms, seed=options.seed, on_failure=failed
+    )
+    kept = int(problem.kept.sum())
+    for name, timing in timings.items():
+        mode = MODES[rows[name].mode]
+        floor = timings.get("kl_forward floor" if mode.kind else "fwd_bwd floor")
+        note_time(rows[name], timing, floor, mode.tflop(shape, shape.N if mode.kind else kept))
+    return list(rows.values())
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    parser = argparse.ArgumentParser("python -m benchmarks.objectives", description=__doc__)
+    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
+    parser.add_argument("--providers", default="*", help="names or patterns, with commas")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ms", type=float, default=120, help="back-to-back time of a step in a round")
+    parser.add_argument("--processes", type=int, default=10, help="that compile at a time before anything is timed")
+    parser.add_argument("--seed", type=int, default=1, help="of the data")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(argv)
+    started, device = time.time(), torch.device(options.device)
+    one_compilation_per_shape()
+    shapes, units = parse_shapes(options.shapes), units_of(options.providers)
+    if options.processes:
+        compile_first(shapes, units, device, options)
+        say(f"{time.time() - started:.0f} s: compiled")
+    gc.freeze()  # a collection of what the imports left takes a quarter of a second, once a step
+    here = environment(device, options.commit)
+    report = Report(options.out / here.slug / "objectives.csv")
+    for shape in shapes:
+        rows = measure(shape, units, device, here, options)
+        report.add(rows)
+        for mode in dict.fromkeys(row.mode for row in rows):
+            say(f"\n{mode} {shape}\n{table([row for row in rows if row.mode == mode])}")
+        say(f"{time.time() - started:.0f} s")
+    say(docs_tables.marks(report.rows))
+    return report.path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A sparse G in ATen: a dense matrix in which the entries that are not kept are 0. It saves no time.
+
+product  (n, V)    of a chunk: becomes the G of the entries that are kept
+exact    (n, V)    G itself, beside it where only one of the two gradients is to be sparse
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flce_ops.aten.chunks import product_dtype
+from flce_ops.aten.gradients import GradientAccumulator
+from flce_ops.math.sparse_gradient import LIVE, Draws, Shard, keep_entries, keep_tiles
+from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+
+# N tokens, n rows of a chunk, V vocabulary
+
+Call = WithGrad | VocabParallelWithGrad | Backward
+
+
+def draws_of(call: Call) -> tuple[Draws, ...]:
+    """What a body over rows is given besides: nothing where no gradient is to be sparse."""
+    if not any(call.sparse.products(call.output_mask)):
+        return ()
+    call.notes += ("a sparse gradient, as a dense matrix",)
+    target = call.operands.target
+    return (Draws(torch.arange(target.shape[0], device=target.device)),)
+
+
+def needs_exact(call: Call) -> bool:
+    sparse = call.sparse.products(call.output_mask)
+    return any(sparse) and list(sparse) != call.output_mask[:2]
+
+
+def whole_tiles(call: Call, rows: int) -> int:
+    """Rows of a chunk, where tiles of tokens are kept or not."""
+    if call.sparse.gradient_mode != "tiles" or not any(call.sparse.products(call.output_mask)):
+        return rows
+    return max(rows // LIVE, 1) * LIVE
+
+
+def multiple_of(gradients: object) -> int:
+    """Rows that a block has a multiple of."""
+    of_tiles = isinstance(gradients, SparseAccumulator) and gradients.sparse.gradient_mode == "tiles"
+    return LIVE if of_tiles else 1
+
+
+class SparseAccumulator(GradientAccumulator):
+    def __init__(
+        self,
+        call: Call,
+        draws: Draws,
+        grads: Sequence[Tensor],
+        rows: int,  # of a chunk
+        shard: Shard | None = None,
+    ) -> None:
+        input, linear_weight = call.operands[:2]
+        super().__init__(input, linear_weight, grads, call.output_mask, rows)
+        self.sparse, self.logit_scale, self.draws, self.shard = call.sparse, call.logits.logit_scale, draws, shard
+        self.exact = None
+        if needs_exact(call):
+            self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
+
+    def keep(self, grad_logits: Tensor, slope: Tensor, column: Tensor, chunk: slice, rows: slice) -> None:
+        """Of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,), `column` the target's, (n, 1)."""
+        if self.exact is not None:
+            self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
+        slope = slope if self.logit_scale is None else slope * self.logit_scale
+        if self.sparse.gradient_mode == "tiles":
+            keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
+        else:
+            keep_entries(grad_logits, slope, self.sparse, self.draws.of(rows), self.shard)
+
+    def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
+        if self.exact is None:
+            super().add_products(rows, grad_logits, input)
+            return
+        sparse, exact = (of.to(self.input.dtype) for of in (grad_logits, self.exact[: grad_logits.shape[0]]))
+        of_input, of_weight = self.sparse.products(self.mask)
+        self.add_to_input(rows, sparse if of_input else exact)
+        self.add_to_weight(rows, sparse if of_weight else exact, input)

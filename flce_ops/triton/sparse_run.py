@@ -1,0 +1,30 @@
+"""A step whose gradients are sparse, of with_grad.py or backward.py: by lists of entries or by live tiles."""
+
+from flce_ops.meta.arguments import Backward, WithGrad
+from flce_ops.triton.gradients import Gradients
+from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.one_pass_step import FinishRows, StepTokens
+from flce_ops.triton.sparse_step import run_spans
+from flce_ops.triton.tile_step import run_tiles
+
+NOTES = {
+    "unbiased": "a sparse gradient, dense where its lists are long",
+    "drop": "a sparse gradient",
+    "tiles": "a gradient of live tiles",
+}
+
+
+def is_sparse(call: WithGrad | Backward) -> bool:
+    return any(call.sparse.products(call.output_mask))
+
+
+def sparse_notes(call: WithGrad | Backward) -> list[str]:
+    return [NOTES[call.sparse.gradient_mode]] if is_sparse(call) else []
+
+
+def run_sparse(
+    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+) -> list[slice]:
+    """The chunks that it takes."""
+    run = run_tiles if call.sparse.gradient_mode == "tiles" else run_spans
+    return run(call, kept, per_token, gradients, finish_rows)

@@ -1,0 +1,147 @@
+"""A sparse gradient on a mesh: what ranks keep that share the vocabulary, and those that share the tokens."""
+
+# B x T tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_pool import run_in_world, worlds
+from reference_loss import error
+from test_distributed import batch, full, mesh_of, place
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import flce_ops
+from flce_ops.distributed.sparse_seed import BETWEEN_RANKS
+
+R = Replicate()
+
+
+def sparse(mode="unbiased", of="both", seed=5):
+    return {
+        "gradient_threshold": 2.0**-7,
+        "gradient_mode": mode,
+        "gradient_sparse": of,
+        "gradient_seed": torch.tensor(seed),
+    }
+
+
+def gradients(inputs, function=flce_ops.linear_cross_entropy, **options):
+    inputs = inputs if isinstance(inputs.input, torch.distributed.tensor.DTensor) else inputs.clone()
+    loss = function(*inputs.args, **inputs.options, **options)
+    return loss, torch.autograd.grad(loss, list(inputs.leaves.values()))
+
+
+def same(found, expected):
+    assert error(full(found[0]), expected[0]) < 1e-12
+    for ours, exact in zip(found[1], expected[1], strict=True):
+        assert error(full(ours), exact) < 1e-9
+
+
+CASES = [
+    ({}, {}),
+    ({"mode": "drop"}, {"label_smoothing": 0.2}),
+    ({"of": "input"}, {"softcap": 5.0, "logit_scale": -0.7, "z_loss": 1e-2}),
+    ({"of": "linear_weight"}, {"label_smoothing": 0.1, "reduction": "sum"}),
+]
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_a_sharded_vocabulary_keeps_the_entries_of_one_process(world):
+    run_in_world(world, sharded_vocabulary)
+
+
+def sharded_vocabulary(device):
+    """Shards that end inside a tile of 2048 classes, several in one tile, and whole tiles."""
+    mesh = mesh_of(device, dist.get_world_size())
+    for vocab in (4507, 83, 2048 * dist.get_world_size()):
+        for chosen, options in CASES if vocab == 4507 else CASES[:1]:
+            inputs = batch(device, vocab=vocab, dtype=torch.float64, bias=True, weight=True, token_weight=True)
+            placed = place(inputs, mesh, [R], [Shard(0)])
+            found = gradients(placed, **sparse(**chosen), **options)
+            path = flce_ops.last_path()
+            assert path.op == "linear_cross_entropy_vocab_parallel_with_grad" and "a sparse gradient" in path.reason
+            expected = gradients(inputs, **sparse(**chosen), **options)
+            same(found, expected)
+            exact = gradients(inputs, **options)
+            assert max(error(ours, dense) for ours, dense in zip(expected[1], exact[1])) > 1e-2
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_a_compiled_and_a_checkpointed_step_on_a_sharded_vocabulary_keep_them_too(world):
+    run_in_world(world, compiled_and_checkpointed)
+
+
+def compiled_and_checkpointed(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, vocab=307, dtype=torch.float64)
+    expected = gradients(inputs, **sparse())
+    placed = place(inputs, mesh, [R], [Shard(0)])
+
+    def checkpointed(*args, **options):
+        return checkpoint(flce_ops.linear_cross_entropy, *args, use_reentrant=False, **options)
+
+    compiled = torch.compile(flce_ops.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for function in (checkpointed, compiled):
+        same(gradients(placed, function, **sparse()), expected)
+    with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
+        loss = flce_ops.linear_cross_entropy(*placed.args, **sparse())
+        torch.autograd.grad(loss, placed.input, create_graph=True)
+
+
+@pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
+def test_ranks_that_share_the_tokens_draw_for_themselves(world):
+    run_in_world(world, sharded_tokens)
+
+
+def sharded_tokens(device):
+    mesh, rank = mesh_of(device, dist.get_world_size()), dist.get_rank()
+
+    def losses(*args, **options):
+        return flce_ops.linear_cross_entropy(*args, reduction="sum", **options)
+
+    def losses_of_tokens(*args, **options):
+        return flce_ops.linear_cross_entropy(*args, reduction="none", **options).sum()
+
+    def log_probs(*args, **options):
+        return flce_ops.linear_log_probs(*args, **options).log_probs.sum()
+
+    for function in (losses, losses_of_tokens, log_probs):
+        inputs = batch(device, vocab=307, dtype=torch.float64)
+        placed = place(inputs, mesh, [Shard(1)], [R])
+        _, (grad_input, grad_weight) = gradients(placed, function, **sparse())
+        own = inputs.clone()
+        for name in ("input", "target"):
+            part = getattr(inputs, name).detach().chunk(2, 1)[rank].contiguous()
+            setattr(own, name, part.requires_grad_(name == "input"))
+        _, expected = gradients(own, function, **sparse(seed=5 + rank * BETWEEN_RANKS))
+        assert error(grad_input.to_local(), expected[0]) < 1e-12
+        assert error(grad_weight.to_local(), expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
+def test_what_a_sharded_vocabulary_has_no_sparse_gradient_of_is_refused_by_name(world):
+    run_in_world(world, refused)
+
+
+def refused(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, vocab=37)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+    several = distribute_tensor(inputs.target.unsqueeze(-1).expand(-1, -1, 2).contiguous(), mesh, [R])
+    ones = distribute_tensor(torch.ones(several.shape), mesh, [R])
+    over_shards = "linear_cross_entropy: the sparse gradient over a sharded vocabulary, but for a scalar loss"
+    with pytest.raises(NotImplementedError, match=over_shards):
+        flce_ops.linear_cross_entropy(*placed.args, reduction="none", **sparse())
+    with pytest.raises(NotImplementedError, match=over_shards):
+        flce_ops.linear_cross_entropy(*placed.args[:2], several, target_weight=ones, **sparse())
+    with pytest.raises(NotImplementedError, match="linear_log_probs: the sparse gradient over a sharded vocabulary"):
+        flce_ops.linear_log_probs(*placed.args, **sparse())
+    with pytest.raises(NotImplementedError, match="linear_policy_loss: the sparse gradient over a sharded vocabulary"):
+        flce_ops.linear_policy_loss(*placed.args[:3], torch.ones(inputs.target.shape), **sparse())
+    with pytest.raises(NotImplementedError, match="of mode 'tiles' over a sharded vocabulary"):
+        flce_ops.linear_cross_entropy(*placed.args, **sparse("tiles"))
+    with pytest.raises(NotImplementedError, match="of DTensors with gradient_class_order"):
+        flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=torch.arange(37), **sparse())
+    with pytest.raises(ValueError, match="expects gradient_seed"):
+        flce_ops.linear_cross_entropy(*placed.args, gradient_threshold=0.1)
