@@ -1,14 +1,20 @@
 """python -m benchmarks.cross_entropy: forward + backward of the loss of given logits, and the bytes a second they move.
 
 GB/s counts what any way must move: the rows that are not ignored read once, a gradient of all rows written once.
-`copy` does nothing else, a clone of the logits. Providers that write over the logits are given memory that is theirs.
+`share` is that over what `copy` reaches, which does nothing else: a clone of the logits. ms is the GPU's, with the host
+ahead as in a training step (--ahead-ms); host us is what a step takes to launch.
+
+Providers that write over the logits are given memory that is theirs; from their first timed step on all read such
+gradients. The errors are those of random logits.
 """
 
 import argparse
 import importlib.metadata
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +28,17 @@ from .timing import time_steps
 
 # N tokens, V vocabulary
 
-SHAPES = (
+SHAPES = (  # the CSV is whole after each
     (8192, 128256, "bfloat16"),  # Llama 3; a row does not fit the registers of a multiprocessor
-    (4096, 50257, "bfloat16"),  # GPT-2: rows begin anywhere beside multiples of 16 bytes
-    (16384, 32000, "float32"),
     (8192, 32000, "bfloat16"),
-    (4096, 151936, "bfloat16"),
+    (16384, 50304, "bfloat16"),
+    (16384, 32000, "float32"),
+    (4096, 151936, "bfloat16"),  # Qwen
+    (2048, 32000, "bfloat16"),
+    (8192, 128256, "float32"),
+    (4096, 50257, "bfloat16"),  # GPT-2: rows begin anywhere beside multiples of 16 bytes
 )
+CHECKED_ROWS = 256  # of the gradient; the loss is that of all
 Step = Callable[[], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,7 +53,9 @@ class LogitsRow(Environment):
     version: str
     ms: float | None = None
     spread: float | None = None
+    host_us: float | None = None  # until all of a step is launched
     GBps: float | None = None
+    share: float | None = None  # of what a copy reaches
     peak_MiB: float | None = None  # beyond the logits
     err_loss: float | None = None
     err_grad: float | None = None
@@ -72,7 +84,7 @@ def liger() -> Loss:
 
 
 def quack(inplace_backward: bool) -> Loss:
-    from quack.cross_entropy import cross_entropy
+    from quack.cross_entropy import cross_entropy  # quack-kernels, with its nvidia-cutlass-dsl
 
     return lambda logits, target: cross_entropy(logits, target, inplace_backward=inplace_backward)
 
@@ -110,22 +122,31 @@ def step_of(loss: Loss, logits: Tensor, target: Tensor) -> Step:
     return step
 
 
-def errors(loss: Loss, logits: Tensor, target: Tensor) -> tuple[float, float]:
-    """Of the loss and of the gradient, relative, against float64 a few rows at a time. The logits stay as they were."""
+class Truth(NamedTuple):
+    loss: float
+    grad: Tensor  # (CHECKED_ROWS, V) float64
+
+
+def truth_of(logits: Tensor, target: Tensor) -> Truth:
+    """In float64, a few rows at a time."""
+    count, total = int((target >= 0).sum()), 0.0
+    for rows, targets in zip(logits.detach().split(CHECKED_ROWS), target.split(CHECKED_ROWS)):
+        total += float(F.cross_entropy(rows.double(), targets, reduction="sum"))
+    exact = logits.detach()[:CHECKED_ROWS].double().requires_grad_()
+    part = F.cross_entropy(exact, target[:CHECKED_ROWS], reduction="sum") / count
+    return Truth(total / count, torch.autograd.grad(part, exact)[0])
+
+
+def errors(loss: Loss, logits: Tensor, target: Tensor, truth: Truth) -> tuple[float, float]:
+    """Of the loss and of the gradient, relative. The logits stay as they were."""
     given = logits.detach().clone()
     value = loss(Made.apply(logits), target)
     (grad,) = torch.autograd.grad(value, logits)
-    count, total, squares, difference = int((target >= 0).sum()), 0.0, 0.0, 0.0
-    for rows, targets, found in zip(given.split(256), target.split(256), grad.split(256)):
-        exact = rows.double().requires_grad_()
-        part = F.cross_entropy(exact, targets, reduction="sum") / count
-        (right,) = torch.autograd.grad(part, exact)
-        total += float(part.detach())
-        squares += float(right.square().sum())
-        difference += float((found.double() - right).square().sum())
+    difference = grad[:CHECKED_ROWS].double() - truth.grad
     with torch.no_grad():
         logits.copy_(given)
-    return abs(float(value.detach()) - total) / abs(total), (difference / squares) ** 0.5
+    of_grad = difference.square().sum() / truth.grad.square().sum()
+    return abs(float(value.detach()) - truth.loss) / abs(truth.loss), float(of_grad.sqrt())
 
 
 def measure(
@@ -133,6 +154,8 @@ def measure(
 ) -> list[LogitsRow]:
     tokens, classes, dtype = shape
     logits, target = make_problem(tokens, classes, dtype, ignored, device)
+    truth = truth_of(logits, target)
+    torch.compiler.reset()  # past its limit of shapes it would run eagerly
     here = environment(device, options.commit)
     machine = (here.gpu, here.torch, here.triton, here.commit, tokens, classes, ignored, dtype)
     rows = {"copy": LogitsRow(*machine, "copy", torch.__version__)}
@@ -142,22 +165,42 @@ def measure(
         rows[name] = row = LogitsRow(*machine, name, version_of(distribution))
         try:
             loss = make()
-            row.err_loss, row.err_grad = errors(loss, logits, target)
+            row.err_loss, row.err_grad = errors(loss, logits, target, truth)
             steps[name] = step = step_of(loss, logits, target)
             row.peak_MiB = peak_of(step, device)
+        except ImportError as failure:
+            row.reason = f"not installed: {failure.name}"
         except Exception as failure:  # a provider's own
             row.reason = reason_of(failure)
 
     def failed(name: str, failure: Exception) -> None:
         rows[name].reason = type(failure).__name__
 
-    timings = time_steps(steps, device=device, rounds=options.rounds, ms=options.ms, on_failure=failed)
+    timings = time_steps(
+        steps, device=device, rounds=options.rounds, ms=options.ms, ahead_ms=options.ahead_ms, on_failure=failed
+    )
     kept = int((target >= 0).sum())
     moved = (kept + tokens) * classes * logits.element_size()
     for name, timing in timings.items():
-        rows[name].ms, rows[name].spread = timing
-        rows[name].GBps = (2 * logits.numel() * logits.element_size() if name == "copy" else moved) / timing.ms / 1e6
+        row = rows[name]
+        row.ms, row.spread = timing
+        row.host_us = host_us(steps[name], device)
+        row.GBps = (2 * logits.nbytes if name == "copy" else moved) / timing.ms / 1e6
+    for name in timings:
+        rows[name].share = rows[name].GBps / rows["copy"].GBps
     return list(rows.values())
+
+
+def host_us(step: Step, device: torch.device) -> float:
+    """The fastest of a few: other work on the machine is not the step's."""
+    times = []
+    for _ in range(20):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(1e6 * (time.perf_counter() - start))
+    return min(times)
 
 
 def version_of(distribution: str) -> str:
@@ -178,10 +221,11 @@ def reason_of(failure: Exception) -> str:
 
 
 def table(rows: Sequence[LogitsRow]) -> str:
-    lines = [f"{'provider':16}{'ms':>9}{'+-':>7}{'GB/s':>8}{'MiB':>8}{'err loss':>10}{'err grad':>10}"]
+    headings = (("ms", 9), ("+-", 7), ("host us", 9), ("GB/s", 8), ("share", 8), ("MiB", 8), ("err loss", 10))
+    lines = ["provider".ljust(16) + "".join(name.rjust(width) for name, width in (*headings, ("err grad", 10)))]
     for row in sorted(rows, key=lambda row: (row.ms is None, row.ms)):
-        cells = [(row.ms, "9.3f"), (row.spread, "7.1%"), (row.GBps, "8.0f"), (row.peak_MiB, "8.0f")]
-        cells += [(row.err_loss, "10.1e"), (row.err_grad, "10.1e")]
+        cells = [(row.ms, "9.3f"), (row.spread, "7.1%"), (row.host_us, "9.0f"), (row.GBps, "8.0f")]
+        cells += [(row.share, "8.1%"), (row.peak_MiB, "8.0f"), (row.err_loss, "10.1e"), (row.err_grad, "10.1e")]
         text = "".join(
             f"{value:{form}}" if value is not None else " " * int(form.split(".")[0]) for value, form in cells
         )
@@ -201,7 +245,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ignored", type=float, default=0.02, help="share of the tokens")
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=200, help="back-to-back time of a provider in a round")
+    parser.add_argument("--ms", type=float, default=60, help="back-to-back time of a provider in a round")
+    parser.add_argument(
+        "--ahead-ms", type=float, default=40, help="that the host is ahead of the GPU; 0: its time counts"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

@@ -4,6 +4,7 @@ docs/figures/time_against_memory.svg       a training step at one shape: time ov
 docs/figures/memory_against_vocabulary.svg temporary memory of a training step: lines planned, dots measured
 docs/figures/time_against_tokens.svg       its time per token, likewise
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
+docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
 
 Measured are the rows of mode fwd_bwd and the default data in every CSV of benchmarks/results/nvidia-h200 that has
 fwd_bwd.csv's columns. The planner needs triton: the chunk sizes are the kernels' own (flce_ops/plan).
@@ -27,6 +28,7 @@ from flce_ops.plan.seconds import seconds
 from .data import is_usual
 from .numerics_table import PROVIDERS
 from .report import REPOSITORY
+from .training_plot import draw as sparse_training
 
 FOLDER = REPOSITORY / "docs" / "figures"
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -236,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
         "memory_against_vocabulary": memory_against_vocabulary(plt, rows),
         "time_against_tokens": time_against_tokens(plt, rows),
         "error_against_dtype": error_against_dtype(plt, RESULTS),
+        "sparse_training": sparse_training(plt, RESULTS / "nvidia-h200" / "training.csv"),
     }
     written = []
     for name, figure in figures.items():

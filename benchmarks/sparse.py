@@ -25,6 +25,7 @@ import torch
 from . import providers, run
 from .__main__ import trained
 from .data import PRIORS, Problem, load_problem, make_problem, shape_of
+from .entries import entries_kept
 from .modes import MODES
 from .report import REPOSITORY, Report, Row, environment, say
 from .run import one_compilation_per_shape
@@ -41,14 +42,6 @@ SAMPLE = 512  # tokens that entries are counted of
 class SparseRow(Row):
     entries_10: float | None = None  # that a token keeps in the mean, drawn one by one at 2^-10; and at 2^-12
     entries_12: float | None = None
-
-
-def entries_kept(problem: Problem, threshold: float) -> float:
-    """sum_j min(|p_j - onehot_j| / threshold, 1), the mean over some kept tokens."""
-    rows = problem.kept.nonzero()[:SAMPLE, 0]
-    g = (problem.input.detach()[rows] @ problem.linear_weight.detach().T).float().softmax(1)
-    g[torch.arange(len(rows), device=g.device), problem.target[rows]] -= 1.0
-    return float((g.abs_() / threshold).clamp_(max=1.0).sum(1).mean())
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
             out_of_time=lambda: spent() > options.budget_s,
         )
         problem = made_again(shape, settings)
-        entries = [entries_kept(problem, 2.0**exponent) for exponent in (-10, -12)]
+        some = problem.kept.nonzero()[:SAMPLE, 0]
+        sample = problem.input.detach()[some], problem.linear_weight.detach(), problem.target[some]
+        entries = [entries_kept(*sample, 2.0**exponent) for exponent in (-10, -12)]
         say("entries a token: {:.0f} at 2^-10, {:.0f} at 2^-12".format(*entries))
         report.add([SparseRow(**row.__dict__, entries_10=entries[0], entries_12=entries[1]) for row in rows])
     say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")

@@ -18,124 +18,24 @@ B sequences of T tokens, N tokens of operands, D hidden, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
-import random
-import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import flce_ops
 
+from .corpus import tokens_of
 from .data import TRAINED
 from .llama import Llama, LlamaSize
 from .report import environment, say
 
-SUFFIXES = {".py", ".txt", ".md", ".rst"}  # of the files in folders of --text
-LARGEST_FILE = 2**20  # bytes: above it a source is a generated table
-PIECE = 2**16  # bytes: what a file named by --text is cut into
-HELD_OUT = 20  # every so many documents
-TOKENIZER_BYTES = 64 * 10**6  # the merges come from the first files up to this
-DOCUMENTS = 512  # encoded at a time
-END = "<|endoftext|>"  # between documents; id 0
 WARMUP, LAST_RATE = 0.05, 0.1  # shares of the run, and of the highest learning rate
 LOGGED = 20  # steps
-
-
-class Document(NamedTuple):
-    path: Path
-    start: int
-    size: int  # bytes
-
-    def read(self) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.size)
-
-
-class Corpus(NamedTuple):
-    training: list[str]
-    held_out: list[str]
-
-
-def default_folders() -> list[Path]:
-    return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-
-
-def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[Document]:
-    """The files of a folder with one of the suffixes, whole; a root that is a file, whatever its name, in pieces."""
-    for root in dict.fromkeys(roots):
-        if root.is_dir():
-            for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()):
-                if 0 < path.stat().st_size <= LARGEST_FILE:
-                    yield Document(path, 0, LARGEST_FILE)
-        elif root.is_file():
-            for start in range(0, root.stat().st_size, PIECE):
-                yield Document(root, start, PIECE)
-        else:
-            raise ValueError(f"expected a file or a folder, got {root}")
-
-
-def read_corpus(documents: Iterable[Document], *, most_bytes: int, seed: int) -> Corpus:
-    """Shuffled, each text once, up to most_bytes; every HELD_OUT-th is kept from training."""
-    documents, seen, size = list(documents), set(), 0
-    random.Random(seed).shuffle(documents)
-    corpus = Corpus([], [])
-    for document in documents:
-        if size >= most_bytes:
-            break
-        content = document.read()
-        digest = hashlib.sha256(content).digest()
-        if digest in seen:
-            continue
-        seen.add(digest)
-        size += len(content)
-        held_out = len(seen) % HELD_OUT == 0
-        (corpus.held_out if held_out else corpus.training).append(content.decode(errors="replace"))
-    return corpus
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary: int):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocabulary:
-        raise ValueError(f"expected {vocabulary} tokens, the text gave {tokenizer.get_vocab_size()}: bring more text")
-    return tokenizer
-
-
-def first_bytes(texts: Sequence[str], most: int) -> Iterator[str]:
-    size = 0
-    for text in texts:
-        if size >= most:
-            return
-        size += len(text)
-        yield text
-
-
-def encode(tokenizer, texts: Sequence[str]) -> Tensor:
-    """(tokens,) int32, END after each text."""
-    parts = []
-    for start in range(0, len(texts), DOCUMENTS):
-        for encoding in tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS]):
-            parts.append(np.array([*encoding.ids, 0], dtype=np.int32))
-    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
 
 
 def windows(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +54,15 @@ def learning_rate(progress: float, highest: float) -> float:
 
 
 def train(
-    model: Llama, tokens: Tensor, size: LlamaSize, *, seconds: float, steps: int | None, highest: float, seed: int
+    model: nn.Module,  # (B, T) tokens, (B, T) targets -> loss
+    tokens: Tensor,
+    size: LlamaSize,
+    *,
+    seconds: float,
+    steps: int | None,
+    highest: float,
+    seed: int,
+    log: Callable[[int, float], None] | None = None,  # every LOGGED steps and at the end: step, mean loss since then
 ) -> tuple[int, float]:
     """Ends with the seconds or the steps, whichever come first. Returns the steps and a mean of the last losses."""
     generator = torch.Generator().manual_seed(seed)
@@ -168,6 +76,8 @@ def train(
         if recent and (last or step % LOGGED == 0):
             loss = torch.stack(recent).mean().item()  # waits for the GPU: the clock counts what it has done
             recent.clear()
+            if log:
+                log(step, loss)
             if last or step % (10 * LOGGED) == 0:
                 read = step * size.sequences * size.context
                 say(f"{spent:.0f} s: step {step}, {read / 1e6:.1f} million tokens, loss {loss:.3f}")
@@ -204,6 +114,12 @@ def operands(model: Llama, tokens: Tensor, size: LlamaSize, count: int) -> dict[
     }
 
 
+def size_of(options: argparse.Namespace) -> LlamaSize:
+    heads = max(1, options.hidden // 64)
+    mlp = max(64, options.hidden * 8 // 3 // 64 * 64)
+    return LlamaSize(options.hidden, options.layers, heads, mlp, options.vocabulary, options.context, options.sequences)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.trained", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -234,10 +150,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     here = environment(device, options.commit)
 
     started = time.perf_counter()
-    documents = documents_of(options.text or default_folders(), SUFFIXES if options.text else {".py"})
-    corpus = read_corpus(documents, most_bytes=round(options.megabytes * 1e6), seed=options.seed)
-    tokenizer = train_tokenizer(first_bytes(corpus.training, TOKENIZER_BYTES), options.vocabulary)
-    training, held_out = (encode(tokenizer, texts).to(device) for texts in corpus)
+    text = tokens_of(options.text, megabytes=options.megabytes, vocabulary=options.vocabulary, seed=options.seed)
+    training, held_out = (tokens.to(device) for tokens in text)
     sequences = -(-options.tokens // options.context)
     for name, tokens, least in (
         ("training", training, options.context + 1),
@@ -245,16 +159,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     ):
         if tokens.shape[0] < least:
             raise ValueError(f"expected {least} {name} tokens or more, the text gave {tokens.shape[0]}")
-    say(
-        f"{time.perf_counter() - started:.0f} s: to train on {len(corpus.training)} documents of"
-        f" {training.shape[0] / 1e6:.1f} million tokens, held out {len(corpus.held_out)} of"
-        f" {held_out.shape[0] / 1e6:.2f} million"
-    )
-
     torch.manual_seed(options.seed)
-    heads = max(1, options.hidden // 64)
-    mlp = max(64, options.hidden * 8 // 3 // 64 * 64)
-    size = LlamaSize(options.hidden, options.layers, heads, mlp, options.vocabulary, options.context, options.sequences)
+    size = size_of(options)
     model = Llama(size, fused_head=True).to(device)
     if options.compile:
         for block in model.blocks:

@@ -204,8 +204,16 @@ def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: T
 
 
 @functional
+def refuse_sparse(call: Backward | WithGrad) -> None:
+    if call.sparse.gradient_threshold:
+        raise NotImplementedError(
+            "export_decompositions: a gradient with gradient_threshold is not implemented; leave gradient_threshold out"
+        )
+
+
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
+    refuse_sparse(call)
     input, linear_weight, target, linear_bias, weight = call.operands
     dtype = call.lse.dtype
     want_input, want_weight, want_bias = call.output_mask
@@ -241,11 +249,7 @@ def backward(call: Backward) -> Gradients:
 
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
-    if call.sparse.gradient_threshold:
-        raise NotImplementedError(
-            "export_decompositions: the gradient of linear_cross_entropy with gradient_threshold is not implemented; "
-            "leave gradient_threshold out"
-        )
+    refuse_sparse(call)
     gradients, losses, statistics = recomputed_step(call, forward, backward)
     valid = tokens_that_count(call.operands.target, call.ignore_index)
     absent = TokenStatistics(losses.new_zeros(0, dtype=torch.int64), *[losses.new_zeros(0)] * 4)

@@ -20,6 +20,7 @@ from flce_ops.functional import (
     linear_log_probs,
     linear_policy_loss,
 )
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.ops.paths import KERNELS, LOSS, RETAIN
 from flce_ops.ops.retained import rows_to_retain
 from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, needs_gradient, sharding_of
@@ -91,7 +92,11 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tokens = math.prod(call["input"].shape[:-1])
         rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
         lines.append(f"logits of {rows} of {tokens} tokens retained")
-    if op == "with_grad" and not divergence and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
+    if (
+        op == "with_grad"
+        and not (divergence or situation.sparse)
+        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
+    ):
         lines += tokens_in_triton(call, situation)
     if positions > 1:
         lines.append(f"for each of {positions} positions")
@@ -147,8 +152,15 @@ def situation_of_call(call: dict) -> Situation:
         wants_gradient=situation.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
         slots=has_slots(call),
-        sparse=bool(call.get("gradient_threshold")),
+        sparse=any(sparse_products(call)),
     )
+
+
+def sparse_products(call: dict) -> tuple[bool, bool]:
+    """Whether the gradients of input and linear_weight are sparse."""
+    names = [name for name in SparseGradient._fields if name in call]
+    wanted = [needs_gradient(call["input"]) or learnt(call), needs_gradient(call["linear_weight"])]
+    return SparseGradient(**{name: call[name] for name in names}).products(wanted)
 
 
 def has_slots(call: dict) -> bool:

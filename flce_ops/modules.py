@@ -51,8 +51,8 @@ class LinearCrossEntropyLoss(nn.Module):
             layer has V * d_1 * ... * d_K outputs.
         bias: whether the linear layer adds a learnable bias.
         weight: class weights, (V,); a buffer, part of the state dict.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, gradient_threshold, gradient_mode,
-            gradient_sparse, options: as `linear_cross_entropy`. The seed of a sparse gradient is forward's.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as `linear_cross_entropy`.
+        gradient_threshold, gradient_mode, gradient_sparse: as there; the seed of a sparse gradient is forward's.
 
     Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
     target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair, as

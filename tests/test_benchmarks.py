@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    corpus,
     cross_entropy,
     host_step,
     kl_div,
@@ -374,15 +375,15 @@ def test_training_text_is_cut_where_it_is_one_file_and_counts_once(tmp_path):
     (folder / "picture.png").write_bytes(b"no text")
     single = tmp_path / "single"
     single.write_bytes(bytes(range(97, 123)) * 10_000)
-    documents = list(trained.documents_of([folder, single], {".py"}))
+    documents = list(corpus.documents_of([folder, single], {".py"}))
     assert len(documents) == 60 + 4 and sum(len(d.read()) for d in documents if d.path == single) == 260_000
-    corpus = trained.read_corpus(documents, most_bytes=10**6, seed=0)
-    texts = [*corpus.training, *corpus.held_out]
-    assert len(texts) == len(set(texts)) == 30 + 4 and len(corpus.held_out) == 1
-    assert corpus == trained.read_corpus(documents, most_bytes=10**6, seed=0)
-    assert corpus != trained.read_corpus(documents, most_bytes=10**6, seed=1)
+    found = corpus.read_corpus(documents, most_bytes=10**6, seed=0)
+    texts = [*found.training, *found.held_out]
+    assert len(texts) == len(set(texts)) == 30 + 4 and len(found.held_out) == 1
+    assert found == corpus.read_corpus(documents, most_bytes=10**6, seed=0)
+    assert found != corpus.read_corpus(documents, most_bytes=10**6, seed=1)
     with pytest.raises(ValueError, match="expected a file or a folder"):
-        list(trained.documents_of([tmp_path / "nothing"], {".py"}))
+        list(corpus.documents_of([tmp_path / "nothing"], {".py"}))
 
 
 def test_too_little_text_for_the_vocabulary_is_said(tmp_path):

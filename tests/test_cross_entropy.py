@@ -81,6 +81,25 @@ def test_loss_and_gradient_agree_with_float64_as_plain_torch_does(device, dtype,
         assert error(ours, right) <= max(2 * usual, usual + rounding) + 1e-6
 
 
+@pytest.mark.parametrize("classes", [5003, 40009, 90001])  # in registers, and with others that are read twice
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_several_blocks(device, dtype, classes, poisoned_memory):
+    logits = (3.0 * torch.randn(4, classes, device=device)).to(dtype)
+    target = torch.randint(classes, (4,), device=device)
+    target[3] = -100
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3, "weight": torch.rand(classes, device=device)}):
+        exact = value_and_gradient(dense, logits.double(), target, **options)
+        logits[3] = torch.nan
+        found = value_and_gradient(flce_ops.cross_entropy, logits, target, **options)
+        made = logits.clone().requires_grad_()
+        loss = flce_ops.cross_entropy(made * 1.0, target, inplace_backward=True, **options)
+        assert torch.equal(loss, found[0]) and torch.equal(*torch.autograd.grad(loss, made), found[1])
+        logits[3] = 0.0
+        assert error(found[0], exact[0]) < 1e-6
+        assert error(found[1], exact[1]) <= torch.finfo(dtype).eps / 2 + 1e-6
+        assert not found[1][3].any()
+
+
 def test_ignored_rows_hold_anything_and_get_zero(device, poisoned_memory):
     logits, target, _ = make_logits(device=device)
     clean = logits.clone()
@@ -422,8 +441,9 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("shape", "padded", "options"),
-    [  # a block has 16 numbers in float32, 32 in float16; up to 2 and 3 are held, without a softcap
+    [  # a block has 32 numbers in float32, 64 in float16; up to 2 are held, without a softcap
         ((3, 131), 0, {}),
+        ((3, 203), 3, {"label_smoothing": 0.1}),
         ((3, 131), 3, OPTIONS[1]),
         ((3, 64), 0, OPTIONS[3]),
         ((4, 50), 3, {"logit_scale": -0.7}),
@@ -471,6 +491,16 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
     assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+def test_bfloat16_logits_are_unpacked_as_they_are():
+    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
+    found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
+    right = aten.forward(logits.double(), target, None, logit_sum=True, argmax=True)
+    for number, expected in zip(found[:4], right[:4]):
+        assert error(number, expected) <= TOLERANCE[torch.float32]
 
 
 def test_the_benchmark_writes_a_row_for_each_provider(tmp_path):

@@ -296,6 +296,15 @@ def test_tables_of_the_other_objectives_are_made_of_one_run():
         assert docs_tables.written(text, rows) == text, document
 
 
+def test_tables_of_given_logits_are_made_of_the_csv():
+    """After another run: python -m benchmarks.logits_table."""
+    from benchmarks import logits_table
+
+    for document in logits_table.DOCUMENTS:
+        text = text_of(document)
+        assert logits_table.BEGIN in text and logits_table.written(text, logits_table.rows_of_csv()) == text
+
+
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("triton")  # the other figures' planner

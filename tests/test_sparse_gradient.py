@@ -316,6 +316,12 @@ def test_the_operators_pass_opcheck(device, mode):
     opcheck(torch.ops.flce.linear_cross_entropy.default, inputs.args, options)
     args = (*inputs.args, None, None)
     opcheck(torch.ops.flce.linear_cross_entropy_with_grad.default, args, {"output_mask": [True] * 3, **options})
+    opcheck(torch.ops.flce.linear_cross_entropy_forward.default, inputs.args, options)
+    opcheck(torch.ops.flce.linear_log_probs.default, inputs.args, options | {"gradient_sparse": "input"})
+    no_leaves = [tensor.detach() for tensor in inputs.args]
+    slopes = torch.rand(12, device=device)
+    args = (-slopes, slopes, None, *no_leaves, None, slopes)
+    opcheck(torch.ops.flce.linear_cross_entropy_backward.default, args, {"output_mask": [True] * 3, **options})
 
 
 REFUSED = [
@@ -368,6 +374,17 @@ def test_second_derivatives_refuse_it(objective):
     with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
         (grad,) = torch.autograd.grad(objective(*inputs.args, **sparse()), inputs.input, create_graph=True)
         grad.sum().backward()
+
+
+def test_decompositions_refuse_it():
+    inputs = make_inputs((5, 4, 7), requires_grad=False)
+    options = {"output_mask": [True, True, False], **sparse()}
+    ones = torch.ones(5)
+    calls = {"with_grad": (*inputs.args, None, None), "backward": (-ones, ones, None, *inputs.args, None, ones)}
+    for name, args in calls.items():
+        op = getattr(torch.ops.flce, f"linear_cross_entropy_{name}").default
+        with pytest.raises(NotImplementedError, match="export_decompositions: a gradient with gradient_threshold"):
+            flce_ops.export_decompositions()[op](*args, **options)
 
 
 def test_without_a_gradient_it_does_nothing():

@@ -113,8 +113,11 @@ def make_trainer(name: str, tokenizer, folder):
         disable_tqdm=True,
         **options,
     )
+    rows = Dataset.from_dict(data)
+    if kind == "SFT":
+        extra["eval_dataset"] = rows
     return getattr(trl, f"{kind}Trainer")(
-        model=model, args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer, **extra
+        model=model, args=args, train_dataset=rows, processing_class=tokenizer, **extra
     )
 
 
@@ -123,6 +126,8 @@ def train(name: str, tokenizer, folder) -> tuple[dict, dict, list[dict]]:
     trainer = make_trainer(name, tokenizer, folder)
     before = {key: parameter.detach().clone() for key, parameter in trainer.model.named_parameters()}
     trainer.train()
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
     after = {key: parameter.detach() for key, parameter in trainer.model.named_parameters()}
     return before, after, trainer.state.log_history
 

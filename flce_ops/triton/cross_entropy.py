@@ -14,57 +14,71 @@ from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGra
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous
+from flce_ops.triton.count_tokens import Count, count_tokens
 from flce_ops.triton.cross_entropy_kernels import (
     ForwardNumbers,
     LossNumbers,
     gradient_kernel,
     rows_kernel,
 )
-from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
-from flce_ops.triton.target import interpreted
+from flce_ops.triton.target import interpreted, multiprocessors
 
 # N tokens, V vocabulary
-
-# H200, GB/s of one read and one write (a copy 4230) at 4096x50257 and 8192x128256 bfloat16, 16384x32000 float32:
-#   2837 / 2885 / 3157   16 warps, streamed
-#   2595 / 2788 / 2844    8 warps, streamed
-#   2422 /      / 3008   16 warps, the row in registers
-#   2379 /      / 3679   32 warps, the row in registers
-#   1899 / 2826 / 2804   16 warps, two blocks in registers and the others streamed
-# Half numbers take a register each once they are unpacked: rows in registers are for float32 and for short ones.
-GROUPS_OF_WARP = 128  # four 16-byte loads a thread
-HELD_WARPS = {2: (4, 8), 4: (4, 8, 16, 32)}  # by bytes of a number: whose registers may hold a row
-HELD_BLOCKS = {2: 3, 4: 2}  # one more spills
-STAGES = 3  # blocks on their way to shared memory, and the one at hand
 
 
 class Tile(NamedTuple):
     """How a program takes its row."""
 
-    block_g: int  # groups of 16 bytes in a block
-    held: int  # all blocks of a row, in registers; 0: they are read twice
     num_warps: int
-    num_stages: int  # blocks on their way where they are read twice
+    block_g: int  # groups of 16 bytes in a block
+    held: int = 0  # at most so many blocks in registers
+    num_stages: int = 4  # of those that are read twice: on their way to shared memory, and the one at hand
+    registers: int | None = None  # of a thread
+    programs: int = 1  # that a multiprocessor has at a time
 
 
-def tile_for(logits: Tensor, gradient: bool, softcap: bool, weighted: bool) -> Tile:
-    """For a row of so many bytes: the fewest warps whose registers hold it, if any do."""
-    size = logits.element_size()
-    vec = 16 // size
-    groups = triton.cdiv(logits.shape[1], vec)
-    stages = 1 if weighted else STAGES  # class weights on their way take 128 KiB of shared memory, more than some have
-    warp_groups = 4 if interpreted(logits) else GROUPS_OF_WARP
-    if gradient and not softcap:  # whose slope takes the registers
-        for num_warps in (1,) if interpreted(logits) else HELD_WARPS[size]:
-            held = triton.cdiv(groups, num_warps * warp_groups)
-            if held <= HELD_BLOCKS[size]:
-                return Tile(num_warps * warp_groups, held, num_warps, stages)
-    num_warps = 1 if interpreted(logits) else 16
-    return Tile(num_warps * warp_groups, 0, num_warps, stages)
+# H200, the kernel's share of a copy's bandwidth (4.2 to 4.3 TB/s), bfloat16 at V = 32000, 50304, 128256, 151936 |
+# float32 at 32000, 50304, 128256; behind + with rows asked for ahead:
+#   .79 + .94   .88 + .90   .76   .74 | .91   .81   .70    SHORT
+#                           .78   .78 |             .74    LONG
+#                                     | .86   .86          LONG_FLOAT32
+#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs a multiprocessor
+#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, several rows a program, one as it writes another
+SHORT = Tile(8, 512, held=8, registers=128, programs=2)
+LONG = Tile(16, 1024, held=8)
+LONG_FLOAT32 = Tile(32, 1024, held=9, registers=64)
+STREAMED = Tile(16, 1024)
+INTERPRETED = Tile(1, 8, held=2)
+SHORT_BYTES = 160 << 10
+L2_BLOCKS = 8  # of a short row, that are read twice or were asked for ahead: 64 KiB a program, 17 MB in all
+
+
+def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
+    if interpreted(logits):
+        tile = INTERPRETED
+    elif not gradient or softcap:  # whose slope takes the registers
+        tile = STREAMED
+    elif logits.shape[1] * logits.element_size() <= SHORT_BYTES:
+        tile = SHORT
+    else:
+        tile = LONG_FLOAT32 if logits.dtype == torch.float32 else LONG
+    if not gradient or softcap:
+        return tile._replace(held=0)
+    vec = 16 // logits.element_size()
+    full = max(0, logits.shape[1] - vec + 1) // vec // tile.block_g  # blocks of a row, wherever it begins
+    return tile._replace(held=min(full, tile.held))
+
+
+def blocks_ahead(logits: Tensor, tile: Tile) -> int:
+    """Of the row that the multiprocessor takes next: what L2_BLOCKS leave."""
+    if tile.programs == 1:
+        return 0
+    blocks = triton.cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
+    return min(blocks, max(0, L2_BLOCKS - max(0, blocks - SHORT.held)))
 
 
 @takes(LogitsForward)
@@ -75,7 +89,7 @@ def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
-    keep_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
+    count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
     numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
     launch_rows(call, numbers, call.logit_sum)
 
@@ -114,7 +128,7 @@ def loss_step(
     grad_logits: Tensor | None = None,  # (N, V) out; None for over the logits
 ) -> None:
     logits, target, _ = call.operands
-    kept, _ = keep_tokens(target, call.ignore_index, logits.shape[1], in_range)
+    kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
     row_loss = RowLoss(weight_sum, logits.shape[1], call.loss)
     numbers = LossNumbers(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
@@ -163,11 +177,11 @@ def launch_rows(
     grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
     row_loss: RowLoss | None = None,
     reduction: Reduction | None = None,
-    kept: Kept | None = None,
+    kept: Count | None = None,
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
-    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None, weight is not None)
+    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
@@ -179,6 +193,8 @@ def launch_rows(
         row_loss,
         call.logits,
         call.ignore_index,
+        tile.programs * multiprocessors(logits),
+        tokens,
         num_classes,
         LOGIT_SUM=logit_sum,
         ARGMAX=call.argmax,
@@ -186,14 +202,16 @@ def launch_rows(
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
-        STAGES=tile.num_stages,
+        STAGES=tile.num_stages if weight is None else 1,  # class weights on their way take memory too
+        AHEAD=blocks_ahead(logits, tile),
         num_warps=tile.num_warps,
+        maxnreg=tile.registers,
     )
 
 
 def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
     logits, target, weight = call.operands
-    tile = tile_for(logits, False, call.logits.softcap is not None, weight is not None)
+    tile = tile_for(logits, False, call.logits.softcap is not None)
     gradient_kernel[(logits.shape[0],)](
         matrix_of(logits),
         matrix_of(grad_logits),
@@ -208,7 +226,7 @@ def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
         ALIKE=lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
-        STAGES=tile.num_stages,
+        STAGES=tile.num_stages if weight is None else 1,
         num_warps=tile.num_warps,
     )
 

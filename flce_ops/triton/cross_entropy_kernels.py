@@ -1,13 +1,14 @@
 """The loss of given logits: one program a row, which memory reads once and whose gradient it writes once.
 
                       V
-        ┌──┬──┬──┬──┬──┬──┬──┐    a short row stays in registers; blocks of another are read a second time, latest
-      i │  │  │  │  │  │  │  │    first: a row of 250 KiB a multiprocessor leaves the L2 cache (50 MB on H100 and H200)
-        └──┴──┴──┴──┴──┴──┴──┘    room for all of them
+        ┌──┬──┬──┬──┬──┬──┬──┐    the first blocks of a row stay in registers; the others are read a second time, latest
+      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    first, from the L2 cache: it has room for those of all rows that are taken at a time
+        └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
     lse = (m + log2 s) ln 2      loss, l, a = row_loss(...)                              row_loss.py
-    for each block, backwards:   G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
+    ask for row i + rows taken at a time
+    for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
 
 A row whose target is ignored is not read; its gradient is zeros.
 """
@@ -18,15 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient
 from flce_ops.triton.logit_rows import (
     LOWEST,
     add_block,
+    as_loaded,
+    ask_for,
     edges_of,
-    gradient_numbers,
     load_block,
-    numbers_of,
+    numbers_in,
     row_of,
-    store_block,
+    target_of,
     whole_row,
 )
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
@@ -52,90 +55,6 @@ class LossNumbers(NamedTuple):
     argmax: Tensor | None
 
 
-@triton.jit
-def target_column(target_ptr, i, ignore_index, V):
-    """Whether the row counts, and its target; 0 for one out of range, which is refused elsewhere."""
-    target = tl.load(target_ptr + i).to(tl.int64)
-    inside = (target >= 0) & (target < V)
-    return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
-
-
-@triton.jit
-def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
-    """Pointers to the gradient's row and to its first group."""
-    row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
-    groups = row + head
-    if ALIKE:
-        groups = tl.multiple_of(groups, 16)
-    return row, groups
-
-
-@triton.jit
-def store_gradient(
-    out_groups_ptr,
-    u,  # (BLOCK_G, VEC)
-    block,
-    head,
-    groups,
-    reference,
-    factor,
-    sum_factor,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
-    BLOCK_G: tl.constexpr,
-    VEC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    group, number = numbers_of(block, BLOCK_G, VEC)
-    mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
-    g = gradient_numbers(
-        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale,
-        softcap,
-    )  # fmt: skip
-    store_block(out_groups_ptr, g, block, groups, BLOCK_G, VEC, MASKED)
-
-
-@triton.jit
-def finish_gradient(
-    out_row,
-    u_edges,  # (2 VEC,), read before anything was written, as u_target
-    edge,
-    there,
-    u_target,
-    column,
-    V,
-    reference,
-    factor,
-    sum_factor,
-    at_target,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
-):
-    """The edges and the target's entry."""
-    g = gradient_numbers(
-        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
-    )
-    tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
-    g = gradient_numbers(
-        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
-        logit_scale, softcap,
-    )  # fmt: skip
-    tl.debug_barrier()  # another thread wrote there with its block
-    tl.store(out_row + column, g.to(out_row.dtype.element_ty))
-
-
-@triton.jit
-def store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
-    edge, there = edges_of(head, groups, V, VEC)
-    tl.store(out_row + edge, tl.zeros((2 * VEC,), out_row.dtype.element_ty), mask=there)
-    for block in range(0, tl.cdiv(groups, BLOCK_G)):
-        store_block(out_groups_ptr, tl.zeros((BLOCK_G, VEC), tl.float32), block, groups, BLOCK_G, VEC, True)
-
-
 @Kernel
 @triton.jit
 def rows_kernel(
@@ -143,127 +62,123 @@ def rows_kernel(
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
     target_ptr,  # (N,)
     reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without grad_logits
-    kept,  # Kept
+    kept,  # Count
     outputs,  # ForwardNumbers, or with grad_logits LossNumbers
     class_weight_ptr,  # (V,) float32
     loss,  # RowLoss; None without grad_logits
     logit_options,  # LogitOptions
     ignore_index,
+    later,  # rows that are taken at a time
+    N,
     V,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    HELD: tl.constexpr,  # all blocks of a row, or 0
+    HELD: tl.constexpr,  # a row's first blocks, in registers
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks of row i + later that are asked for as row i is written
 ):
+    DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    valid, column = target_column(target_ptr, i, ignore_index, V)
+    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    valid, column = target_of(target_ptr, i, ignore_index, V)
     row, head, groups = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row + head, 16)
-    if grad_logits is not None:
-        out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-    if valid:
-        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        edge, there = edges_of(head, groups, V, VEC)
-        u_target = tl.load(row + column)
-        u_edges = tl.load(row + edge, mask=there, other=0.0)
+    last = groups // BLOCK_G
+    held = ()
+    for block in tl.static_range(HELD):
+        held += (load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
+    end = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
+    edge, there = edges_of(head, groups, V, VEC)
+    # what the gradient may be written over is read before
+    u_target = tl.load(row + column, mask=valid, other=0.0)
+    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
 
-        m = tl.full((BLOCK_G,), LOWEST, tl.float32)
-        s = tl.zeros((BLOCK_G,), tl.float32)
-        logit_sums = tl.zeros((BLOCK_G,), tl.float32)
-        columns = tl.zeros((BLOCK_G,), tl.int32)
-        full = groups // BLOCK_G
-        held = ()
-        for block in tl.static_range(HELD):
-            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, True, "evict_first")
-            held += (u,)  # type: ignore[assignment]
-        for block in tl.static_range(HELD):
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, held[block], block, head, groups, V, class_weight_ptr, logit_options,
-                logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
-            )  # fmt: skip
-        if not HELD:
-            for block in tl.range(0, full, num_stages=STAGES):
-                u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_last")
-                m, s, logit_sums, columns = add_block(
-                    m, s, logit_sums, columns, u, block, head, groups, V, class_weight_ptr, logit_options,
-                    logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
-                )  # fmt: skip
-            u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_last")
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, full, head, groups, V, class_weight_ptr, logit_options, logit_scale,
-                softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
-            )  # fmt: skip
-        row_max, row_sum, logit_sum2, argmax = whole_row(
-            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
-            LOGIT_SUM, ARGMAX,
+    m = tl.full((BLOCK_G,), LOWEST, tl.float32)
+    s = tl.zeros((BLOCK_G,), tl.float32)
+    logit_sums = tl.zeros((BLOCK_G,), tl.float32)
+    columns = tl.zeros((BLOCK_G,), tl.int32)
+    for block in tl.static_range(HELD):
+        m, s, logit_sums, columns = add_block(
+            m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
+            logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
         )  # fmt: skip
-
-        if ARGMAX:
-            tl.store(outputs.argmax + i, argmax.to(tl.int64))
-        target_logit2, target_slope = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
-        log2_sum = tl.log2(row_sum)
-        if grad_logits is None:
-            lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
-            lse = lse64.to(tl.float32)
-            rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
-            tl.store(outputs.target_logit + i, target_logit2 * LN2)
-            tl.store(outputs.lse + i, lse)
-            tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
-            if LOGIT_SUM:
-                tl.store(outputs.logit_sum + i, logit_sum2 * LN2)
-        else:
-            target_weight = None
-            if class_weight_ptr is not None:
-                target_weight = tl.load(class_weight_ptr + column)
-            smoothed_sum2 = None
-            if LOGIT_SUM:
-                smoothed_sum2 = logit_sum2
-            surprisal2 = (row_max - target_logit2) + log2_sum
-            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-            value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
-            tl.store(outputs.losses + i, value)
-            scale = scale_of_rows(reduction, kept, i, valid) * logit_scale
-            factor = scale * d_lse / row_sum
-            sum_factor = None
-            if LOGIT_SUM:
-                sum_factor = -scale * loss.options.label_smoothing / V
-            if not HELD:
-                u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
-                store_gradient(
-                    out_groups_ptr, u, full, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                    logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
-                )  # fmt: skip
-                for back in tl.range(0, full, num_stages=STAGES):
-                    block = full - 1 - back
-                    u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
-                    store_gradient(
-                        out_groups_ptr, u, block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                        logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
-                    )  # fmt: skip
-            for block in tl.static_range(HELD):
-                store_gradient(
-                    out_groups_ptr, held[block], block, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                    logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
-                )  # fmt: skip
-            finish_gradient(
-                out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
-                class_weight_ptr, logit_options, logit_scale, softcap,
-            )  # fmt: skip
+    for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
+        words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
+        m, s, logit_sums, columns = add_block(
+            m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
+            logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+        )  # fmt: skip
+    m, s, logit_sums, columns = add_block(
+        m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
+        logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
+    )  # fmt: skip
+    row_max, row_sum, logit_sum2, argmax = whole_row(
+        m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
+        LOGIT_SUM, ARGMAX,
+    )  # fmt: skip
+    row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
+    if ARGMAX:
+        tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
+    target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+    log2_sum = tl.log2(row_sum)
+    if grad_logits is None:
+        lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
+        lse = lse64.to(tl.float32)
+        rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
+        tl.store(outputs.target_logit + i, tl.where(valid, target_logit2 * LN2, 0.0))
+        tl.store(outputs.lse + i, lse)
+        tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
+        if LOGIT_SUM:
+            tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
     else:
-        if ARGMAX:
-            tl.store(outputs.argmax + i, tl.full((), -1, tl.int64))
-        if grad_logits is None:
-            tl.store(outputs.target_logit + i, 0.0)
-            tl.store(outputs.lse + i, 0.0)
-            tl.store(outputs.lse_rest + i, 0.0)
-            if LOGIT_SUM:
-                tl.store(outputs.logit_sum + i, 0.0)
-        else:
-            tl.store(outputs.losses + i, 0.0)
-            store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
+        if AHEAD > 0:
+            coming = tl.minimum(i + later, N - 1)
+            counts, _ = target_of(target_ptr, coming, ignore_index, V)
+            next_row, next_head, next_groups = row_of(logits, coming, V, VEC)
+            ask_for(
+                next_row + next_head,
+                tl.where(counts & (i + later < N), tl.minimum(next_groups, AHEAD * BLOCK_G), 0),
+                BLOCK_G,
+            )
+        target_weight = None
+        if class_weight_ptr is not None:
+            target_weight = tl.load(class_weight_ptr + column)
+        smoothed_sum2 = None
+        if LOGIT_SUM:
+            smoothed_sum2 = logit_sum2
+        surprisal2 = (row_max - target_logit2) + log2_sum
+        surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
+        value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
+        tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
+        scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
+        factor = scale * d_lse / row_sum
+        sum_factor = None
+        if LOGIT_SUM:
+            sum_factor = -scale * loss.options.label_smoothing / V
+        out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
+        store_gradient(
+            out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+            logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+        )  # fmt: skip
+        for back in tl.range(0, last - HELD, num_stages=STAGES):
+            again = last - 1 - back
+            words = load_block(groups_ptr, again, groups, valid, BLOCK_G, False, "evict_first")
+            store_gradient(
+                out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
+                logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
+            )  # fmt: skip
+        for block in tl.static_range(HELD):
+            store_gradient(
+                out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
+                class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
+            )  # fmt: skip
+        finish_gradient(
+            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
+            class_weight_ptr, logit_options, logit_scale, softcap,
+        )  # fmt: skip
 
 
 @Kernel
@@ -286,42 +201,40 @@ def gradient_kernel(
 ):
     """G from the cotangents of a row's numbers: one read and one write, without a sum."""
     i = tl.program_id(0)
-    valid, column = target_column(target_ptr, i, ignore_index, V)
+    valid, column = target_of(target_ptr, i, ignore_index, V)
     row, head, groups = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row + head, 16)
     out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-    if valid:
-        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
-        edge, there = edges_of(head, groups, V, VEC)
-        u_target = tl.load(row + column)
-        u_edges = tl.load(row + edge, mask=there, other=0.0)
-        lse2 = (tl.load(lse_ptr + i).to(tl.float64) + tl.load(lse_rest_ptr + i).to(tl.float64)) * 1.4426950408889634
-        reference = lse2.to(tl.float32)
-        factor = 0.0
-        if cotangents.grad_lse is not None:
-            share = tl.exp2((reference.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
-            factor = tl.load(cotangents.grad_lse + i).to(tl.float32) * logit_scale * share
-        sum_factor = None
-        if cotangents.grad_logit_sum is not None:
-            sum_factor = tl.load(cotangents.grad_logit_sum + i).to(tl.float32) * logit_scale
-        at_target = 0.0
-        if cotangents.grad_target_logit is not None:
-            at_target = tl.load(cotangents.grad_target_logit + i).to(tl.float32) * logit_scale
-        full = groups // BLOCK_G
-        for block in tl.range(0, full, num_stages=STAGES):
-            u = load_block(groups_ptr, block, groups, BLOCK_G, VEC, False, "evict_first")
-            store_gradient(
-                out_groups_ptr, u, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
-                logit_scale, softcap, BLOCK_G, VEC, False,
-            )  # fmt: skip
-        u = load_block(groups_ptr, full, groups, BLOCK_G, VEC, True, "evict_first")
+    edge, there = edges_of(head, groups, V, VEC)
+    u_target = tl.load(row + column, mask=valid, other=0.0)
+    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
+    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    lse = tl.load(lse_ptr + i, mask=valid, other=0.0).to(tl.float64)
+    lse2 = (lse + tl.load(lse_rest_ptr + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
+    reference = lse2.to(tl.float32)
+    factor = 0.0
+    if cotangents.grad_lse is not None:
+        share = tl.exp2((reference.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
+        factor = tl.load(cotangents.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
+    sum_factor = None
+    if cotangents.grad_logit_sum is not None:
+        sum_factor = tl.load(cotangents.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
+    at_target = 0.0
+    if cotangents.grad_target_logit is not None:
+        at_target = tl.load(cotangents.grad_target_logit + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
+    last = groups // BLOCK_G
+    for block in tl.range(0, last, num_stages=STAGES):
+        words = load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first")
         store_gradient(
-            out_groups_ptr, u, full, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
-            logit_scale, softcap, BLOCK_G, VEC, True,
+            out_groups_ptr, words, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+            logit_scale, softcap, BLOCK_G, VEC, False,
         )  # fmt: skip
-        finish_gradient(
-            out_row, u_edges, edge, there, u_target, column, V, reference, factor, sum_factor, at_target,
-            class_weight_ptr, logit_options, logit_scale, softcap,
-        )  # fmt: skip
-    else:
-        store_zeros(out_row, out_groups_ptr, head, groups, V, BLOCK_G, VEC)
+    words = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
+    store_gradient(
+        out_groups_ptr, words, last, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
+        logit_scale, softcap, BLOCK_G, VEC, True,
+    )  # fmt: skip
+    finish_gradient(
+        out_row, u_edges, edge, there, u_target, column, V, reference, factor, sum_factor, at_target, class_weight_ptr,
+        logit_options, logit_scale, softcap,
+    )  # fmt: skip

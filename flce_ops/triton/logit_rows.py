@@ -4,7 +4,7 @@
             head                                      tail         up to VEC - 1 numbers on either side, the edges
 
 A program takes BLOCK_G groups at a time as a tile (BLOCK_G, VEC). A group is one load of a thread, so what is reduced
-along it stays in that thread:
+along it stays in that thread. What a thread holds are words of 32 bits, of half numbers two in each:
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s 2^(m - m') + sum_k 2^(z_k - m')
 
@@ -23,6 +23,11 @@ from flce_ops.triton.logits_gemm import base2_logits
 
 # below any logit, and finite: -inf - -inf would be nan
 LOWEST = tl.constexpr(-3.0e38)
+GROUP_WORDS = tl.constexpr(4)  # 16 bytes, one load or store of a thread
+PREFETCH = tl.constexpr(
+    "{ .reg .pred wanted; setp.ne.u32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class Matrix(NamedTuple):
@@ -47,6 +52,24 @@ def row_of(matrix, i, V, VEC: tl.constexpr):
 
 
 @triton.jit
+def target_of(target_ptr, i, ignore_index, V):
+    """Whether row i counts, and its target; 0 for one out of range, which is refused elsewhere."""
+    target = tl.load(target_ptr + i).to(tl.int64)
+    inside = (target >= 0) & (target < V)
+    return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
+
+
+@triton.jit
+def ask_for(groups_ptr, groups, BLOCK_G: tl.constexpr):
+    """A row's first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
+    if not INTERPRETED:
+        line = tl.arange(0, BLOCK_G)
+        line_ptr = groups_ptr.to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
+        wanted = (line * 8 < groups).to(tl.int32)
+        tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [line_ptr, wanted], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def numbers_of(block, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
     """Of a block's groups and numbers: (BLOCK_G, 1) and (BLOCK_G, VEC), counted from the first group."""
     group = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None]
@@ -58,27 +81,43 @@ def load_block(
     groups_ptr,  # to the first group
     block,
     groups,
+    valid,
     BLOCK_G: tl.constexpr,
-    VEC: tl.constexpr,
     MASKED: tl.constexpr,  # the block may have groups behind the last one
     POLICY: tl.constexpr,
 ):
-    group, number = numbers_of(block, BLOCK_G, VEC)
+    """Its words, (BLOCK_G, GROUP_WORDS): float32 of such logits, else int32; 0 of a row that does not count."""
+    if groups_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        groups_ptr = groups_ptr.to(tl.pointer_type(tl.int32))
+    group, word = numbers_of(0, BLOCK_G, GROUP_WORDS)
+    mask = valid
     if MASKED:
-        mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
-        return tl.load(groups_ptr + number, mask=mask, other=0.0, eviction_policy=POLICY)
-    return tl.load(groups_ptr + number, eviction_policy=POLICY)
+        mask = tl.broadcast_to(valid & (group < groups - block * BLOCK_G), (BLOCK_G, GROUP_WORDS))
+    return tl.load(groups_ptr + block * (BLOCK_G * GROUP_WORDS) + word, mask=mask, other=0, eviction_policy=POLICY)
 
 
 @triton.jit
-def store_block(groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):
-    group, number = numbers_of(block, BLOCK_G, VEC)
-    g = g.to(groups_ptr.dtype.element_ty)
-    if MASKED:
-        mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
-        tl.store(groups_ptr + number, g, mask=mask, eviction_policy="evict_first")
+def numbers_in(words, DTYPE: tl.constexpr):
+    """(BLOCK_G, GROUP_WORDS) -> (BLOCK_G, VEC) in float32."""
+    if DTYPE == tl.float32:
+        return words
     else:
-        tl.store(groups_ptr + number, g, eviction_policy="evict_first")
+        if DTYPE == tl.bfloat16:
+            first = (words << 16).to(tl.float32, bitcast=True)
+            second = (words & -65536).to(tl.float32, bitcast=True)
+        else:
+            first = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            second = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return tl.join(first, second).reshape(words.shape[0], 2 * words.shape[1])
+
+
+@triton.jit
+def as_loaded(words):
+    """The same words, of which the compiler knows nothing: it would keep what it unpacked, in twice the registers."""
+    if INTERPRETED or words.dtype == tl.float32:
+        return words
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -168,22 +207,3 @@ def whole_row(
         argmax = tl.minimum(argmax, tl.min(tl.where(m == row_max, column, V), 0))
         argmax = tl.minimum(argmax, tl.min(tl.where(z == row_max, col, V), 0))
     return row_max, row_sum, row_logit_sum, argmax
-
-
-@triton.jit
-def gradient_numbers(
-    u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
-):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
-    z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
-    g = tl.exp2(z - reference) * factor
-    if sum_factor is not None:
-        if class_weight_ptr is None:
-            g += sum_factor
-        else:
-            g += sum_factor * class_weights(class_weight_ptr, col, mask)
-    if at_target is not None:
-        g += at_target
-    if logit_options.softcap is not None:
-        g *= dz_du
-    return g

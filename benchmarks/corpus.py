@@ -1,0 +1,139 @@
+"""Text as tokens: byte-pair encoding, trained on the text itself; every so many documents are held out.
+
+The text is what any Python installation has, the sources of the standard library and the installed packages, or the
+files and folders that are named. A text that occurs twice counts once. Ids are in the order of the merges, frequent
+ones first; the seed fixes the order of the documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .report import say
+
+SUFFIXES = {".py", ".txt", ".md", ".rst"}  # of the files in folders of --text
+LARGEST_FILE = 2**20  # bytes: above it a source is a generated table
+PIECE = 2**16  # bytes: what a file named by --text is cut into
+HELD_OUT = 20  # every so many documents
+TOKENIZER_BYTES = 64 * 10**6  # the merges come from the first files up to this
+DOCUMENTS = 512  # encoded at a time
+END = "<|endoftext|>"  # between documents; id 0
+
+
+class Document(NamedTuple):
+    path: Path
+    start: int
+    size: int  # bytes
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
+
+
+class Corpus(NamedTuple):
+    training: list[str]
+    held_out: list[str]
+
+
+def default_folders() -> list[Path]:
+    return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+
+
+def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[Document]:
+    """The files of a folder with one of the suffixes, whole; a root that is a file, whatever its name, in pieces."""
+    for root in dict.fromkeys(roots):
+        if root.is_dir():
+            for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()):
+                if 0 < path.stat().st_size <= LARGEST_FILE:
+                    yield Document(path, 0, LARGEST_FILE)
+        elif root.is_file():
+            for start in range(0, root.stat().st_size, PIECE):
+                yield Document(root, start, PIECE)
+        else:
+            raise ValueError(f"expected a file or a folder, got {root}")
+
+
+def read_corpus(documents: Iterable[Document], *, most_bytes: int, seed: int) -> Corpus:
+    """Shuffled, each text once, up to most_bytes; every HELD_OUT-th is kept from training."""
+    documents, seen, size = list(documents), set(), 0
+    random.Random(seed).shuffle(documents)
+    corpus = Corpus([], [])
+    for document in documents:
+        if size >= most_bytes:
+            break
+        content = document.read()
+        digest = hashlib.sha256(content).digest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        size += len(content)
+        held_out = len(seen) % HELD_OUT == 0
+        (corpus.held_out if held_out else corpus.training).append(content.decode(errors="replace"))
+    return corpus
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise ValueError(f"expected {vocabulary} tokens, the text gave {tokenizer.get_vocab_size()}: bring more text")
+    return tokenizer
+
+
+def first_bytes(texts: Sequence[str], most: int) -> Iterator[str]:
+    size = 0
+    for text in texts:
+        if size >= most:
+            return
+        size += len(text)
+        yield text
+
+
+def encode(tokenizer, texts: Sequence[str]) -> Tensor:
+    """(tokens,) int32, END after each text."""
+    parts = []
+    for start in range(0, len(texts), DOCUMENTS):
+        for encoding in tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS]):
+            parts.append(np.array([*encoding.ids, 0], dtype=np.int32))
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+
+
+class Tokens(NamedTuple):
+    training: Tensor  # (tokens,) int32
+    held_out: Tensor
+
+
+def tokens_of(text: Sequence[Path] | None, *, megabytes: float, vocabulary: int, seed: int) -> Tokens:
+    """Of the files and folders, or of the installed Python sources; the tokenizer is trained on them first."""
+    started = time.perf_counter()
+    documents = documents_of(text or default_folders(), SUFFIXES if text else {".py"})
+    corpus = read_corpus(documents, most_bytes=round(megabytes * 1e6), seed=seed)
+    tokenizer = train_tokenizer(first_bytes(corpus.training, TOKENIZER_BYTES), vocabulary)
+    tokens = Tokens(*(encode(tokenizer, texts) for texts in corpus))
+    say(
+        f"{time.perf_counter() - started:.0f} s: to train on {len(corpus.training)} documents of"
+        f" {len(tokens.training) / 1e6:.1f} million tokens, held out {len(corpus.held_out)} of"
+        f" {len(tokens.held_out) / 1e6:.2f} million"
+    )
+    return tokens

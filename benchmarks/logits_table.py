@@ -1,0 +1,78 @@
+"""`python -m benchmarks.logits_table`: the table of README.md and docs/logits.md that is cross_entropy.csv's.
+
+It stands between two comments; what is between is written anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+
+from .docs_tables import markdown
+from .report import REPOSITORY
+
+CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "cross_entropy.csv"
+DOCUMENTS = ("README.md", "docs/logits.md")
+BEGIN, END = "<!-- cross_entropy.csv -->\n", "<!-- end of cross_entropy.csv -->"
+NAMES = {
+    "ours": "flce_ops",
+    "ours_in_place": "in place",
+    "torch_compile": "torch.compile",
+    "liger": "Liger",
+    "quack_in_place": "QuACK, in place",
+}
+Rows = Sequence[dict[str, str]]
+
+
+def table(rows: Rows) -> str:
+    """ms and share of a copy's bandwidth, the shortest of a line in bold."""
+    timed = {(shape_of(row), row["provider"]): row for row in rows if row["ms"]}
+    names = {provider: name for provider, name in NAMES.items() if any(key[1] == provider for key in timed)}
+    body = []
+    for shape in dict.fromkeys(shape for shape, _ in timed):
+        copy, shortest = timed[shape, "copy"], min(float(timed[shape, p]["ms"]) for p in names if (shape, p) in timed)
+        cells = [figures(timed.get((shape, provider)), copy, shortest) for provider in names]
+        body.append((shape, f"{float(copy['ms']):.2f}", *cells))
+    return f"{where(rows)}\n\n{markdown(['', 'a copy', *names.values()], body)}"
+
+
+def shape_of(row: dict[str, str]) -> str:
+    return f"{row['N']}x{row['V']} {row['dtype']}"
+
+
+def figures(row: dict[str, str] | None, copy: dict[str, str], shortest: float) -> str:
+    if row is None:
+        return ""
+    mark = "**" if float(row["ms"]) == shortest else ""
+    host = f", {float(row['host_us']):.0f} us" if row.get("host_us") else ""
+    return f"{mark}{float(row['ms']):.2f}{mark}, {float(row['GBps']) / float(copy['GBps']):.0%}{host}"
+
+
+def where(rows: Rows) -> str:
+    versions = {NAMES[row["provider"]]: row["version"] for row in rows if NAMES.get(row["provider"]) and row["ms"]}
+    versions = {name.removesuffix(", in place"): version for name, version in versions.items() if name != "in place"}
+    text = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "flce_ops")
+    older = "" if "host_us" in rows[0] else " Of that run, older than --ahead-ms, the host's time is in ms."
+    return f"Commit {rows[0]['commit']}, torch {rows[0]['torch']}; {text}.{older}"
+
+
+def written(text: str, rows: Rows) -> str:
+    """A document with its table made of the rows."""
+    block = f"{BEGIN}\n{table(rows)}\n\n{END}"
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
+
+
+def rows_of_csv() -> list[dict[str, str]]:
+    with CSV.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> None:
+    for document in DOCUMENTS:
+        path = REPOSITORY / document
+        path.write_text(written(path.read_text(), rows_of_csv()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`python -m benchmarks.training_plot CSV`: a PNG of what `python -m benchmarks.training` wrote, and of nothing else.
+
+Left: training loss, a line a run. Middle: what it is above that of the exact run of the same seed, so on the same
+batches, a line a setting: the mean over seeds and over 100 steps. Right: the same of held-out losses at the end, a dot
+a run, over all tokens and over those of rare classes; grey: the range of the exact runs themselves, about their mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from .plot import OTHERS, OURS
+from .training_table import EXACT, LABELS
+
+COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
+SMOOTH = 5  # points
+LOSSES = {"held_out_loss": "all tokens", "rare_loss": "rarest 10 %", "rarest_loss": "rarest 1 %"}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(plt, path: Path):
+    runs = [row for row in rows_of(path) if row["held_out_loss"] and not row["reason"]]
+    settings = [name for name in LABELS if any(row["setting"] == name for row in runs)]
+    curves = {(row["setting"], row["seed"]): ([], []) for row in runs}
+    for row in rows_of(path.with_name(f"{path.stem}_curves.csv")):
+        if row["loss"] and (row["setting"], row["seed"]) in curves:
+            steps, losses = curves[row["setting"], row["seed"]]
+            steps.append(int(row["step"]))
+            losses.append(float(row["loss"]))
+    figure, (left, middle, ends) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for name in settings:
+        above = []
+        for (setting, seed), (steps, losses) in curves.items():
+            if setting == name:
+                left.plot(steps, losses, linewidth=0.8, color=COLOURS[name])
+                exact = curves.get((EXACT, seed), ((), ()))[1]
+                if name != EXACT and len(exact) == len(losses):
+                    above.append([loss - other for loss, other in zip(losses, exact, strict=True)])
+        left.plot([], [], color=COLOURS[name], label=LABELS[name])
+        if above:
+            means = [fmean(values) for values in zip(*above, strict=True)]
+            smooth = [fmean(means[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(means))]
+            middle.plot(steps, smooth, color=COLOURS[name])
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
+    left.set_ylabel("training loss, nats a token")
+    left.legend(fontsize=8)
+    middle.axhline(0, color="black", linewidth=0.8)
+    middle.set_ylabel("training loss above the exact run's")
+    for axes in (left, middle):
+        axes.set_xlabel("steps")
+        axes.grid(alpha=0.25)
+
+    others = [name for name in settings if name != EXACT]
+    for i, column in enumerate(LOSSES):
+        exact = {row["seed"]: float(row[column]) for row in runs if row["setting"] == EXACT}
+        mean = fmean(exact.values())
+        spread = [value - mean for value in exact.values()]
+        ends.bar(i, max(spread) - min(spread), 0.9, min(spread), color="#dddddd", zorder=0)
+        for j, name in enumerate(others):
+            above = [
+                float(row[column]) - exact[row["seed"]]
+                for row in runs
+                if row["setting"] == name and row["seed"] in exact
+            ]
+            x = i + (j - (len(others) - 1) / 2) * 0.8 / len(others)
+            ends.plot([x] * len(above), above, "o", markersize=5, color=COLOURS[name])
+    ends.axhline(0, color="black", linewidth=0.8)
+    ends.set_xticks(range(len(LOSSES)), LOSSES.values())
+    ends.set_ylabel("held-out loss above the exact run's")
+    ends.grid(alpha=0.25, axis="y")
+    first = runs[0]
+    figure.suptitle(
+        f"{int(first['parameters']) / 1e6:.0f}M parameters, D = {first['D']}, V = {first['V']},"
+        f" {first['steps']} steps of {first['step_tokens']} tokens; {first['gpu']}, {first['commit']}",
+        fontsize=9,
+    )
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    parser = argparse.ArgumentParser("python -m benchmarks.training_plot", description=__doc__)
+    parser.add_argument("csv", type=Path)
+    path = parser.parse_args(argv).csv
+    written = path.with_suffix(".png")
+    draw(plt, path).savefig(written, dpi=140)
+    return written
+
+
+if __name__ == "__main__":
+    print(main())

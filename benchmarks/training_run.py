@@ -1,0 +1,200 @@
+"""One training run of `python -m benchmarks.training`: a setting of the head's gradient and a seed.
+
+The same seed gives the same first weights and batches in every setting; the loss is exact in all of them, so what
+differs is the gradient of the head's input and weight.
+
+    exact                                   linear_cross_entropy
+    unbiased_12, unbiased_10, unbiased_8    the same with gradient_threshold 2^-12, 2^-10, 2^-8, a fresh seed a step
+    cce                                     Apple's cut cross-entropy, its filter as it comes
+    tiles_12, drop_12                       linear_cross_entropy with that filter; with entries below 2^-12 dropped
+
+Rare are the classes that hold the rarest tenth of the training tokens, rarest those of the rarest hundredth; the losses
+of both are means over the held-out tokens of these classes.
+
+B sequences of T tokens, N tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import flce_ops
+
+from .entries import entries_kept
+from .llama import Llama, LlamaSize
+from .trained import operands, train, windows, write
+
+SETTINGS: dict[str, dict[str, object]] = {  # options of linear_cross_entropy
+    "exact": {},
+    "unbiased_12": {"gradient_threshold": 2.0**-12},
+    "unbiased_10": {"gradient_threshold": 2.0**-10},
+    "unbiased_8": {"gradient_threshold": 2.0**-8},
+    "cce": {},
+    "tiles_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "tiles"},
+    "drop_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "drop"},
+}
+RARE, RAREST = 0.1, 0.01  # of the training tokens
+COUNTS = (0, 10, 100, 1000, 10_000, 100_000)  # in the training text: where groups of classes begin
+THRESHOLDS = (-8, -10, -12)
+COUNTED_ROWS = 1024  # held-out tokens whose kept entries are counted
+
+
+class Trainee(nn.Module):
+    """forward(tokens, target) -> mean loss, the head's gradient as the setting has it."""
+
+    def __init__(self, model: Llama, setting: str, draws: Tensor) -> None:
+        super().__init__()
+        self.model, self.setting = model, setting
+        self.draws = draws  # () int64: another number in every step
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        # rounded here, so that all settings start from the same operands
+        input = self.model.hidden_states(tokens).flatten(0, 1).bfloat16()
+        linear_weight, target = self.model.head.weight.bfloat16(), target.flatten()
+        if self.setting == "cce":
+            from cut_cross_entropy import linear_cross_entropy
+
+            return linear_cross_entropy(input, linear_weight, target)
+        options = dict(SETTINGS[self.setting])
+        if self.setting.startswith("unbiased"):
+            options["gradient_seed"] = self.draws.add_(1)
+        return flce_ops.linear_cross_entropy(input, linear_weight, target, **options)
+
+
+class Rarity(NamedTuple):
+    """Of classes, by how often they occur in the training text."""
+
+    counts: Tensor  # (V,) int64
+    rare: Tensor  # (V,) bool
+    rarest: Tensor
+
+    def groups(self) -> Iterator[tuple[int, Tensor]]:
+        """The least count of a group, and its classes, (V,) bool."""
+        for least, above in zip(COUNTS, (*COUNTS[1:], torch.inf), strict=True):
+            yield least, (self.counts >= least) & (self.counts < above)
+
+
+def rarity_of(tokens: Tensor, vocabulary: int) -> Rarity:
+    counts = torch.bincount(tokens, minlength=vocabulary)
+    ordered, classes = counts.sort(stable=True)
+    share = (ordered.cumsum(0) / tokens.shape[0])[classes.argsort()]  # of the tokens, up to and with the class
+    return Rarity(counts, share <= RARE, share <= RAREST)
+
+
+@torch.no_grad()
+def held_out_losses(model: Llama, tokens: Tensor, size: LlamaSize, most: int) -> tuple[Tensor, Tensor]:
+    """Of each token in sequences side by side, up to `most`: loss and target, (N,) each."""
+    sequences = max(1, min(tokens.shape[0] - 1, most) // size.context)
+    losses, targets = [], []
+    for starts in (torch.arange(sequences) * size.context).split(size.sequences):
+        read, target = windows(tokens, starts, size.context)
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            hidden = model.hidden_states(read).bfloat16()
+        loss = flce_ops.linear_cross_entropy(hidden, model.head.weight.bfloat16(), target, reduction="none")
+        losses.append(loss.flatten())
+        targets.append(target.flatten())
+    return torch.cat(losses), torch.cat(targets)
+
+
+def mean_of(losses: Tensor, chosen: Tensor) -> float | None:
+    return losses[chosen].mean().item() if chosen.any() else None
+
+
+class Run(NamedTuple):
+    setting: str
+    seed: int
+    tokens: Path  # *.safetensors: training and held_out, int32
+    size: LlamaSize
+    steps: int
+    rate: float  # the highest learning rate
+    evaluate: int  # steps between held-out losses
+    held_out: int  # tokens, at most
+    compile: bool
+    operands: Path | None  # folder for the head's operands, before training and after
+    operand_rows: int
+
+
+def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict], None]) -> None:
+    """Sends a point of the curve every LOGGED steps, then what the run came to."""
+    from safetensors.torch import load_file
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = chosen.size
+    tokens = load_file(chosen.tokens, device=str(device))
+    rarity = rarity_of(tokens["training"], size.vocab)
+    torch.manual_seed(chosen.seed)
+    model = Llama(size, fused_head=True).to(device)
+    if chosen.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+
+    def losses_by_rarity() -> dict[str, float | None]:
+        losses, targets = held_out_losses(model, tokens["held_out"], size, chosen.held_out)
+        return {
+            "held_out_loss": losses.mean().item(),
+            "rare_loss": mean_of(losses, rarity.rare[targets]),
+            "rarest_loss": mean_of(losses, rarity.rarest[targets]),
+        }
+
+    def entries() -> dict[str, float]:
+        some = operands(model, tokens["held_out"], size, COUNTED_ROWS)
+        return {f"entries_{-log}": entries_kept(**some, threshold=2.0**log) for log in THRESHOLDS}
+
+    def keep_operands(name: str, **facts: object) -> None:
+        if chosen.operands:
+            found = operands(model, tokens["held_out"], size, chosen.operand_rows)
+            path = chosen.operands / f"{name}.safetensors"
+            write(path, found, setting=chosen.setting, seed=chosen.seed, **facts)
+
+    keep_operands("initial")
+    send({"step": 0} | losses_by_rarity() | entries())
+    times: list[float] = []  # seconds a step
+    at, since = 0, time.perf_counter()
+
+    def log(step: int, loss: float) -> None:
+        nonlocal at, since
+        times.append((time.perf_counter() - since) / (step - at))
+        evaluated = losses_by_rarity() | entries() if step % chosen.evaluate == 0 or step == chosen.steps else {}
+        send({"step": step, "loss": loss} | evaluated)
+        at, since = step, time.perf_counter()
+
+    draws = torch.tensor(chosen.seed << 32, device=device)
+    trainee = Trainee(model, chosen.setting, draws)
+    steps, loss = train(
+        trainee,
+        tokens["training"],
+        size,
+        seconds=seconds,
+        steps=chosen.steps,
+        highest=chosen.rate,
+        seed=chosen.seed,
+        log=log,
+    )
+    keep_operands("trained", steps=steps)
+    losses, targets = held_out_losses(model, tokens["held_out"], size, chosen.held_out)
+    send(
+        {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "steps": steps,
+            "step_ms": 1e3 * statistics.median(times),
+            "loss": loss,
+            "groups": [
+                {
+                    "least_count": least,
+                    "classes": int(classes.sum()),
+                    "tokens": int(classes[targets].sum()),
+                    "held_out_loss": mean_of(losses, classes[targets]),
+                }
+                for least, classes in rarity.groups()
+            ],
+        }
+        | losses_by_rarity()
+    )

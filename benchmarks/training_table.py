@@ -1,0 +1,98 @@
+"""`python -m benchmarks.training_table`: writes anew the tables of docs/numerics.md that are of training runs.
+
+Of training.csv and training_counts.csv, between <!-- training: NAME --> and <!-- end of NAME -->:
+
+losses    a line a setting: the range over its runs, and of the differences from the exact run of the same seed
+counts    the mean of those differences, by how often a class occurs in the training text
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from .docs_tables import markdown
+from .report import REPOSITORY
+
+FOLDER = REPOSITORY / "benchmarks" / "results" / "nvidia-h200"
+DOCUMENT = "docs/numerics.md"
+EXACT = "exact"
+LABELS = {
+    EXACT: "exact",
+    "unbiased_12": "unbiased, $2^{-12}$",
+    "unbiased_10": "unbiased, $2^{-10}$",
+    "unbiased_8": "unbiased, $2^{-8}$",
+    "cce": "Apple's CCE, its filter",
+    "tiles_12": "tiles, $2^{-12}$",
+    "drop_12": "drop, $2^{-12}$",
+}
+Rows = Sequence[dict[str, str]]
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (FOLDER / f"{name}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["held_out_loss"]]
+
+
+def above_exact(rows: Rows, setting: str, column: str) -> list[float]:
+    """Of each run, over the exact one of the same seed."""
+    exact = {row["seed"]: float(row[column]) for row in rows if row["setting"] == EXACT}
+    return [
+        float(row[column]) - exact[row["seed"]] for row in rows if row["setting"] == setting and row["seed"] in exact
+    ]
+
+
+def between(values: Sequence[float], form: str) -> str:
+    return " to ".join(dict.fromkeys(format(end(values), form) for end in (min, max)))
+
+
+def losses(runs: Rows) -> str:
+    body = []
+    for name, label in LABELS.items():
+        of_setting = [row for row in runs if row["setting"] == name]
+        if of_setting:
+            held_out = between([float(row["held_out_loss"]) for row in of_setting], ".3f")
+            step = f"{median(float(row['step_ms']) for row in of_setting):.1f}"
+            cells = [label, str(len(of_setting)), step, held_out]
+            for column, form in (("held_out_loss", "+.3f"), ("rare_loss", "+.3f"), ("rarest_loss", "+.2f")):
+                exact = between([float(row[column]) for row in of_setting], form.replace("+", ""))
+                cells.append(exact if name == EXACT else between(above_exact(runs, name, column), form))
+            body.append([*cells[:4], "" if name == EXACT else cells[4], *cells[5:]])
+    heading = ["", "runs", "step, ms", "held-out loss", "over exact", "rarest tenth", "rarest hundredth"]
+    return markdown(heading, body)
+
+
+def counts(groups: Rows) -> str:
+    least = sorted({int(row["least_count"]) for row in groups} - {0})
+    heading = [f"{count:,} to {10 * count:,}" for count in least[:-1]] + ["more"]
+    body = []
+    for name, label in LABELS.items():
+        if any(row["setting"] == name for row in groups):
+            of_count = [[row for row in groups if int(row["least_count"]) == count] for count in least]
+            if name == EXACT:
+                exact = [[float(row["held_out_loss"]) for row in some if row["setting"] == EXACT] for some in of_count]
+                cells = [f"{fmean(values):.2f}" for values in exact]
+            else:
+                cells = [f"{fmean(above_exact(some, name, 'held_out_loss')):+.3f}" for some in of_count]
+            body.append([label, *cells])
+    return markdown(["", *heading], body)
+
+
+def written(text: str) -> str:
+    """The document with its tables made of the CSVs."""
+    for name, table in (("losses", losses(rows_of("training"))), ("counts", counts(rows_of("training_counts")))):
+        begin, end = f"<!-- training: {name} -->\n", f"<!-- end of {name} -->"
+        block = f"{begin}\n{table}\n\n{end}"
+        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, block=block: block, text, flags=re.DOTALL)
+    return text
+
+
+def main() -> None:
+    path = REPOSITORY / DOCUMENT
+    path.write_text(written(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
