@@ -16,7 +16,14 @@ from flce_ops.aten.logits import (
     softmax_gradient,
     upcast,
 )
-from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
+from flce_ops.aten.sparse_gradients import (
+    SparseAccumulator,
+    draws_of,
+    matrices_for_keeping,
+    multiple_of,
+    needs_exact,
+    whole_tiles,
+)
 from flce_ops.math.shards import target_columns
 from flce_ops.math.sparse_gradient import Draws
 from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
@@ -50,6 +57,7 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
     linear_bias, weight = upcast(linear_bias, call.lse.dtype), upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
+    in_block += matrices_for_keeping(call)
     # the user's sum; a half one, too, is added to in float32 over several chunks
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
     sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)

@@ -16,6 +16,8 @@ from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 
 # N tokens, n rows of a chunk, V vocabulary
 
+PARTS = 8  # rows take turns: keep_entries needs eight times what it is given, integers of 64 bits for an entry
+
 Call = WithGrad | VocabParallelWithGrad | Backward
 
 
@@ -31,6 +33,11 @@ def draws_of(call: Call) -> tuple[Draws, ...]:
 def needs_exact(call: Call) -> bool:
     sparse = call.sparse.products(call.output_mask)
     return any(sparse) and list(sparse) != call.output_mask[:2]
+
+
+def matrices_for_keeping(call: Call) -> int:
+    """Beside the block that entries are kept of."""
+    return int(any(call.sparse.products(call.output_mask)))
 
 
 def whole_tiles(call: Call, rows: int) -> int:
@@ -69,8 +76,12 @@ class SparseAccumulator(GradientAccumulator):
         slope = slope if self.logit_scale is None else slope * self.logit_scale
         if self.sparse.gradient_mode == "tiles":
             keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
-        else:
-            keep_entries(grad_logits, slope, self.sparse, self.draws.of(rows), self.shard)
+            return
+        draws, count = self.draws.of(rows), grad_logits.shape[0]
+        at_once = count // PARTS + 1  # the same on all ranks of a shard, which meet in each
+        for start in range(0, count, at_once):
+            part = slice(start, start + at_once)
+            keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part), self.shard)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         if self.exact is None:

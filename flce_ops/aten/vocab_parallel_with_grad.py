@@ -16,7 +16,7 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
-from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, needs_exact
+from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, matrices_for_keeping, needs_exact
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.math.sparse_gradient import Draws, Shard
 from flce_ops.meta.arguments import VocabParallelWithGrad, takes
@@ -49,7 +49,7 @@ def vocab_parallel_with_grad_of_rows(
     own_statistics = statistics_of_shard(call.statistics, losses)
     largest_shard = shard_rows(call.vocab_size, call.ranks)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    matrices += needs_exact(call)
+    matrices += needs_exact(call) + matrices_for_keeping(call)
     step = rows_beside_gradients(input, largest_shard, output_mask[1], matrices=matrices)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step)

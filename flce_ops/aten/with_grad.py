@@ -18,7 +18,14 @@ from flce_ops.aten.logits import (
     weighted_logits,
 )
 from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
-from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, multiple_of, needs_exact, whole_tiles
+from flce_ops.aten.sparse_gradients import (
+    SparseAccumulator,
+    draws_of,
+    matrices_for_keeping,
+    multiple_of,
+    needs_exact,
+    whole_tiles,
+)
 from flce_ops.math.loss import terms_of_tokens, weight_of_slots
 from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
@@ -43,7 +50,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
-    beside = extra_matrices(call.statistics)
+    beside = extra_matrices(call.statistics) + matrices_for_keeping(call)
     step = rows_of_chunk(
         call,
         call.operands,
