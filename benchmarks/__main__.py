@@ -42,11 +42,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prior", default=None, choices=("shuffled", "ordered"), help="over the token ids; shuffled")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=400, help="back-to-back time of a provider in a round")
+    parser.add_argument("--ms", type=float, default=None, help="back-to-back time of a provider in a round; 400")
     parser.add_argument("--quick", action="store_true", help="two rounds of 200 ms, no autotuning")
     parser.add_argument("--budget-s", type=float, default=500, help="no new shape once these seconds are spent")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--name", default="run", help="of the CSV")
+    parser.add_argument("--name", default=None, help="of the CSV; run, of --loads loads")
     parser.add_argument("--device", default=None, help="cuda, or cpu at toy size")
     parser.add_argument("--seed", type=int, default=None, help="of the data; fresh when not given")
     parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
@@ -58,6 +58,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--loads has its own shapes and data: leave out --shapes, --prior and --data")
     if options.data and not options.data.exists():
         parser.error(f"no file {options.data}: python -m benchmarks.trained makes one")
+    options.name = options.name or ("loads" if options.loads else "run")
+    options.ms = options.ms or (100 if options.loads else 400)
     if options.quick:
         options.rounds, options.ms = min(options.rounds, 2), min(options.ms, 200)
     return options

@@ -420,8 +420,7 @@ def newer_options(case: Case) -> dict:
     if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
         new["sparse"] = ""
     elif case.sparse:
-        new |= {"label_smoothing": 0.0, "softcap": None, "main_grad": "", "learnt": ""}
-        new["reduction"] = "sum" if case.reduction == "none" else case.reduction
+        new |= {"main_grad": "", "learnt": ""}
     if not special or case.mode not in BUFFER_MODES:
         new["main_grad"] = ""
     elif case.main_grad and not case.sparse:

@@ -129,15 +129,22 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
 
     if product.requires_grad:
         product.register_hook(kept)
-    z = factor * (product if "bias" not in at else product + at["bias"])
+    u = product if "bias" not in at else product + at["bias"]
+    cap = None if case.softcap is None else case.softcap / case.temperature
+    z = factor * u if cap is None else cap * exact_tanh(factor * u / cap)
     lse = torch.logsumexp(z, -1)
     if lse.requires_grad:
         lse.register_hook(lambda gradient: slopes.append(gradient))
     classes = torch.where(valid, at["target"], 0).long()
-    losses = lse - z.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
-    of_classes = at["class_weight"].to(z.dtype)[classes] if "class_weight" in at else torch.ones_like(losses)
-    count = torch.where(valid, of_classes, 0.0).sum()
-    return reduced(case, of_classes * losses + case.z_loss * lse.square(), at, count)
+    of_classes = at["class_weight"].to(z.dtype) if "class_weight" in at else z.new_ones(case.V)
+    of_target = of_classes[classes]
+    losses = (1.0 - case.label_smoothing) * of_target * (lse - z.gather(-1, classes.unsqueeze(-1)).squeeze(-1))
+    if case.label_smoothing:
+        losses = losses + case.label_smoothing * (of_classes.mean() * lse - (of_classes * z).mean(-1))
+    count = torch.where(valid, of_target, 0.0).sum()
+    if "class_weight" in at:
+        count = torch.where(count == 0.0, torch.nan, count)
+    return reduced(case, losses + case.z_loss * lse.square(), at, count)
 
 
 def logits(
@@ -198,7 +205,7 @@ def reduced(case: Case, losses: Tensor, at: Tensors, count: Tensor) -> Tensor:
     if "token_weight" in at:
         weight = at["token_weight"]
         if not weight.requires_grad:  # those of weight 0 are left out, infinite losses too
-            losses = torch.where(weight == 0.0, 0.0, losses)
+            losses = torch.where((weight == 0.0) & ~losses.isfinite(), 0.0, losses)
         losses = losses * torch.where(valid, weight, 0.0)
     if case.reduction == "none":
         return losses
