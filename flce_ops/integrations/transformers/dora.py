@@ -2,9 +2,7 @@
 
     logits_j = c_j (x . W_j + h . B_j) + b_j        c_j = m_j / ||W_j + s (B A)_j||        h = s x A^T
 
-The norm is a constant to the gradients, as in PEFT, and made without the merged weight:
-
-    ||W_j + s (B A)_j||^2 = ||W_j||^2 + 2 s B_j . (W A^T)_j + s^2 B_j (A A^T) B_j^T
+The norm is a constant to the gradients, as in PEFT, and made without the merged weight (flce_ops/aten/row_norms.py).
 """
 
 import sys
@@ -13,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import chunk_product
-from flce_ops.math.precision import accumulation_dtype
+from flce_ops.aten.row_norms import merged_row_norms
 from flce_ops.support.torch_private import hooks_on_the_output
 
-# D hidden, V vocabulary, r rank of the adapter
+# V vocabulary
 
 
 def is_dora(variant: object) -> bool:
@@ -43,18 +40,4 @@ def why_not_a_scale(head: Any, adapter: str, active: list[str]) -> str | None:
 def class_scale(head: Any, adapter: str) -> Tensor:  # (V,)
     magnitude = head.lora_magnitude_vector[adapter].weight
     down, up = head.lora_A[adapter].weight, head.lora_B[adapter].weight
-    return magnitude / merged_norms(head.base_layer.weight, down, up, head.scaling[adapter])
-
-
-@torch.no_grad()
-def merged_norms(
-    linear_weight: Tensor,  # (V, D)
-    down: Tensor,  # (r, D), A
-    up: Tensor,  # (V, r), B
-    scaling: float,
-) -> Tensor:  # (V,) in the accumulation dtype
-    dtype = accumulation_dtype(linear_weight.dtype)
-    of_weight = torch.linalg.vector_norm(linear_weight, dim=1, dtype=dtype).square()
-    cross = chunk_product(linear_weight, down.to(linear_weight.dtype)).to(dtype)  # (V, r), W A^T
-    a, b = down.to(dtype), scaling * up.to(dtype)
-    return (of_weight + (b * (2.0 * cross + b @ (a @ a.T))).sum(1)).sqrt()
+    return magnitude / merged_row_norms(head.base_layer.weight, down, up, head.scaling[adapter])
