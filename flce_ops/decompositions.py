@@ -203,7 +203,6 @@ def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: T
     return grad_logits.scatter_add(1, torch.where(here, column - classes.start, 0), torch.where(here, values, 0.0))
 
 
-@functional
 def refuse_sparse(call: Backward | WithGrad) -> None:
     if call.sparse.gradient_threshold:
         raise NotImplementedError(
@@ -211,6 +210,7 @@ def refuse_sparse(call: Backward | WithGrad) -> None:
         )
 
 
+@functional
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
     refuse_sparse(call)

@@ -42,6 +42,7 @@ VIEWS = (
     aten.select.int,
     aten.slice.Tensor,
     aten.unbind.int,
+    aten.unsqueeze.default,
     aten.view.default,
     aten.view.dtype,
 )
