@@ -5,17 +5,15 @@ Each stands between <!-- objectives: NAME --> and <!-- end of NAME -->; what is 
 
 from __future__ import annotations
 
-import csv
-import re
 from collections.abc import Callable, Sequence
 
+from .document_tables import Rows, markdown, put_between, rows_of_csv
 from .modes import KINDS, METRICS
 from .report import REPOSITORY
 
 CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "objectives.csv"
 DOCUMENTS = {"README.md": ("times", "errors"), "docs/performance.md": ("marks",)}  # and their tables
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
-Rows = Sequence[dict[str, str]]
 Step = tuple[str, str, str]  # mode, provider, dtype
 
 
@@ -80,11 +78,6 @@ def found(rows: Rows, shape: str, step: Step) -> dict[str, str] | None:
 def ratio(rows: Rows, shape: str, step: Step, beside: Step) -> str:
     over, under = found(rows, shape, step), found(rows, shape, beside)
     return f"{float(over['ms']) / float(under['ms']):.3f}" if over and under else ""
-
-
-def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *body]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
 def marks(rows: Rows) -> str:
@@ -169,21 +162,14 @@ TABLES: dict[str, Callable[[Rows], str]] = {"times": times, "marks": marks, "err
 def written(text: str, rows: Rows) -> str:
     """A document with its tables made of the rows."""
     for name, table in TABLES.items():
-        begin, end = f"<!-- objectives: {name} -->\n", f"<!-- end of {name} -->"
-        block = f"{begin}\n{table(rows)}\n\n{end}"
-        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, block=block: block, text, flags=re.DOTALL)
+        text = put_between(text, f"<!-- objectives: {name} -->", f"<!-- end of {name} -->", table(rows))
     return text
-
-
-def rows_of_csv() -> list[dict[str, str]]:
-    with CSV.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def main() -> None:
     for document in DOCUMENTS:
         path = REPOSITORY / document
-        path.write_text(written(path.read_text(), rows_of_csv()))
+        path.write_text(written(path.read_text(), rows_of_csv(CSV)))
 
 
 if __name__ == "__main__":

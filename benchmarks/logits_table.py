@@ -5,16 +5,12 @@ It stands between two comments; what is between is written anew.
 
 from __future__ import annotations
 
-import csv
-import re
-from collections.abc import Sequence
-
-from .docs_tables import markdown
+from .document_tables import Rows, markdown, put_between, rows_of_csv
 from .report import REPOSITORY
 
 CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "cross_entropy.csv"
 DOCUMENTS = ("README.md", "docs/logits.md")
-BEGIN, END = "<!-- cross_entropy.csv -->\n", "<!-- end of cross_entropy.csv -->"
+BEGIN, END = "<!-- cross_entropy.csv -->", "<!-- end of cross_entropy.csv -->"
 NAMES = {
     "ours": "flce_ops",
     "ours_in_place": "in place",
@@ -22,7 +18,6 @@ NAMES = {
     "liger": "Liger",
     "quack_in_place": "QuACK, in place",
 }
-Rows = Sequence[dict[str, str]]
 
 
 def table(rows: Rows) -> str:
@@ -59,19 +54,13 @@ def where(rows: Rows) -> str:
 
 def written(text: str, rows: Rows) -> str:
     """A document with its table made of the rows."""
-    block = f"{BEGIN}\n{table(rows)}\n\n{END}"
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
-
-
-def rows_of_csv() -> list[dict[str, str]]:
-    with CSV.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return put_between(text, BEGIN, END, table(rows))
 
 
 def main() -> None:
     for document in DOCUMENTS:
         path = REPOSITORY / document
-        path.write_text(written(path.read_text(), rows_of_csv()))
+        path.write_text(written(path.read_text(), rows_of_csv(CSV)))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ counts    the mean of those differences, by how often a class occurs in the trai
 
 from __future__ import annotations
 
-import csv
-import re
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from .docs_tables import markdown
+from .document_tables import Rows, markdown, put_between, rows_of_csv
 from .report import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks" / "results" / "nvidia-h200"
@@ -28,12 +26,10 @@ LABELS = {
     "tiles_12": "tiles, $2^{-12}$",
     "drop_12": "drop, $2^{-12}$",
 }
-Rows = Sequence[dict[str, str]]
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    with (FOLDER / f"{name}.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["held_out_loss"]]
+    return [row for row in rows_of_csv(FOLDER / f"{name}.csv") if row["held_out_loss"]]
 
 
 def above_exact(rows: Rows, setting: str, column: str) -> list[float]:
@@ -83,9 +79,7 @@ def counts(groups: Rows) -> str:
 def written(text: str) -> str:
     """The document with its tables made of the CSVs."""
     for name, table in (("losses", losses(rows_of("training"))), ("counts", counts(rows_of("training_counts")))):
-        begin, end = f"<!-- training: {name} -->\n", f"<!-- end of {name} -->"
-        block = f"{begin}\n{table}\n\n{end}"
-        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, block=block: block, text, flags=re.DOTALL)
+        text = put_between(text, f"<!-- training: {name} -->", f"<!-- end of {name} -->", table)
     return text
 
 

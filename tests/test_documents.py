@@ -282,9 +282,9 @@ def test_errors_of_the_documents_are_the_csvs(document, heading, shapes):
 
 def test_tables_of_the_other_objectives_are_made_of_one_run():
     """After another run: python -m benchmarks.docs_tables."""
-    from benchmarks import docs_tables, objectives
+    from benchmarks import docs_tables, document_tables, objectives
 
-    rows = docs_tables.rows_of_csv()
+    rows = document_tables.rows_of_csv(docs_tables.CSV)
     assert len({row["commit"] for row in rows}) == 1
     for shape in objectives.SHAPES.split(","):
         for dtype, mode, provider in objectives.units_of("*"):
@@ -298,11 +298,12 @@ def test_tables_of_the_other_objectives_are_made_of_one_run():
 
 def test_tables_of_given_logits_are_made_of_the_csv():
     """After another run: python -m benchmarks.logits_table."""
-    from benchmarks import logits_table
+    from benchmarks import document_tables, logits_table
 
+    rows = document_tables.rows_of_csv(logits_table.CSV)
     for document in logits_table.DOCUMENTS:
         text = text_of(document)
-        assert logits_table.BEGIN in text and logits_table.written(text, logits_table.rows_of_csv()) == text
+        assert logits_table.BEGIN in text and logits_table.written(text, rows) == text
 
 
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
