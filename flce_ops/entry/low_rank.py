@@ -15,7 +15,7 @@ from flce_ops.entry.arguments import OP, check_arguments
 from flce_ops.entry.plain import loss_and_statistics, reduction_in_operator, token_factors_are_equal, token_losses
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import pair_in_one_pass
