@@ -10,46 +10,26 @@ import torch
 from torch import Tensor
 
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
-from flce_ops.ops.formula import Formula, save, saved, wanted
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
-NAMES = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")  # in the order of the output_mask
 
-
-class LowRankWithGradFormula(Formula):
-    """loss; the other results carry no gradient."""
-
+class LowRankWithGradFormula(MadeInForward):
     arguments = LowRankWithGrad
     op = "linear_cross_entropy_low_rank_with_grad"
+    made = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")
 
     @classmethod
     def check(cls, op, values):
         if values[cls.arguments.index["linear_weight"]].requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{op._schema.name}: linear_weight gets no gradient here; pass it detached")
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        save(ctx, inputs, *output[1:])
-
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return LowRankWithGrad.gradients()
-        call, (losses, *made) = saved(ctx, LowRankWithGrad)
-        *needs, needs_row_scale = wanted(ctx, LowRankWithGrad, *NAMES, "row_scale")
-        if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
-            gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
-            gradients = of_pair(call, gradients)
-        else:
-            leaf = next((getattr(call.operands, name) for name, need in zip(NAMES, needs) if need), losses)
-            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-        by_name = {name: gradient if need else None for name, gradient, need in zip(NAMES, gradients, needs)}
-        return LowRankWithGrad.gradients(**by_name, row_scale=losses * grad_loss if needs_row_scale else None)
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
+        return of_pair(call, gradients), losses
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:

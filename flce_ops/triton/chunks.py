@@ -8,7 +8,7 @@ from flce_ops.meta.arguments import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.gemm_operands import fits_tma
-from flce_ops.triton.input_gradient import MOST_PARTS
+from flce_ops.triton.parts import MOST_PARTS
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary

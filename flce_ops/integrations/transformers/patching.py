@@ -18,7 +18,8 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.read_head import Head, read_head
+from flce_ops.integrations.transformers.logit_steps import Head
+from flce_ops.integrations.transformers.read_head import read_head
 from flce_ops.integrations.transformers.trainer import announce_predictions
 
 Model = nn.Module | type[PreTrainedModel]
