@@ -8,9 +8,9 @@
     grad_input[rows]    = G @ linear_weight     in float32, rounded once; its parts where t was    input_gradient.py
 
 All three operators are this loop: forward makes no G, backward knows what rows add up to. The first four lines are done
-for a part of a chunk at a time, because the teacher's logits are of no use once there is G: 4096 tokens of 151936
-classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A teacher's probabilities
-are read where they are.
+for a part of a chunk at a time (kl_div_cut.py), because the teacher's logits are of no use once there is G: 4096 tokens
+of 151936 classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A teacher's
+probabilities are read where they are.
 """
 
 from typing import NamedTuple
@@ -21,27 +21,21 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.options import LogitOptions
-from flce_ops.math.shards import shard_rows
 from flce_ops.support.exchange import all_reduce
-from flce_ops.support.workspace import matrix_bytes
-from flce_ops.triton.chunks import MULTIPLE, TOKEN_BYTES, product_bytes, slices, small_bytes
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
 from flce_ops.triton.gather_rows import launch_gather_rows
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.kl_div_cut import RowCut, cut_rows, fits_in_logits, row_numbers, stored_dtype
 from flce_ops.triton.parts import float32_memory
 from flce_ops.triton.row_divergence import count_of_sums
 from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
-from flce_ops.triton.target import tiles_for, weight_tiles_for
-from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
+from flce_ops.triton.target import tiles_for
+from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n rows of a chunk or part, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles
-
-ROW_ALIGNMENT = 16  # numbers between rows of logits: 16 bytes of them are read at a time whatever V is
-# Of a part, where a chunk is to have more: fewer starve the logits' GEMMs, and read the weights more often.
-PART_ROWS = 512
 
 
 class KnownRows(NamedTuple):
@@ -64,70 +58,9 @@ def run_chunks(
     """The chunks it took."""
     cut = cut_rows(operands, options, gradients)
     step = KlDivStep(operands, options, kept, gradients, cut)
-    for chunk in cut.chunks:
-        step.run(chunk, results, scale, known)
+    for chunk, parts in zip(cut.chunks, cut.parts, strict=True):
+        step.run(chunk, parts, results, scale, known)
     return cut.chunks
-
-
-class RowCut(NamedTuple):
-    chunks: list[slice]
-    part: int  # rows of a chunk whose logits exist in two matrices at a time
-    product_bytes: int  # workspace for float32 products with linear_weight
-
-
-def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowCut:
-    """In multiples of 128; the same on all ranks that share a vocabulary, whatever their shard.
-
-    G of a chunk is kept for the GEMMs of the gradients, which want many rows; the teacher's logits are those of a part.
-    """
-    input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
-    (tokens, hidden), size = input.shape, input.dtype.itemsize
-    classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
-    of_chunk = row_numbers(classes) * size
-    if gradients.input is None:
-        of_chunk += hidden * input.dtype.itemsize
-    of_both = 1 if teacher_input is None else 2
-    of_tile = 4 * (count_of_sums(options.kind) + of_both)  # its sums and maxima
-    of_part = of_tile * triton.cdiv(classes, tiles_for(input).block_n)
-    # grad_input's products wait where the teacher's logits were
-    reserved = small_bytes() if teacher_input is None else small_bytes() // 8
-    if teacher_input is not None:
-        of_part += row_numbers(classes) * size
-        if not fits_in_logits(teacher_input, classes, size):
-            of_part += teacher_input.shape[1] * teacher_input.dtype.itemsize
-    if gradients.linear_weight is not None:
-        reserved += sum_bytes(classes, hidden, weight_tiles_for(gradients.linear_weight))
-    left = matrix_bytes(tokens, TOKEN_BYTES) - reserved
-    part = rows = tiles_of(left, of_chunk + of_part)
-    if rows < tokens and teacher_input is not None and any(gradient is not None for gradient in gradients):
-        part = min(rows, PART_ROWS)
-        rows = tiles_of(left - part * of_part, of_chunk)
-    chunks = slices(tokens, rows)
-    longest = chunks[0].stop
-    if rows > part:
-        part = tiles_of(left - longest * of_chunk, of_part)
-    return RowCut(chunks, min(part, longest), product_bytes(rows, longest, classes, hidden, size))
-
-
-def tiles_of(memory: int, row_bytes: int) -> int:
-    """Rows that fit: a multiple of 128, at least 128."""
-    return max(memory // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-
-
-def stored_dtype(input: Tensor, softcap: Tensor | None) -> torch.dtype:
-    """Of logits."""
-    if input.dtype == torch.float16 and softcap is None:
-        return torch.int16  # fixed_point.py, of logits that have a maximum
-    return torch.float16 if input.dtype.itemsize == 2 else input.dtype
-
-
-def row_numbers(classes: int) -> int:
-    return triton.cdiv(classes, ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def fits_in_logits(teacher_input: Tensor, classes: int, size: int) -> bool:
-    """Whether the teacher's rows can wait where the student's logits will be."""
-    return teacher_input.shape[1] * teacher_input.dtype.itemsize <= row_numbers(classes) * size
 
 
 class KlDivStep:
@@ -147,22 +80,29 @@ class KlDivStep:
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
         self.tile = tiles_for(input).block_n
-        rows, dtype, stride = cut.chunks[0].stop, stored_dtype(input, options.softcap), row_numbers(self.classes)
-        self.logits = input.new_empty(rows * stride, dtype=dtype)  # of the student; then G
-        self.teacher_logits = self.teacher_rows = None
-        if teacher_input is not None:
-            self.teacher_logits = input.new_empty(cut.part * stride, dtype=dtype)
-            if not fits_in_logits(teacher_input, self.classes, dtype.itemsize):
-                self.teacher_rows = teacher_input.new_empty(cut.part * teacher_input.shape[1])
-        self.apart = input.new_empty(rows, hidden) if self.grad_input is None else None
+        dtype = stored_dtype(input, options.softcap)
+        # of the student, then G; behind them the teacher's
+        self.logits = input.new_empty(cut.rows * row_numbers(self.classes), dtype=dtype)
+        self.teacher_rows = None
+        if teacher_input is not None and not fits_in_logits(teacher_input, self.classes, dtype.itemsize):
+            most = max(part.stop - part.start for parts in cut.parts for part in parts)
+            self.teacher_rows = teacher_input.new_empty(most * teacher_input.shape[1])
+        self.apart = input.new_empty(cut.chunks[0].stop, hidden) if self.grad_input is None else None
         self.weight_gradient = None if grad_weight is None else WeightGradient(grad_weight, chunks=len(cut.chunks))
 
-    def run(self, chunk: slice, results: RowResults, scale: RowScale | None, known: KnownRows | None) -> None:
+    def run(
+        self,
+        chunk: slice,
+        parts: list[slice],
+        results: RowResults,
+        scale: RowScale | None,
+        known: KnownRows | None,
+    ) -> None:
         kept, n = self.kept.of(chunk), chunk.stop - chunk.start
         tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
         launch_gather_rows(kept, self.operands.input, tokens)
         logits = matrix(self.logits, n, self.classes)
-        for part in slices(n, self.cut.part):
+        for part in parts:
             self.run_part(kept.of(part), tokens[part], logits[part], results, scale, known)
         if scale is not None:
             gradient = matrix(self.logits.view(tokens.dtype), n, self.classes)
@@ -203,7 +143,8 @@ class KlDivStep:
             launch_gather_rows(kept, operands.teacher_input, teacher_tokens)
             teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
             models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
-            matrices.append(matrix(self.teacher_logits, n, self.classes))
+            last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
+            matrices.append(matrix(last_rows, n, self.classes))
         matrices_of_tiles = len(models) + count_of_sums(options.kind)
         per_tile = tokens.new_empty(matrices_of_tiles, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
         softmaxes = [
@@ -252,8 +193,9 @@ class KlDivStep:
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: where the teacher's logits were, later rows of grad_input, or what the workspace has left."""
-        if self.teacher_logits is not None:
-            return float32_memory(self.teacher_logits)
+        if self.operands.teacher_input is not None:
+            rows = chunk.stop - chunk.start
+            return float32_memory(self.logits[rows * row_numbers(self.classes) :])
         later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
         return later if later.shape[0] >= numbers else later.new_empty(numbers)
 
