@@ -1,4 +1,4 @@
-"""A small Llama under FSDP2, the same work per GPU, head by us or by F.cross_entropy: part of benchmarks.distributed."""
+"""A small Llama under FSDP2, the same work per GPU, its head by us or by F.cross_entropy: of benchmarks.distributed."""
 
 from __future__ import annotations
 
