@@ -56,7 +56,7 @@ RANK_ONE_IN_TRITON = Condition(  # whatever the sizes, which ranks may not share
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
-UNSCALED = Condition("no class_scale", lambda s: not s.class_scale)
+UNCAPPED_CLASSES = Condition("no class_scale under a softcap", lambda s: not (s.class_scale and s.softcap))
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
@@ -194,7 +194,7 @@ KERNELS = {
     "linear_cross_entropy_low_rank_with_grad": (
         Path(
             "triton",
-            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNSCALED),
+            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
             "flce_ops.triton.low_rank_with_grad:launch_low_rank_with_grad",
         ),
         Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),
