@@ -135,7 +135,7 @@ LOSS = {
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
     ),
     "a scalar loss of a head with a low-rank pair": (
-        Path("one pass", (FROZEN, *OF_OPERANDS), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path("one pass", (FROZEN, *MADE_IN_FORWARD), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
         Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
     ),
     "a scalar loss of given logits": (
