@@ -136,6 +136,11 @@ LOSS = {
     ),
     "a scalar loss of a head with a low-rank pair": (
         Path("one pass", (FROZEN, *MADE_IN_FORWARD), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path(
+            "recompute",
+            (FROZEN, NO_FUNCTORCH),
+            why="..._low_rank_with_grad for the losses: 1 pass; backward calls it for the gradients, 2 more",
+        ),
         Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
     ),
     "a scalar loss of given logits": (
@@ -263,14 +268,14 @@ def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor
     return choose(LOSS["a scalar loss of a policy"], situation).name == "one pass"
 
 
-def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
-    """Whether a scalar loss of a head with a low-rank pair has an operator of its own."""
+def path_of_pair(operands: LowRankOperands, **known) -> str:
+    """How a scalar loss of a head with a low-rank pair makes its gradients."""
     input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
         wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias, class_scale))),
         trains_weight=needs_gradient(linear_weight),
     )
-    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name == "one pass"
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
