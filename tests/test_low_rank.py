@@ -12,7 +12,7 @@ from reference_loss import error, reference_loss
 from torch.autograd.graph import save_on_cpu
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
@@ -138,6 +138,16 @@ def test_nothing_of_the_weights_size_is_made():
     with FlopCounterMode(display=False) as counter:  # once for the losses, once for their gradients
         call.loss(reduction="none").sum().backward()
     assert counter.get_total_flops() == 2 * 16 * 600 * (3 * 64 + 4 * RANK)
+
+
+def test_a_selective_checkpoint_keeps_the_losses():
+    call = Call((16, 64, 600), bias=False)
+    call.target.fill_(1)
+    keep = functools.partial(create_selective_checkpoint_contexts, flce_ops.SAC_SAVE_OPS)
+    for context, passes in ({}, 4), ({"context_fn": keep}, 3):
+        with FlopCounterMode(display=False) as counter:
+            checkpoint(call.loss, use_reentrant=False, **context).backward()
+        assert counter.get_total_flops() == 2 * 16 * 600 * (passes * 64 + (passes + 1) * RANK)
 
 
 SITUATIONS = {  # how forward is called, and options

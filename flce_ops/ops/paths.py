@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
 from flce_ops.meta.arguments import Arguments
-from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, needs_gradient, situation_of
+from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.vendor import device_name, made_by_nvidia
 
@@ -270,12 +270,7 @@ def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor
 
 def path_of_pair(operands: LowRankOperands, **known) -> str:
     """How a scalar loss of a head with a low-rank pair makes its gradients."""
-    input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
-        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias, class_scale))),
-        trains_weight=needs_gradient(linear_weight),
-    )
-    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], pair_situation(operands, **known)).name
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
