@@ -89,7 +89,7 @@ def test_smoothing_under_a_softcap_recomputes_where_triton_would(options, op, re
     assert flce_ops.last_path().op == f"linear_cross_entropy_{op}"
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": True}, SMOOTHED_AND_CAPPED, {"class_scale": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, SMOOTHED_AND_CAPPED, {"class_scale": 1}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frozen_head_with_a_pair_is_copied_under_transforms_alone(dtype, options):
     """On an NVIDIA GPU too; without a copy there is the pair's own operator."""
