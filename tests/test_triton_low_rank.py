@@ -84,6 +84,21 @@ def test_rows_whose_target_is_unlikely_are_rescued(poisoned_memory):
         assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-6, name
 
 
+def test_classes_of_a_small_scale_or_none(poisoned_memory):
+    """Whose logits cannot be read from what the GEMMs take."""
+    call = Call(
+        (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True, "logit_scale": 0.7}
+    )
+    with torch.no_grad():
+        call.class_scale += 0.5
+        call.class_scale[1:130:9] *= torch.logspace(-12, -1, 15, device=call.class_scale.device)
+        call.class_scale[5:9] = 0.0
+    exact, plain = results(call.in_dtype(torch.float64), Call.dense), results(call, Call.dense)
+    for name, ours, theirs, truth in zip(("loss", *call.names), launched(call, [True] * 5), plain, exact, strict=True):
+        assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-7, name
+        assert name != "class_scale" or error(ours[5:9], truth[5:9]) <= 2 * error(theirs[5:9], truth[5:9]) + 5e-7
+
+
 def test_no_token_at_all_counts(poisoned_memory):
     call = Call(
         (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"reduction": "sum", "class_scale": True}

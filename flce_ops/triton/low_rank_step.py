@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from flce_ops.triton.chunks import small_bytes
-from flce_ops.triton.class_scale_gradient import logit_products
+from flce_ops.triton.class_scale_gradient import gradient_of_scale, logit_products
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_rows import launch_gather_rows
 from flce_ops.triton.input_gradient import MOST_PARTS, Pieces
-from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.low_rank_pair import Pair
 from flce_ops.triton.one_pass_step import OnePassStep
 
@@ -36,7 +35,7 @@ class LowRankStep(OnePassStep):
         super().__init__(*arguments)
         self.of_pair = of_pair
         self.pair = Pair(*of_pair.operands[:2], class_scale)
-        # sums over tokens of c_j G_ij, and of that times the logit in base 2
+        # sums over tokens of c_j G_ij, and logit_products
         self.gradient_sum = self.product_sum = None
         if class_scale is not None and want_scale:
             self.gradient_sum, self.product_sum = torch.zeros(2, *class_scale.shape, device=class_scale.device).unbind()
@@ -52,7 +51,8 @@ class LowRankStep(OnePassStep):
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         if self.product_sum is not None:
             ((_, piece),), factor = pieces, finished.weight_factor
-            self.product_sum += logit_products(piece, self.pair.class_scale, factor, self.reference, tokens)
+            operands = rows, self.operands.linear_weight, self.pair_of_chunk
+            self.product_sum += logit_products(piece, *operands, factor, self.reference, tokens)
             if self.operands.linear_bias is not None:
                 self.gradient_sum += weighted_column_sum(piece, factor, tokens.kept)
         return tokens, finished
@@ -69,11 +69,5 @@ class LowRankStep(OnePassStep):
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
 
     def scale_gradient(self) -> Tensor:  # (V,) float32
-        """class_scale_gradient.py says of what."""
-        class_scale, linear_bias, logit_scale = self.pair.class_scale, self.operands.linear_bias, self.logit_options[1]
-        products = self.product_sum * LN2.value
-        if logit_scale is not None:
-            products /= logit_scale
-        if linear_bias is not None:
-            products -= linear_bias * self.gradient_sum
-        return products / class_scale.square()
+        sums, logit_scale = (self.product_sum, self.gradient_sum), self.logit_options.logit_scale
+        return gradient_of_scale(*sums, self.pair.class_scale, self.operands.linear_bias, logit_scale)

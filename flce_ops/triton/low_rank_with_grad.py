@@ -10,6 +10,7 @@ from flce_ops.meta.arguments import LowRankWithGrad, takes
 from flce_ops.meta.low_rank import Outputs, with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
+from flce_ops.triton.class_scale_gradient import away_from_zero
 from flce_ops.triton.cut import best_cut, problem_of
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
@@ -32,7 +33,7 @@ def launch_low_rank_with_grad(call: LowRankWithGrad) -> Outputs:
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
     pair = even_rank(pair_input), even_rank(pair_weight)
     made = [even_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
-    class_scale = None if class_scale is None else class_scale.float().contiguous()
+    class_scale = None if class_scale is None else away_from_zero(class_scale)
     call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias, class_scale=class_scale)
     call.reduction = Reduction(row_scale, call.reduction.denominator)
     in_range = target.new_empty((), dtype=torch.bool)
