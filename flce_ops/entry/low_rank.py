@@ -28,7 +28,7 @@ from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, quotient
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import path_of_pair

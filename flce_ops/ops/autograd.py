@@ -2,7 +2,7 @@
 
 forward            saves its arguments, lse, retained logits                 <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar:
-                                                                                with_grad_autograd.py
+                                                                                made_in_forward.py
 backward           saves its arguments                                       <- double_backward
 double_backward    saves its arguments but the first three, in which         <- their change along a direction;
                    it is linear                                                 third derivatives are refused

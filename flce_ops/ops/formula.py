@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flce_ops.math.options import NUMBERS
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
 

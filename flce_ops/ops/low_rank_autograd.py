@@ -15,74 +15,64 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
-from flce_ops.ops.formula import Formula, save, saved, wanted
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.formula import saved, wanted
+from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
-NAMES = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")  # in the order of the output_mask
 
-
-class LowRankWithGradFormula(Formula):
-    """loss, and where the mask asks for nothing losses; the other results carry no gradient."""
-
+class LowRankWithGradFormula(MadeInForward):
     arguments = LowRankWithGrad
     op = "linear_cross_entropy_low_rank_with_grad"
+    made = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")
 
     @classmethod
     def check(cls, op, values):
         if values[cls.arguments.index["linear_weight"]].requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{op._schema.name}: linear_weight gets no gradient here; pass it detached")
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        made_in_forward = any(inputs[LowRankWithGrad.index["output_mask"]])
-        ctx.mark_non_differentiable(*output[1 if made_in_forward else 2 :])
-        save(ctx, inputs, *output[1:])
-
-    @staticmethod
-    def backward(ctx, grad_loss, grad_losses, *_):
-        if grad_loss is None and grad_losses is None:
-            return LowRankWithGrad.gradients()
-        call, (losses, *made) = saved(ctx, LowRankWithGrad)
-        *needs, needs_row_scale = wanted(ctx, LowRankWithGrad, *NAMES, "row_scale")
-        if torch.is_grad_enabled() or not any(call.output_mask):  # create_graph: the saved gradients have no graph
-            gradients, losses = made_in_backward(call, needs, losses, grad_loss, grad_losses)
-        else:
-            leaf = next((getattr(call.operands, name) for name, need in zip(NAMES, needs) if need), losses)
-            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-        by_name = {name: gradient if need else None for name, gradient, need in zip(NAMES, gradients, needs)}
-        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
-        return LowRankWithGrad.gradients(**by_name, row_scale=grad_row_scale)
-
-
-def made_in_backward(
-    call: LowRankWithGrad,
-    mask: list[bool],
-    losses: Tensor,  # (N,)
-    grad_loss: Tensor | None,  # ()
-    grad_losses: Tensor | None,  # (N,)
-) -> tuple[Sequence[Tensor], Tensor]:
-    """The five gradients, and the losses: under create_graph as functions of the operands."""
-    slope = grad_losses
-    if grad_loss is not None:
-        slope = call.reduction.scale_of_tokens(call.operands.target != call.ignore_index, losses.dtype) * grad_loss
-        slope = slope if grad_losses is None else slope + grad_losses
-    call.reduction, call.output_mask = Reduction(slope), mask
-    if torch.is_grad_enabled():
-        gradients, losses = differentiable_gradients(concatenated(call), None)
+    @classmethod
+    def made_again(cls, call, grad_loss=None):
+        gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
         return of_pair(call, gradients), losses
-    _, _, *made = torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        super().setup_context(ctx, inputs, output)
+        if not any(inputs[cls.arguments.index["output_mask"]]):
+            ctx.mark_non_differentiable(*output[2:])
+
+    @classmethod
+    def backward(cls, ctx, grad_loss, grad_losses, *_):
+        if any(ctx.constants[cls.arguments.index["output_mask"]]):
+            return super().backward(ctx, grad_loss)
+        if grad_loss is None and grad_losses is None:
+            return cls.arguments.gradients()
+        call, (losses, *_) = saved(ctx, cls.arguments)
+        *needs, needs_row_scale = wanted(ctx, cls.arguments, *cls.made, "row_scale")
+        valid = call.operands.target != call.ignore_index
+        slope = torch.zeros_like(losses) if grad_losses is None else grad_losses
+        if grad_loss is not None:
+            slope = slope + call.reduction.scale_of_tokens(valid, losses.dtype) * grad_loss
+        call.reduction, call.output_mask = Reduction(slope), needs
+        gradients, losses = (cls.made_again if torch.is_grad_enabled() else made_in_backward)(call)
+        by_name = {name: gradient if need else None for name, gradient, need in zip(cls.made, gradients, needs)}
+        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+        return cls.arguments.gradients(**by_name, row_scale=grad_row_scale)
+
+
+def made_in_backward(call: LowRankWithGrad) -> tuple[Sequence[Tensor], Tensor]:
+    """The gradients, and the losses (N,)."""
+    _, losses, *gradients = torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
         *call.operands,
         *call.reduction,
         ignore_index=call.ignore_index,
         **call.loss._asdict(),
         **call.logits._asdict(),
-        output_mask=mask,
+        output_mask=call.output_mask,
     )
-    return made, losses
+    return gradients, losses
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.vendor import device_name, made_by_nvidia

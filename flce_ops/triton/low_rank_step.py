@@ -17,9 +17,10 @@ from flce_ops.triton.class_scale_gradient import gradient_of_scale, logit_produc
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_rows import launch_gather_rows
-from flce_ops.triton.input_gradient import MOST_PARTS, Pieces
+from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.low_rank_pair import Pair
 from flce_ops.triton.one_pass_step import OnePassStep
+from flce_ops.triton.parts import MOST_PARTS
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from flce_ops.math.loss import class_weight_of
 from flce_ops.math.options import LowRankOperands, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import LowRankWithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.low_rank import Outputs, with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
