@@ -140,7 +140,7 @@ def errors_of(loss: Tensor, problem: Problem, reference: Reference) -> Errors:
     )
 
 
-def poison(device: torch.device) -> None:
+def poison(device: torch.device, at_most: int = 24 << 30) -> None:
     """Leaves NaN in the memory that the next step's torch.empty will be given, so that an output nobody wrote shows.
 
     CUDA only: there the caching allocator hands out the blocks that were just freed."""
@@ -150,6 +150,6 @@ def poison(device: torch.device) -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     nan = {"fill_value": float("nan"), "dtype": torch.bfloat16, "device": device}  # two of them are a float32 NaN
-    large = torch.full((min(free // 2, 24 << 30) // 2,), **nan)
+    large = torch.full((min(free // 2, at_most) // 2,), **nan)
     small = [torch.full((1 << 18,), **nan) for _ in range(64)]  # 512 KiB each: the allocator's pool of small blocks
     del large, small

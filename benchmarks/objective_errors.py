@@ -1,240 +1,230 @@
-"""python -m benchmarks.objective_errors: every objective's error against float64, ours beside plain torch's, one table.
+"""python -m benchmarks.objective_errors: every objective's error against float64, ours beside plain torch's.
 
-    python -m benchmarks.objective_errors                                      # -> results/GPU/objective_errors.md
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.objective_errors    # and with the vocabulary sharded
+    python -m benchmarks.objective_errors                                      # -> results/GPU/objective_errors.csv
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.objective_errors    # its rows of a sharded vocabulary
+    python -m benchmarks.tables                                                # docs/numerics.md, from the CSVs
 
-Modes, data and float64 references are those of the other benchmarks, at a small shape: ||out - truth|| / ||truth||, the
-mean over DRAWS problems. Plain torch is the dense formula, eager, its logits in the operands' dtype, then float32.
+||out - truth|| / ||truth|| of results and both gradients, for a problem of data.py. Plain torch is the dense formula,
+eager, its logits in the operands' dtype, then float32. float16 has a loss scale of 4096 (data.py). Each row is in the
+CSV as soon as it is made, by one of several processes: most of their time is compilation.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 
-from . import providers
-from .data import Problem, Teacher, make_problem
-from .errors import Reference, errors_of, make_reference, poison
-from .modes import KINDS, METRICS, MODES, Mode, prepare
-from .objectives import Unit, compile_first
-from .report import environment, say
+from .data import Problem, make_problem
+from .errors import poison
+from .objective_formulas import Objective, Results, metrics_of_dense, metrics_of_ours, objectives_of
+from .report import Environment, KeepingReport, environment, say
 from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 
 # N tokens, D hidden, V vocabulary
 
 SHAPES = {"cpu": "256x96x1009", "cuda": "2048x1024x32003"}
-DRAWS = 2
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OBJECTIVES = {
-    "fwd_bwd": "class indices",
-    "smoothing": "label smoothing",
-    "softcap": "softcap",
-    "softcap_smoothing": "label smoothing, softcap",
-    "soft64": "64 soft targets",
-    "policy": "policy",
-    "none": "losses per token",
-    "log_probs": "log-probabilities, entropies",
-    **{f"kl_{kind}": f"divergence, {kind}" for kind in KINDS},
+SEED = 0
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PATHS = {  # of one process, and what they are measured in
+    "eager": DTYPES,  # losses per token with their logits retained
+    "checkpointed": (torch.bfloat16,),  # logits made twice
+    "compiled": (torch.bfloat16,),
 }
-# path: provider, dtypes. "sharded" is `ours` on DTensors
-PATHS = {
-    "eager": ("ours", DTYPES),
-    "logits made twice": ("ours_recompute", (torch.bfloat16,)),
-    "compiled": ("ours_compiled", (torch.bfloat16,)),
-    "sharded": ("ours", (torch.bfloat16,)),
-}
-VALUES = tuple(name for name in METRICS if name not in ("token_accuracy", "is_top1", "argmax"))
-Errors = tuple[float, ...]  # of loss, dX, dW
+SHARDED = "sharded"  # the vocabulary over all ranks, each of which has all tokens
+Errors = tuple[float, float | None, float | None]  # of results, dX, dW
+Task = tuple[int, str, torch.dtype]  # which objective, the metrics behind the last one; path; dtype
+POISONED = 1 << 30  # bytes, of each process
 
 
-def local_rank() -> int | None:
-    """None without torchrun."""
-    rank = os.environ.get("LOCAL_RANK")
-    return None if rank is None else int(rank)
+@dataclass
+class ErrorRow(Environment):
+    N: int
+    D: int
+    V: int
+    dtype: str
+    objective: str
+    path: str
+    kernel: str  # triton or aten
+    ranks: int
+    err_value: float
+    err_dx: float | None
+    err_dw: float | None
+    torch_value: float
+    torch_dx: float | None
+    torch_dw: float | None
 
 
-# ---------------------------------------------------------------- a step's errors
+def distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    found, truth = (torch.cat([part.detach().flatten().double() for part in parts]) for parts in (found, truth))
+    return float((found - truth).norm() / truth.norm())
 
 
-def errors_in(provide: Callable[[], Callable], problem: Problem, reference: Reference, whole: Callable) -> Errors:
-    step = provide()
-    problem.clear_gradients()
-    poison(problem.linear_weight.device)
-    loss = whole(step())
-    leaves = {name: getattr(problem, name) for name in ("input", "linear_weight")}
-    found = SimpleNamespace(**{name: SimpleNamespace(grad=whole(leaf.grad)) for name, leaf in leaves.items()})
-    problem.clear_gradients()
-    return tuple(errors_of(loss, found, reference))
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def sharded(problem: Problem) -> Problem:
-    """The vocabulary over all ranks, each of which has all tokens."""
+def gradients_of(results: Results, problem: Problem, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Of a scalar the loss scale comes from above, of losses per token numbers of either sign."""
+    total: Tensor | float = 0.0
+    for result in results:
+        above = problem.loss_scale
+        if result.dim():
+            above = problem.cotangent if result.dim() == 1 else problem.cotangent[:, None] / result.shape[1]
+        total = total + (result * above).sum()
+    return torch.autograd.grad(total, leaves)
+
+
+def errors_in(step: Callable[..., Results], problem: Problem, x: Tensor, w: Tensor, truth: Results) -> Errors:
+    poison(problem.input.device, POISONED)
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, w)]
+    results = tuple(whole(result) for result in step(*leaves))
+    found = [whole(gradient) for gradient in gradients_of(results, problem, *leaves)]
+    values, *gradients = truth
+    return distance(results, values), *(distance([f], [t]) for f, t in zip(found, gradients, strict=True))
+
+
+def truth_of(objective: Objective, problem: Problem) -> tuple[Results, Tensor, Tensor]:
+    x, w = (leaf.detach().double().requires_grad_() for leaf in (problem.input, problem.linear_weight))
+    results = objective.dense(x @ w.T)
+    return results, *gradients_of(results, problem, x, w)
+
+
+def on_path(objective: Objective, path: str) -> Callable[..., Results]:
+    if path == "checkpointed":
+        return lambda x, w: checkpoint(objective.ours, x, w, use_reentrant=False)
+    if path == "compiled":
+        return torch.compile(objective.ours, fullgraph=True, dynamic=False)
+    return objective.ours
+
+
+def lines(task: Task, shape: Shape, device: torch.device, here: Environment) -> list[ErrorRow]:
+    one_compilation_per_shape()
+    number, path, dtype = task
+    problem = make_problem(shape, dtype=dtype, device=device, seed=SEED)
+    ranks = dist.get_world_size() if path == SHARDED else 1
+    rows = []
+    for name, kernel, ours, plain in errors_of(number, path, problem):
+        of_shape = (*shape, str(dtype).removeprefix("torch."), name, path, kernel, ranks)
+        rows.append(ErrorRow(**vars(here), **dict(zip(FIELDS, (*of_shape, *ours, *plain), strict=True))))
+    return rows
+
+
+FIELDS = [name for name in ErrorRow.__dataclass_fields__ if name not in Environment.__dataclass_fields__]
+
+
+def errors_of(number: int, path: str, problem: Problem) -> Iterator[tuple[str, str, Errors, Errors]]:
+    """What is compared, the kernel, ours and plain torch's; nothing of what does not take this path."""
+    x, w = problem.input, problem.linear_weight
+    place = sharded if path == SHARDED else as_they_are
+    objectives = list(objectives_of(problem, place))
+    if number == len(objectives):
+        yield from metric_errors(problem) if path == "eager" else ()
+        return
+    objective = objectives[number]
+    if path == SHARDED and not objective.takes_shards:
+        return
+    truth = truth_of(objective, problem)
+    ours = errors_in(on_path(objective, path), problem, *place(x, w), truth)
+    kernel = flce_ops.last_path().implementation
+
+    def dense(x: Tensor, w: Tensor) -> Results:
+        return objective.dense((x @ w.T).float())
+
+    yield objective.name, kernel, ours, errors_in(dense, problem, x, w, truth)
+
+
+def metric_errors(problem: Problem) -> Iterator[tuple[str, str, Errors, Errors]]:
+    x, w = problem.input.detach(), problem.linear_weight.detach()
+    found = metrics_of_ours(x, w, problem)
+    plain, exact = (metrics_of_dense(z, problem) for z in ((x @ w.T).float(), x.double() @ w.double().T))
+    kernel, kept = flce_ops.last_path().implementation, problem.kept
+
+    def error(values: dict[str, Tensor], name: str) -> Errors:
+        return distance([values[name][kept].double()], [exact[name][kept]]), None, None
+
+    for name in found:
+        yield f"`{name}`", kernel, error(found, name), error(plain, name)
+
+
+def sharded(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh(problem.input.device.type, (dist.get_world_size(),))
-
-    def placed(tensor: Tensor, placement: Shard | Replicate) -> Tensor:
-        return distribute_tensor(tensor.detach(), mesh, [placement])
-
-    teacher = problem.teacher
-    if teacher is not None:
-        teacher = Teacher(placed(teacher.input, Replicate()), placed(teacher.linear_weight, Shard(0)))
-    return replace(
-        problem,
-        input=placed(problem.input, Replicate()),
-        linear_weight=placed(problem.linear_weight, Shard(0)),
-        cotangent=placed(problem.cotangent, Replicate()),
-        teacher=teacher,
-    )
+    mesh = init_device_mesh(input.device.type, (dist.get_world_size(),))
+    return distribute_tensor(input, mesh, [Replicate()]), distribute_tensor(linear_weight, mesh, [Shard(0)])
 
 
-def draws(path: str, dtype: torch.dtype, mode: Mode, shape: Shape, device: torch.device) -> tuple[Errors, Errors]:
-    """Mean errors, ours and plain torch's."""
-    sums = torch.zeros(2, 3, dtype=torch.float64)
-    for seed in range(DRAWS):
-        problem = make_problem(shape, dtype=dtype, device=device, seed=seed)
-        prepare(problem, mode)
-        reference = make_reference(problem, mode)  # which draws the teacher, and what a policy knows
-
-        def whole(tensor: Tensor) -> Tensor:
-            return tensor
-
-        placed = problem
-        if path == "sharded":
-            placed = sharded(problem)
-            prepare(placed, mode)
-
-            def whole(tensor: Tensor) -> Tensor:
-                return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-        for row, on, provider, as_whole in (
-            (0, placed, PATHS[path][0], whole),
-            (1, problem, "torch_eager", lambda tensor: tensor),
-        ):
-            sums[row] += torch.tensor(
-                errors_in(lambda on=on, p=provider: providers.provide(p, on, mode), on, reference, as_whole)
-            )
-    mine, plain = (sums / DRAWS).tolist()
-    return tuple(mine), tuple(plain)
+def as_they_are(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
+    return input, linear_weight
 
 
-# ---------------------------------------------------------------- by-products
+def measured(
+    tasks: Sequence[Task], shape: Shape, device: torch.device, here: Environment, processes: int
+) -> Iterator[list[ErrorRow]]:
+    if not processes:
+        yield from (lines(task, shape, device, here) for task in tasks)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each process would start as many as there are cores
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(lines, task, shape, device, here) for task in tasks]):
+            yield done.result()
 
 
-@torch.no_grad()
-def metric_values(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By plain torch, of logits in the operands' dtype or in float64."""
-    x, weight = problem.input, problem.linear_weight
-    z = x.double() @ weight.double().T if dtype == torch.float64 else (x @ weight.T).float()
-    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
-    return {
-        "lse": lse,
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "mean_logit": z.mean(-1),
-        "z_loss": 1e-4 * lse.square(),
-    }
+def join_ranks(device: torch.device) -> None:
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
-def metric_lines(shape: Shape, device: torch.device) -> Iterator[tuple[str, ...]]:
-    for dtype in DTYPES:
-        problem = make_problem(shape, dtype=dtype, device=device, seed=0)
-        operands = (problem.input, problem.linear_weight, problem.target)
-        found = flce_ops.linear_cross_entropy(*operands, z_loss=1e-4, return_metrics=VALUES)[1]
-        plain, exact = (metric_values(problem, d) for d in (dtype, torch.float64))
-        for name in VALUES:
-            truth = exact[name][problem.kept]
-            errors = [float((v[name][problem.kept].double() - truth).norm() / truth.norm()) for v in (found, plain)]
-            yield name_of(dtype), f"`{name}`", "eager", cell(*errors), "", ""
-
-
-# ---------------------------------------------------------------- the table
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def cell(mine: float, plain: float) -> str:
-    return f"{mine:.1e} / {plain:.1e}"
-
-
-def paths() -> list[str]:
-    return [path for path in PATHS if path != "sharded" or dist.is_initialized()]
-
-
-def lines(shape: Shape, device: torch.device) -> Iterator[tuple[str, ...]]:
-    for name, title in OBJECTIVES.items():
-        for path in paths():
-            for dtype in PATHS[path][1]:
-                try:
-                    mine, plain = draws(path, dtype, MODES[name], shape, device)
-                except providers.Unavailable:
-                    continue
-                yield name_of(dtype), title, path, *map(cell, mine, plain)
-
-
-def compile_all(shape: Shape, device: torch.device, options: argparse.Namespace) -> None:
-    made = [
-        Unit(dtype, MODES[name], provider)
-        for name in OBJECTIVES
-        for path, (provider, dtypes) in PATHS.items()
-        for dtype in dtypes
-        if path != "sharded"
-    ]
-    compile_first([shape], made, device, options)
-
-
-def main(argv: Sequence[str] | None = None) -> Path | None:
+def main(argv: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser("python -m benchmarks.objective_errors", description=__doc__)
     parser.add_argument("--shape", default=None, help="NxDxV")
-    parser.add_argument("--processes", type=int, default=10, help="that compile at a time beforehand")
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)  # what they compile for
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 18))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default=None, help="to note, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    rank, device = local_rank(), torch.device(options.device)
-    one_compilation_per_shape()
+    device, of_ranks = torch.device(options.device), "LOCAL_RANK" in os.environ
     (shape,) = parse_shapes(options.shape or SHAPES[device.type])
-    if options.processes and not rank:
-        compile_all(shape, device, options)
-    if rank is not None:
-        if device.type == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if of_ranks:
+        join_ranks(device)
+    first = not of_ranks or dist.get_rank() == 0
     here = environment(device, options.commit)
-    table = ["| dtype | objective | path | loss or value | dX | dW |", "|---|---|---|---|---|---|"]
-    for line in (*lines(shape, device), *metric_lines(shape, device)):
-        table.append(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |"))
-        if not rank:
-            say(table[-1])
-    ranks = f", {dist.get_world_size()} ranks where it is sharded" if dist.is_initialized() else ""
-    if dist.is_initialized():
+    path = options.out / here.slug / "objective_errors.csv"
+    report = KeepingReport(path, ranks=dist.get_world_size() if of_ranks else 1)
+    toy = make_problem(Shape(8, 8, 64), dtype=torch.float32, device=torch.device("cpu"), seed=SEED)
+    count = 1 + len(list(objectives_of(toy, as_they_are)))
+    paths = {SHARDED: (torch.bfloat16,)} if of_ranks else PATHS
+    tasks = [(number, path, dtype) for path, dtypes in paths.items() for dtype in dtypes for number in range(count)]
+    for rows in measured(tasks, shape, device, here, 0 if of_ranks else options.processes):
+        if first:
+            report.add(rows)
+            for row in rows:
+                say(
+                    f"{row.dtype:9}{row.path:13}{row.kernel:7}{row.err_value:9.1e}/{row.torch_value:8.1e}  "
+                    f"{cell(row.err_dx, row.torch_dx)}  {cell(row.err_dw, row.torch_dw)}  {row.objective}"
+                )
+    if of_ranks:
         dist.destroy_process_group()
-    if rank:
-        return None
-    head = (
-        f"Errors against float64, ours / plain torch, {shape}, on {here.gpu}, torch {here.torch}{ranks}\n"
-        f"(`python -m benchmarks.objective_errors`, commit {here.commit}). float16 with a loss scale of 4096.\n"
-    )
-    path = options.out / here.slug / "objective_errors.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join((head, *table)) + "\n")
-    say(f"-> {path}")
     return path
+
+
+def cell(ours: float | None, plain: float | None) -> str:
+    return "" if ours is None or plain is None else f"{ours:.1e}/{plain:.1e}"
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..report import REPOSITORY
-from . import clients, given_logits, objectives, steps, training
+from . import clients, given_logits, objective_errors, objectives, steps, training
 
 TABLES: dict[str, Callable[[], str]] = {
     **steps.TABLES,
     **objectives.TABLES,
+    **objective_errors.TABLES,
     **given_logits.TABLES,
     **clients.TABLES,
     **training.TABLES,

@@ -1,0 +1,53 @@
+"""The table of every objective's error, objective_errors.csv, of each device that has one."""
+
+from __future__ import annotations
+
+import csv
+
+from ..report import REPOSITORY
+from .markdown import Rows, markdown
+
+NAMES = {"nvidia-h200": "One H200", "amd-epyc": "A CPU"}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def tables() -> str:
+    """What is one GPU's first."""
+    folder, parts = REPOSITORY / "benchmarks" / "results", []
+    for device, name in NAMES.items():
+        path = folder / device / "objective_errors.csv"
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            parts.append(f"{name}, {where(rows)}:\n\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def where(rows: Rows) -> str:
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    ranks = max(int(row["ranks"]) for row in rows)
+    sharded = f", sharded over {ranks}" * (ranks > 1)
+    return "{N}x{D}x{V}, torch {torch}{sharded}, commit {commits}".format(**rows[0], sharded=sharded, commits=commits)
+
+
+def table(rows: Rows) -> str:
+    """dX, dW of gradients, the value alone of metrics: the largest over the paths of a dtype."""
+    body = []
+    for name in dict.fromkeys(row["objective"] for row in rows):
+        cells = []
+        for dtype in DTYPES:
+            of_dtype = [row for row in rows if (row["objective"], row["dtype"]) == (name, dtype)]
+            columns = ("dx", "dw") if of_dtype and of_dtype[0]["err_dx"] else ("value",)
+            cells += [largest(of_dtype, "err", columns), largest(of_dtype, "torch", columns)]
+        body.append((name, *cells))
+    return markdown(["", *(heading for dtype in DTYPES for heading in (dtype, "plain torch"))], body)
+
+
+def largest(rows: Rows, whose: str, columns: tuple[str, ...]) -> str:
+    if not rows:
+        return ""
+    numbers = (max(float(row[f"{whose}_{column}"]) for row in rows) for column in columns)
+    return ", ".join(f"{number:.1e}".replace("e-0", "e-") for number in numbers)
+
+
+TABLES = {"objective errors": tables}
