@@ -2,6 +2,8 @@
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
+import math
+
 import pytest
 import torch
 import triton
@@ -16,6 +18,7 @@ import flce_ops
 from flce_ops.aten import kl_div as aten
 from flce_ops.triton import kl_div as triton_kl_div
 from flce_ops.triton.fixed_point import from_fixed_point, to_fixed_point
+from flce_ops.triton.kl_div_cut import cut_chunk
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -100,6 +103,17 @@ def test_chunks_and_their_parts(nbytes, kind, cut, poisoned_memory):
         assert (flce_ops.last_path().chunks, flce_ops.last_path().rows_per_chunk) == cut
     exact = aten.with_grad(*double(*args), row_scale.double(), **options)
     assert_close(found, exact, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("rows", [100, 128, 1280, 1408, 4000])
+def test_parts_fit_the_memory_of_both_matrices_and_fill_rounds(rows):
+    """Of tiles of 128x256, 132 at a time, at V = 128256; 1408 rows take 42 rounds, 44 in even parts."""
+    for room in sorted({rows + 128, rows + 640, 2 * rows}):
+        parts = cut_chunk(rows, min(room, 2 * rows), 768, 501, 128, 132)
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[-1].stop == rows
+        assert all(part.start % 128 == 0 and 2 * part.stop - part.start <= min(room, 2 * rows) for part in parts)
+    parts = cut_chunk(1408, 2048, 900, 501, 128, 132)
+    assert [math.ceil((part.stop - part.start) / 128 * 501 / 132) for part in parts] == [23, 19]
 
 
 @pytest.mark.parametrize("kind", KINDS)
