@@ -318,7 +318,8 @@ def by_tensor_maps(monkeypatch):
         return builder.create_masked_store(pointers, there, mask, None, None)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
-    monkeypatch.setitem(WEIGHT_TILES, "interpreter", replace(WEIGHT_TILES["interpreter"], tma=True))
+    for name in ("interpreter", "interpreter, at most 32 columns"):
+        monkeypatch.setitem(WEIGHT_TILES, name, replace(WEIGHT_TILES[name], tma=True))
 
 
 @interpreter

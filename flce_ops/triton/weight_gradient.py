@@ -24,6 +24,9 @@ A user's buffer (main_grad) is added to, not written: a tile of it is read, and 
 each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -230,6 +233,28 @@ def weight_gradient_kernel(
                 tl.store(pointer, part, mask=mask)
 
 
+class Part(NamedTuple):
+    """Features whose tiles have one shape."""
+
+    features: slice
+    blocks: slice  # of features, among those of all parts
+    tiles: Tiles
+
+
+def parts_of_features(out: Tensor, tiles_for: Callable[[Tensor], Tiles]) -> list[Part]:
+    """All; or the whole blocks and, where narrower tiles waste less on them, the features behind these."""
+    hidden, tiles = out.shape[1], tiles_for(out)
+    whole = hidden // tiles.block_n
+    behind = whole * tiles.block_n
+    every = Part(slice(0, hidden), slice(0, triton.cdiv(hidden, tiles.block_n)), tiles)
+    if behind in (0, hidden):
+        return [every]
+    narrow = tiles_for(out[:, behind:])
+    if narrow == tiles:
+        return [every]
+    return [Part(slice(0, behind), slice(0, whole), tiles), Part(slice(behind, hidden), slice(whole, whole + 1), narrow)]
+
+
 class WeightGradient:
     """grad_linear_weight of a step of one chunk or of several."""
 
@@ -244,12 +269,12 @@ class WeightGradient:
     ) -> None:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
         self.class_factor, self.outer = outer or (None, None)
-        self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
+        self.parts = parts_of_features(out, main_grad_tiles_for if adds else weight_tiles_for)
         self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
         self.exponents = self.guard = None
         if chunks > 1:
-            num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
-            self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
+            feature_blocks = sum(part.blocks.stop - part.blocks.start for part in self.parts)
+            self.exponents = out.new_empty(feature_blocks, out.shape[0], dtype=torch.uint8)
             self.guard = out.new_empty((), dtype=torch.int32)
 
     def add(
@@ -264,12 +289,16 @@ class WeightGradient:
         live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
-        if self.tiles.tma and not (first or last):
-            self.launch(columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
+        if first:
+            self.first_rows = rows.shape[0]
+        for part in self.parts:
+            self.launch(part, columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
+            if part.tiles.tma and not (first or last):
+                self.launch(part, columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
 
     def launch(
         self,
+        part: Part,
         columns: slice,
         exponentials: Tensor,
         rows: Tensor,
@@ -281,10 +310,9 @@ class WeightGradient:
         marked: bool,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
-        out, total, tiles = self.out[columns], self.sum[columns], self.tiles
+        features, tiles = part.features, part.tiles
+        out, total, rows = self.out[columns, features], self.sum[columns, features], rows[:, features]
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
-        if first:
-            self.first_rows = n
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
@@ -292,7 +320,7 @@ class WeightGradient:
             matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if self.exponents is None else self.exponents[:, columns]
+        exponents = None if self.exponents is None else self.exponents[part.blocks, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
@@ -302,7 +330,7 @@ class WeightGradient:
             exponents,
             self.guard,
             None if self.class_factor is None else self.class_factor[columns],
-            self.outer if first else None,
+            self.outer[features] if first and self.outer is not None else None,
             kept,
             self.blocks,
             live,
