@@ -241,18 +241,17 @@ class Part(NamedTuple):
     tiles: Tiles
 
 
-def parts_of_features(out: Tensor, tiles_for: Callable[[Tensor], Tiles]) -> list[Part]:
-    """All; or the whole blocks and, where narrower tiles waste less on them, the features behind these."""
-    hidden, tiles = out.shape[1], tiles_for(out)
+def parts_of_features(out: Tensor, tiles_of: Callable[[Tensor], Tiles]) -> list[Part]:
+    """All; or the whole blocks, and what is behind them in narrower tiles where that saves time on padding."""
+    (num_classes, hidden), tiles = out.shape, tiles_of(out)
     whole = hidden // tiles.block_n
-    behind = whole * tiles.block_n
-    every = Part(slice(0, hidden), slice(0, triton.cdiv(hidden, tiles.block_n)), tiles)
-    if behind in (0, hidden):
-        return [every]
-    narrow = tiles_for(out[:, behind:])
-    if narrow == tiles:
-        return [every]
-    return [Part(slice(0, behind), slice(0, whole), tiles), Part(slice(behind, hidden), slice(whole, whole + 1), narrow)]
+    behind = slice(whole * tiles.block_n, hidden)
+    narrow = tiles_of(out[:, behind])
+    class_blocks, programs = triton.cdiv(num_classes, tiles.block_m), multiprocessors(out)
+    together, apart, last = (triton.cdiv(class_blocks * count, programs) for count in (whole + 1, whole, 1))
+    if whole and behind.start < hidden and apart + last * narrow.block_n / tiles.block_n < together:
+        return [Part(slice(0, behind.start), slice(0, whole), tiles), Part(behind, slice(whole, whole + 1), narrow)]
+    return [Part(slice(0, hidden), slice(0, triton.cdiv(hidden, tiles.block_n)), tiles)]
 
 
 class WeightGradient:
