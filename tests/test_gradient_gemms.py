@@ -15,15 +15,16 @@ from flce_ops import aten
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.chunks import product_bytes, rows_that_fit
 from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.feature_ranges import feature_ranges
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, Blocks, Steps
 from flce_ops.triton.parts import float32_memory, steps_and_parts
 from flce_ops.triton.spread_rows import launch_spread_rows
-from flce_ops.triton.target_rows import launch_target_rows
 from flce_ops.triton.target import main_grad_tiles_for, weight_tiles_for
+from flce_ops.triton.target_rows import launch_target_rows
 from flce_ops.triton.tiles import INPUT_TILES, WEIGHT_TILES
-from flce_ops.triton.weight_gradient import WeightGradient, parts_of_features, sum_bytes
+from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -147,10 +148,10 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count):
 )
 def test_padding_behind_the_last_block_of_features_is_not_multiplied(v, d, widths, tiles_for):
     out = torch.empty(v, d, dtype=torch.bfloat16, device="meta")
-    parts = parts_of_features(out, tiles_for)
-    assert {p.features.stop - p.features.start: p.tiles.block_n for p in parts} == widths
-    assert parts[-1].features.stop == d
-    assert parts[-1].blocks.stop * v == sum_bytes(v, d, tiles_for(out))
+    ranges = feature_ranges(out, tiles_for)
+    assert {r.features.stop - r.features.start: r.tiles.block_n for r in ranges} == widths
+    assert ranges[-1].features.stop == d
+    assert ranges[-1].blocks.stop * v == sum_bytes(v, d, tiles_for(out))
 
 
 @interpreter
@@ -178,7 +179,7 @@ def test_features_behind_the_last_block_in_narrower_tiles(d, mode):
         exact[128:] = e[:128, 128:].double().T @ x[:128].double()
     chunks = 2 if mode == "scaled by two chunks" else 1
     gradient = WeightGradient(out, chunks=chunks, adds=mode == "main_grad", outer=outer, blocks=blocks)
-    assert [part.features for part in gradient.parts] == [slice(0, d // 64 * 64), slice(d // 64 * 64, d)]
+    assert [span.features for span in gradient.ranges] == [slice(0, d // 64 * 64), slice(d // 64 * 64, d)]
     size = n if chunks == 1 else 96
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))
@@ -349,7 +350,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory adds where tensor maps are")
 @pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
-@pytest.mark.parametrize("v, d", [(600, 512), (600, 520), (7680, 640)])  # the last in two parts
+@pytest.mark.parametrize("v, d", [(600, 512), (600, 520), (7680, 640)])  # the last in two ranges of D
 def test_rows_that_outgrow_their_unit_are_made_again(growth, v, d):
     """Where the memory adds: those rows only, of those tiles only."""
     e = torch.rand(1280, v, device="cuda") * torch.logspace(-15, 9, v, device="cuda")
@@ -385,7 +386,7 @@ def by_tensor_maps(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kept", [0, 1, 32, 33, 160])
 def test_sums_that_the_memory_adds_are_as_exact_as_one_rounding(kept, dtype, by_tensor_maps):
-    e, x = torch.rand(160, 136), torch.randn(160, 80)  # in two parts
+    e, x = torch.rand(160, 136), torch.randn(160, 80)  # in two ranges
     e[kept:], x[kept:] = 0.0, 0.0
     found, exact = summed_over_chunks(e, x, 5, dtype, kept)
     once = cut_off(exact) if dtype == torch.bfloat16 else exact.to(dtype)
@@ -396,7 +397,7 @@ def test_sums_that_the_memory_adds_are_as_exact_as_one_rounding(kept, dtype, by_
 @pytest.mark.parametrize("first", [0.0, 1e-36, 1e-9, 1.0])
 @pytest.mark.parametrize("later", [1e-9, 1.0, 1e9, 1e12, 1e30])  # 1e9: inf in the unit of a row of zeros, 2^-100
 def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
-    e, x = torch.rand(160, 136), torch.randn(160, 80)  # in two parts
+    e, x = torch.rand(160, 136), torch.randn(160, 80)  # in two ranges
     e[:32, 5], e[32:, 5] = e[:32, 5] * first, e[32:, 5] * later
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
@@ -407,7 +408,7 @@ def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     """Where all else of its row does, in another row, and in a chunk of rows that fit."""
-    e, x = torch.rand(160, 136), torch.randn(160, 80)  # in two parts
+    e, x = torch.rand(160, 136), torch.randn(160, 80)  # in two ranges
     x[70, 5], x[130, 6] = number, number
     e[:64, 5], e[64:, 5] = 0.0, 1e9
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)

@@ -24,14 +24,12 @@ A user's buffer (main_grad) is added to, not written: a tile of it is read, and 
 each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.feature_ranges import FeatureRange, feature_ranges
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
@@ -233,27 +231,6 @@ def weight_gradient_kernel(
                 tl.store(pointer, part, mask=mask)
 
 
-class Part(NamedTuple):
-    """Features whose tiles have one shape."""
-
-    features: slice
-    blocks: slice  # of features, among those of all parts
-    tiles: Tiles
-
-
-def parts_of_features(out: Tensor, tiles_of: Callable[[Tensor], Tiles]) -> list[Part]:
-    """All; or the whole blocks, and what is behind them in narrower tiles where that saves time on padding."""
-    (num_classes, hidden), tiles = out.shape, tiles_of(out)
-    whole = hidden // tiles.block_n
-    behind = slice(whole * tiles.block_n, hidden)
-    narrow = tiles_of(out[:, behind])
-    class_blocks, programs = triton.cdiv(num_classes, tiles.block_m), multiprocessors(out)
-    together, apart, last = (triton.cdiv(class_blocks * count, programs) for count in (whole + 1, whole, 1))
-    if whole and behind.start < hidden and apart + last * narrow.block_n / tiles.block_n < together:
-        return [Part(slice(0, behind.start), slice(0, whole), tiles), Part(behind, slice(whole, whole + 1), narrow)]
-    return [Part(slice(0, hidden), slice(0, triton.cdiv(hidden, tiles.block_n)), tiles)]
-
-
 class WeightGradient:
     """grad_linear_weight of a step of one chunk or of several."""
 
@@ -268,12 +245,11 @@ class WeightGradient:
     ) -> None:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
         self.class_factor, self.outer = outer or (None, None)
-        self.parts = parts_of_features(out, main_grad_tiles_for if adds else weight_tiles_for)
+        self.ranges = feature_ranges(out, main_grad_tiles_for if adds else weight_tiles_for)
         self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
         self.exponents = self.guard = None
         if chunks > 1:
-            feature_blocks = sum(part.blocks.stop - part.blocks.start for part in self.parts)
-            self.exponents = out.new_empty(feature_blocks, out.shape[0], dtype=torch.uint8)
+            self.exponents = out.new_empty(self.ranges[-1].blocks.stop, out.shape[0], dtype=torch.uint8)
             self.guard = out.new_empty((), dtype=torch.int32)
 
     def add(
@@ -290,14 +266,14 @@ class WeightGradient:
         first, last = first or self.adds, last or self.adds
         if first:
             self.first_rows = rows.shape[0]
-        for part in self.parts:
-            self.launch(part, columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
-            if part.tiles.tma and not (first or last):
-                self.launch(part, columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
+        for span in self.ranges:
+            self.launch(span, columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
+            if span.tiles.tma and not (first or last):
+                self.launch(span, columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
 
     def launch(
         self,
-        part: Part,
+        span: FeatureRange,
         columns: slice,
         exponentials: Tensor,
         rows: Tensor,
@@ -309,7 +285,7 @@ class WeightGradient:
         marked: bool,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
-        features, tiles = part.features, part.tiles
+        features, tiles = span.features, span.tiles
         out, total, rows = self.out[columns, features], self.sum[columns, features], rows[:, features]
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
@@ -319,7 +295,7 @@ class WeightGradient:
             matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if self.exponents is None else self.exponents[part.blocks, columns]
+        exponents = None if self.exponents is None else self.exponents[span.blocks, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
