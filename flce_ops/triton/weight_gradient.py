@@ -296,8 +296,7 @@ class WeightGradient:
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
         exponents = None if self.exponents is None else self.exponents[span.blocks, columns]
-        grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
-        programs = min(grid_tiles, multiprocessors(rows))
+        programs = multiprocessors(rows)
         weight_gradient_kernel[(programs,)](
             *matrices,
             total,
