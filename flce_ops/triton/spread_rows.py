@@ -3,8 +3,8 @@
                  kept tokens first          as the tokens stand
     place        0 1 2 3 - -       ->       0 - 1 - 2 3
 
-A program owns some columns. From the last row to the first it reads a block of rows and then writes it: what it writes
-lies at or above what it has still to read. Where all tokens are kept there is nothing to do.
+A program owns some columns. From the last row to the first it reads a block of rows and then writes it. What it reads
+afterwards lies before the block, and no barrier waits for the writes. Where all tokens are kept there is nothing to do.
 """
 
 import triton
@@ -46,7 +46,6 @@ def spread_rows_kernel(
             values,
             mask=(rows < N)[:, None] & (cols < D)[None, :],
         )
-        tl.debug_barrier()
 
 
 def launch_spread_rows(matrix: Tensor, kept: Kept, place: Tensor) -> None:
