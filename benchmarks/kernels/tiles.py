@@ -16,7 +16,6 @@ import triton
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import ExpSum, Gradient
-from flce_ops.triton.feature_ranges import FeatureRange
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.logits_gemm import launch_logits_gemm
@@ -115,11 +114,10 @@ def input_step(tiles: Tiles, e, w):
 
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
     gradient, kept = WeightGradient(grad, chunks=3), all_kept(e.shape[0])
-    num_classes, hidden = grad.shape
-    gradient.ranges = [FeatureRange(slice(0, hidden), slice(0, triton.cdiv(hidden, tiles.block_n)), tiles)]
+    gradient.tiles = tiles
     gradient.exponents.fill_(140)  # 2^13: sums of all rounds stay finite
     gradient.guard.zero_()
-    return lambda: gradient.add(slice(0, num_classes), e, x, kept, first=first, last=False)
+    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first, last=False)
 
 
 def steps_of_logits(x, w, out) -> dict:

@@ -29,22 +29,18 @@ def tiles_for(input: Tensor) -> LogitsTiles:
 
 
 def weight_tiles_for(grad_weight: Tensor) -> Tiles:
-    return weight_tiles_of(grad_weight, takes_tma(grad_weight))
+    if interpreted(grad_weight):
+        return WEIGHT_TILES["interpreter"]
+    if not takes_tma(grad_weight):
+        return WEIGHT_TILES["ampere"]
+    return WEIGHT_TILES["hopper, at most 64 columns" if grad_weight.shape[1] <= 64 else "hopper"]
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
     """Of the weight's gradient where it is added to a buffer: tensor maps bring the half operands alone."""
-    return weight_tiles_of(main_grad, on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
-
-
-def weight_tiles_of(grad_weight: Tensor, tma: bool) -> Tiles:
-    columns = grad_weight.shape[1]
-    if interpreted(grad_weight):
-        return WEIGHT_TILES["interpreter, at most 32 columns" if columns <= 32 else "interpreter"]
-    if not tma:
-        return WEIGHT_TILES["ampere"]
-    widths = (width for width in (64, 128) if columns <= width)
-    return WEIGHT_TILES[next((f"hopper, at most {width} columns" for width in widths), "hopper")]
+    if interpreted(main_grad):
+        return WEIGHT_TILES["interpreter"]
+    return WEIGHT_TILES["hopper" if on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0 else "ampere"]
 
 
 def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:

@@ -60,11 +60,9 @@ INPUT_TILES = {
 }
 WEIGHT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=3),
-    "hopper, at most 128 columns": Tiles(128, 128, 64, num_warps=8, num_stages=4),
     "hopper, at most 64 columns": Tiles(128, 64, 64, num_warps=4, num_stages=5),
     "ampere": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
     "interpreter": Tiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
-    "interpreter, at most 32 columns": Tiles(64, 32, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
 }
 
 

@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.feature_ranges import FeatureRange, feature_ranges
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
@@ -245,11 +244,12 @@ class WeightGradient:
     ) -> None:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
         self.class_factor, self.outer = outer or (None, None)
-        self.ranges = feature_ranges(out, main_grad_tiles_for if adds else weight_tiles_for)
+        self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
         self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
         self.exponents = self.guard = None
         if chunks > 1:
-            self.exponents = out.new_empty(self.ranges[-1].blocks.stop, out.shape[0], dtype=torch.uint8)
+            num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
+            self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
             self.guard = out.new_empty((), dtype=torch.int32)
 
     def add(
@@ -264,16 +264,12 @@ class WeightGradient:
         live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        if first:
-            self.first_rows = rows.shape[0]
-        for span in self.ranges:
-            self.launch(span, columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
-            if span.tiles.tma and not (first or last):
-                self.launch(span, columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
+        self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
+        if self.tiles.tma and not (first or last):
+            self.launch(columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
 
     def launch(
         self,
-        span: FeatureRange,
         columns: slice,
         exponentials: Tensor,
         rows: Tensor,
@@ -285,9 +281,10 @@ class WeightGradient:
         marked: bool,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
-        features, tiles = span.features, span.tiles
-        out, total, rows = self.out[columns, features], self.sum[columns, features], rows[:, features]
+        out, total, tiles = self.out[columns], self.sum[columns], self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
+        if first:
+            self.first_rows = n
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
@@ -295,8 +292,9 @@ class WeightGradient:
             matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if self.exponents is None else self.exponents[span.blocks, columns]
-        programs = multiprocessors(rows)
+        exponents = None if self.exponents is None else self.exponents[:, columns]
+        grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+        programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
             *matrices,
             total,
@@ -304,7 +302,7 @@ class WeightGradient:
             exponents,
             self.guard,
             None if self.class_factor is None else self.class_factor[columns],
-            self.outer[features] if first and self.outer is not None else None,
+            self.outer if first else None,
             kept,
             self.blocks,
             live,
