@@ -109,7 +109,11 @@ def sparse_steps(device):
         for chosen in (
             {},
             {"gradient_mode": "drop", "softcap": torch.tensor(4.0), "logit_scale": torch.tensor(-0.7)},
-            {"gradient_sparse": "input", "z_loss": torch.tensor(1e-2), "ignored": 125},  # a second chunk, of no kept tokens
+            {
+                "gradient_sparse": "input",
+                "z_loss": torch.tensor(1e-2),
+                "ignored": 125,
+            },  # two chunks
         ):
             sparse_step(mesh, launch_vocab_parallel_with_grad, **chosen)
     finally:

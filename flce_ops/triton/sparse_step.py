@@ -63,10 +63,9 @@ class SparseStep(OnePassStep):
         shard: Shard | None,
     ) -> None:
         cut = Cut(None, chunks, False, 0)
-        of_shard = {}
+        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows)
         if isinstance(call, VocabParallelWithGrad):
-            of_shard = {"vocab_start": call.vocab_start, "vocab_size": call.vocab_size}
-        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows, **of_shard)
+            self.vocab_start, self.vocab_size = call.vocab_start, call.vocab_size
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
@@ -172,6 +171,7 @@ def cut_span(call: WithGrad | VocabParallelWithGrad | Backward, span: slice, roo
     nbytes = list_bytes(tokens, room)
     if shard is None:
         return cut_beside(nbytes, span, linear_weight, call.output_mask)
+    assert isinstance(call, VocabParallelWithGrad)
     with reserved(nbytes):
         cut = cut_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
     return replace(cut, chunks=[slice(span.start + c.start, span.start + c.stop) for c in cut.chunks])
