@@ -63,17 +63,23 @@ def explain(function: Callable, *args, **kwargs) -> str:
     call = named.arguments
     if function is cross_entropy:
         return of_given_logits(call)
-    tables: dict[str, tuple[Path, ...]] = {}
     call, positions = of_one_position(call)
+    lines = of_head(function, call)
+    if positions > 1:
+        lines.append(f"for each of {positions} positions")
+    return "\n".join(lines)
+
+
+def of_head(function: Callable, call: dict) -> list[str]:
     situation = situation_of_call(call)
+    policy = function is linear_policy_loss
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
     if divergence:
         situation = situation._replace(label_smoothing=False)  # it is in the probabilities
-    stem = "linear_kl_div" if divergence else "linear_cross_entropy"
-    op = "forward"
+    tables: dict[str, tuple[Path, ...]] = {}
+    stem, op = "linear_kl_div" if divergence else "linear_cross_entropy", "forward"
     if call.get("reduction", "none") != "none":
-        policy = function is linear_policy_loss
         sharded = situation.vocabulary_dimensions > 0 and not (divergence or policy)
         title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
         title += " of a policy" * policy
@@ -92,15 +98,10 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tokens = math.prod(call["input"].shape[:-1])
         rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
         lines.append(f"logits of {rows} of {tokens} tokens retained")
-    if (
-        op == "with_grad"
-        and not (divergence or situation.sparse)
-        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
-    ):
+    one_pass_step = op == "with_grad" and not (divergence or situation.sparse)
+    if one_pass_step and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
         lines += tokens_in_triton(call, situation)
-    if positions > 1:
-        lines.append(f"for each of {positions} positions")
-    return "\n".join(lines)
+    return lines
 
 
 def of_one_position(call: dict) -> tuple[dict, int]:

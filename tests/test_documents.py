@@ -203,41 +203,30 @@ def measured(mode: str = "fwd_bwd") -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["mode"] == mode and row["ms"]]
 
 
-def test_tables_of_steps_and_loads_are_made_of_the_csvs():
-    """After another run: python -m benchmarks.step_tables."""
-    from benchmarks import step_tables
+def test_tables_are_made_of_the_csvs():
+    """After another run: python -m benchmarks.tables."""
+    from benchmarks.tables import __main__ as tables
+    from benchmarks.tables import steps
 
-    for document, tables in step_tables.DOCUMENTS.items():
-        text = text_of(document)
-        assert all(f"<!-- {csv}: {name} -->" in text for csv, name in tables)
-        assert step_tables.written(document, text) == text, document
-    assert all(f"\n| {load} | " in text_of("README.md") for load in step_tables.LOADS_OF_README)
+    texts = {path: path.read_text() for path in tables.documents()}
+    for path, text in texts.items():
+        assert tables.written(text) == text, path
+    for name in tables.TABLES:
+        assert any(f"<!-- {name} -->" in text and f"<!-- end of {name} -->" in text for text in texts.values()), name
+    assert all(f"\n| {load} | " in text_of("README.md") for load in steps.LOADS_OF_README)
 
 
-def test_tables_of_the_other_objectives_are_made_of_one_run():
-    """After another run: python -m benchmarks.docs_tables."""
-    from benchmarks import docs_tables, document_tables, objectives
+def test_the_other_objectives_are_all_of_one_run():
+    from benchmarks import objectives
+    from benchmarks.tables import markdown
+    from benchmarks.tables import objectives as tables
 
-    rows = document_tables.rows_of_csv(docs_tables.CSV)
+    rows = markdown.rows_of("objectives")
     assert len({row["commit"] for row in rows}) == 1
     for shape in objectives.SHAPES.split(","):
         for dtype, mode, provider in objectives.units_of("*"):
             step = (mode.name, provider, str(dtype).removeprefix("torch."))
-            assert docs_tables.found(rows, shape, step), (shape, step)
-    for document, tables in docs_tables.DOCUMENTS.items():
-        text = text_of(document)
-        assert all(f"<!-- objectives: {name} -->" in text for name in tables)
-        assert docs_tables.written(text, rows) == text, document
-
-
-def test_tables_of_given_logits_are_made_of_the_csv():
-    """After another run: python -m benchmarks.logits_table."""
-    from benchmarks import document_tables, logits_table
-
-    rows = document_tables.rows_of_csv(logits_table.CSV)
-    for document in logits_table.DOCUMENTS:
-        text = text_of(document)
-        assert logits_table.BEGIN in text and logits_table.written(text, rows) == text
+            assert tables.found(rows, shape, step), (shape, step)
 
 
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):

@@ -48,6 +48,7 @@ def patch(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence
         NotImplementedError: the model does something with its logits, or has a head, that the operator cannot
             stand for.
         TypeError: not a Transformers model.
+        ValueError: a metric that there is not.
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     if isinstance(model_or_class, type):

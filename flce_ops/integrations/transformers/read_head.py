@@ -85,7 +85,7 @@ class _Reader:
         name = path_of(self.head_call.func)[0]
         self.check_only_called(name)
         steps = self.steps_in(assigned.value) + self.steps_before_loss(assigned)
-        unless = self.check_uses(assigned)
+        unless = self.check_uses()
         bias, factors, softcap = ordered(steps)
         if bias is not None and self.uses_of_attribute(bias) > 1:
             raise NotUnderstood(f"it uses self.{bias} for something else than its logits")
@@ -217,7 +217,7 @@ class _Reader:
     def operand_of(self, expression: ast.expr) -> Operand | None:
         return self.names.operand_of(without_casts(expression))
 
-    def check_uses(self, assigned: ast.Assign) -> tuple[Path, ...]:
+    def check_uses(self) -> tuple[Path, ...]:
         """Beside the loss, the logits may only go into the output, or be used where a number is above 0."""
         loss_statement, unless = self.statement_of(self.loss_call), []
         for use in self.uses():

@@ -1,18 +1,13 @@
-"""`python -m benchmarks.step_tables`: the tables of README.md and docs/ that are fwd_bwd.csv's and loads.csv's.
-
-Each stands between <!-- CSV: NAME --> and <!-- end of NAME -->; what is between is written anew.
-"""
+"""Tables of a training step by provider and shape, fwd_bwd.csv, and of users' loads, loads.csv."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from . import loads
-from .document_tables import Rows, markdown, put_between, rows_of_csv
-from .report import REPOSITORY
-from .shapes import GROUPS
+from .. import loads
+from ..shapes import GROUPS
+from .markdown import Rows, markdown, rows_of
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "nvidia-h200"
 NAMES = {
     "ours": "**flce_ops**",
     "ours_2GiB": "flce_ops, workspace 2 GiB",
@@ -92,34 +87,11 @@ def milliseconds_of_some(rows: Rows) -> str:
     return "\n".join((heading, line, *(row for row in body if row.split(" | ")[0][2:] in LOADS_OF_README)))
 
 
-TABLES: dict[str, dict[str, Callable[[Rows], str]]] = {
-    "fwd_bwd": {"times": times, "errors": errors, "errors everywhere": errors_everywhere},
-    "loads": {
-        "some": milliseconds_of_some,
-        "milliseconds": lambda rows: "\n".join(loads.milliseconds(loads.Times(rows))),
-        "marks": lambda rows: "\n".join(loads.marks(loads.Times(rows))),
-    },
+TABLES = {
+    "fwd_bwd: times": lambda: times(rows_of("fwd_bwd")),
+    "fwd_bwd: errors": lambda: errors(rows_of("fwd_bwd")),
+    "fwd_bwd: errors everywhere": lambda: errors_everywhere(rows_of("fwd_bwd")),
+    "loads: some": lambda: milliseconds_of_some(rows_of("loads")),
+    "loads: milliseconds": lambda: "\n".join(loads.milliseconds(loads.Times(rows_of("loads")))),
+    "loads: marks": lambda: "\n".join(loads.marks(loads.Times(rows_of("loads")))),
 }
-DOCUMENTS = {  # and their tables
-    "README.md": (("fwd_bwd", "times"), ("fwd_bwd", "errors"), ("loads", "some")),
-    "docs/numerics.md": (("fwd_bwd", "errors everywhere"),),
-    "docs/performance.md": (("loads", "marks"), ("loads", "milliseconds")),
-}
-
-
-def written(document: str, text: str) -> str:
-    """The document with its tables made of the CSVs."""
-    for csv, name in DOCUMENTS[document]:
-        table = TABLES[csv][name](rows_of_csv(RESULTS / f"{csv}.csv"))
-        text = put_between(text, f"<!-- {csv}: {name} -->", f"<!-- end of {name} -->", table)
-    return text
-
-
-def main() -> None:
-    for document in DOCUMENTS:
-        path = REPOSITORY / document
-        path.write_text(written(document, path.read_text()))
-
-
-if __name__ == "__main__":
-    main()
