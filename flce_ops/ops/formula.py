@@ -95,8 +95,10 @@ def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
     return [needs[arguments.index[name]] for name in names]
 
 
-def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:
-    return {name: gradient if want else None for name, gradient, want in zip(OPERANDS, gradients, mask)}
+def where_wanted(
+    gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
+) -> dict[str, Tensor | None]:
+    return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
 
 
 def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:

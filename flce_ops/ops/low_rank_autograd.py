@@ -1,4 +1,8 @@
-"""The loss of a frozen head with a low-rank pair: its gradients exist after forward, and linear_weight is a constant.
+"""The loss of a frozen head with a low-rank pair: linear_weight is a constant.
+
+    an output_mask       its gradients exist after forward                                       <- times one scalar
+    a mask of nothing    the operator runs again in backward, row_scale the slopes of the tokens' losses; so losses may
+                         have a gradient too
 
 Under create_graph they are built from the differentiable operators, on input beside low_rank_input and linear_weight
 beside low_rank_weight, for which linear_weight is copied.
@@ -9,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
+from flce_ops.ops.formula import saved, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
@@ -27,9 +33,45 @@ class LowRankWithGradFormula(MadeInForward):
             raise NotImplementedError(f"{op._schema.name}: linear_weight gets no gradient here; pass it detached")
 
     @classmethod
-    def made_again(cls, call, grad_loss):
+    def made_again(cls, call, grad_loss=None):
         gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
         return of_pair(call, gradients), losses
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        super().setup_context(ctx, inputs, output)
+        if not any(inputs[cls.arguments.index["output_mask"]]):
+            ctx.mark_non_differentiable(*output[2:])
+
+    @classmethod
+    def backward(cls, ctx, grad_loss, grad_losses, *_):
+        if any(ctx.constants[cls.arguments.index["output_mask"]]):
+            return super().backward(ctx, grad_loss)
+        if grad_loss is None and grad_losses is None:
+            return cls.arguments.gradients()
+        call, (losses, *_) = saved(ctx, cls.arguments)
+        *needs, needs_row_scale = wanted(ctx, cls.arguments, *cls.made, "row_scale")
+        valid = call.operands.target != call.ignore_index
+        slope = torch.zeros_like(losses) if grad_losses is None else grad_losses
+        if grad_loss is not None:
+            slope = slope + call.reduction.scale_of_tokens(valid, losses.dtype) * grad_loss
+        call.reduction, call.output_mask = Reduction(slope), needs
+        gradients, losses = (cls.made_again if torch.is_grad_enabled() else made_in_backward)(call)
+        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+        return cls.arguments.gradients(**where_wanted(gradients, needs, cls.made), row_scale=grad_row_scale)
+
+
+def made_in_backward(call: LowRankWithGrad) -> tuple[Sequence[Tensor], Tensor]:
+    """The gradients, and the losses (N,)."""
+    _, losses, *gradients = torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
+        *call.operands,
+        *call.reduction,
+        ignore_index=call.ignore_index,
+        **call.loss._asdict(),
+        **call.logits._asdict(),
+        output_mask=call.output_mask,
+    )
+    return gradients, losses
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted
+from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
 from flce_ops.ops.upstream import multiply_by_upstream
 
 # N tokens
@@ -42,7 +42,6 @@ class MadeInForward(Formula):
             return cls.arguments.gradients()
         call, (losses, *gradients) = saved(ctx, cls.arguments)
         *needs, needs_row_scale = wanted(ctx, cls.arguments, *cls.made, "row_scale")
-        by_name = dict.fromkeys(cls.made)
         if torch.is_grad_enabled():  # create_graph
             gradients, losses = cls.made_again(call, grad_loss)
         else:
@@ -51,7 +50,5 @@ class MadeInForward(Formula):
                 if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
                     leaf = getattr(call.operands, name)
             gradients = multiply_by_upstream(gradients, call.output_mask, grad_loss, leaf)
-        for name, need, gradient in zip(cls.made, needs, gradients):
-            if need:
-                by_name[name] = gradient
-        return cls.arguments.gradients(**by_name, row_scale=losses * grad_loss if needs_row_scale else None)
+        grad_row_scale = losses * grad_loss if needs_row_scale else None
+        return cls.arguments.gradients(**where_wanted(gradients, needs, cls.made), row_scale=grad_row_scale)

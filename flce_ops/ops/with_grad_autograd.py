@@ -24,7 +24,7 @@ class WithGradFormula(MadeInForward):
         return differentiable_gradients(call, grad_loss)
 
 
-def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def differentiable_gradients(call: WithGrad, grad_loss: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The gradients, times grad_loss, and the losses of tokens, as functions of the operands.
 
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:

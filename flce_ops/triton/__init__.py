@@ -55,6 +55,7 @@
     low_rank_with_grad.py                     with_grad of a frozen head with a low-rank pair
         low_rank_step.py                      its chunks: one_pass_step.py's, and the pair's gradients
         low_rank_pair.py                      the pair in the kernels that make logits
+        class_scale_gradient.py               the gradient by DoRA's number a class
     policy_with_grad.py                       linear_policy_loss_with_grad, of one_pass_step.py's chunks
         finish_policy_rows.py                 per row, and the losses of tokens
             row_policy.py                     the loss of a token and its slope

@@ -160,7 +160,7 @@ class OnePassStep:
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
-        self.row_sum = sums.exponentials
+        self.row_sum, self.reference = sums.exponentials, sums.reference_logit
         finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         if statistics.argmax is not None:
             store_by_token(statistics.argmax, columns, kept)
