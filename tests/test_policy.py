@@ -190,6 +190,23 @@ def test_clipped_tokens_have_gradient_0_and_ignored_ones_may_hold_anything(devic
     assert all(result.isfinite().all() for result in found.values())
 
 
+@pytest.mark.parametrize("objective", ["dual clip", "cispo"])
+def test_a_normalizer_of_0_leaves_clipped_tokens_their_gradient_of_0(device, objective):
+    call = make_policy(RAGGED, device=device)
+    options = OBJECTIVES[objective] | {"normalizer": torch.zeros((), device=device)}
+    expected = run_policy(plain_policy_loss, call, **options)
+
+    def inside(**fresh):
+        return checkpoint(lambda: flce_ops.linear_policy_loss(**fresh, **options), use_reentrant=False)
+
+    for found in (run_policy(flce_ops.linear_policy_loss, call, **options), run_policy(inside, call)):
+        torch.testing.assert_close(found["loss"], expected["loss"], equal_nan=True)
+        zero = (expected["input"] == 0.0).all(-1)
+        assert torch.equal((found["input"] == 0.0).all(-1), zero)
+        assert not found["input"][~zero].isfinite().any() and not found["linear_weight"].isfinite().any()
+    assert zero[call["target"] != -100].any() == (objective == "dual clip")
+
+
 def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
     """As on a GPU in ATen. Their stand-in, class 0, may have log-probability -inf."""
     call = make_policy(RAGGED, dtype=torch.float64, bias=True)
