@@ -299,7 +299,4 @@ def test_no_other_file_reads_private_names():
     files = (file for folder in ("flce_ops", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py"))
     found = {str(file.relative_to(ROOT)): private.search(file.read_text()) for file in files}
     others = {file: match[0] for file, match in found.items() if match and file != "flce_ops/support/torch_private.py"}
-    assert others == {
-        "benchmarks/providers/torch_chunked.py": "torch._native",  # what torch 2.15 replaces its own operator by
-        "flce_ops/triton/replay.py": "torch.utils._python_dispatch",
-    }
+    assert others == {"flce_ops/triton/replay.py": "torch.utils._python_dispatch"}
