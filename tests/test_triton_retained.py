@@ -12,7 +12,7 @@ from test_triton_log_probs import CASES, rescued_operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
-from flce_ops.triton.backward import column_slices, pieces
+from flce_ops.triton.backward import pieces
 from flce_ops.triton.logit_codes import codes_of
 from flce_ops.triton.target import tiles_for
 
@@ -159,19 +159,8 @@ def test_what_holds_no_logit_is_zeros(poisoned_memory):
 @pytest.mark.parametrize("num_classes", [257, 50257, 128256, 151669])
 def test_slices_of_backward_begin_where_a_tile_of_the_logits_does(num_classes):
     """Of 256 classes on a GPU, with a maximum for each."""
-    linear_weight = torch.empty(num_classes, 2048, dtype=torch.bfloat16, device="meta")
     for nbytes in (1 << 20, 64 << 20, 300 << 20, 512 << 20):
         with flce_ops.workspace(nbytes):
             for rows in (100, 1000, 8192):
-                _, columns = pieces(rows, linear_weight, 0, want_input=True)
+                _, columns = pieces(rows, 2048, num_classes, 2, 0, want_input=True)
                 assert all(cols.start % 256 == 0 for cols in columns) and columns[-1].stop == num_classes
-
-
-def test_slices_of_backward_fill_rounds_of_the_weights_gradient():
-    """Two rounds of 63 fewer at 4096x2048x128256, one slice where all columns fit."""
-    assert column_slices(128256, 61000, 16, 132) == [slice(0, 42240), slice(42240, 84480), slice(84480, 128256)]
-    assert column_slices(50257, 61000, 16, 132) == [slice(0, 50257)]
-    for most in (256, 512, 2560, 50176):
-        columns = column_slices(50257, most, 16, 132)
-        assert len(columns) == -(-197 // (most // 256)) and all(0 < c.stop - c.start <= most for c in columns)
-        assert [c.start for c in columns] == [0, *(c.stop for c in columns[:-1])] and columns[-1].stop == 50257

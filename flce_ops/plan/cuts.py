@@ -190,9 +190,8 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> Cut:
     from flce_ops.triton.forward import forward_chunks
 
     size, hidden = head.dtype.itemsize, head.hidden
-    _, linear_weight = head.meta_tensors()
-    row_slices, column_slices = pieces(head.tokens, linear_weight, units_bytes(head), want_input=True)
-    rows, columns = row_slices[0].stop, max(cols.stop - cols.start for cols in column_slices)
+    row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, units_bytes(head), want_input=True)
+    rows, columns = row_slices[0].stop, column_slices[0].stop
     gradient = rows * padded(columns, size) * size
     several = len(row_slices) > 1
     left = matrix_bytes(head.tokens) - gradient - units_bytes(head) * several

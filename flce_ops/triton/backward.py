@@ -11,11 +11,7 @@ All rows take one range where their float32 sum fits half the workspace. Then ea
 whole; over several ranges of rows it is a sum as over chunks. What is added to main_grad needs no sum beside it.
 """
 
-import functools
-
 import torch
-import triton
-from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.options import Cotangents
@@ -44,7 +40,7 @@ from flce_ops.triton.retained_gradient import launch_retained_gradient
 from flce_ops.triton.set_entries import launch_set_entries
 from flce_ops.triton.sparse_backward import sparse_backward_step
 from flce_ops.triton.sparse_run import is_sparse, sparse_notes
-from flce_ops.triton.target import multiprocessors, tiles_for, weight_tiles_for
+from flce_ops.triton.target import tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient, sum_bytes
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -105,9 +101,9 @@ def run_backward(
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
     size, count = input.dtype.itemsize, kept.order.shape[0]
     beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
-    row_slices, class_slices = pieces(count, linear_weight, beside, want_input=grad_input is not None)
+    row_slices, column_slices = pieces(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
     tile = tiles_for(input).block_n
-    most_rows, most_columns = row_slices[0].stop, padded(max(cols.stop - cols.start for cols in class_slices), size)
+    most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
         weight_gradient = WeightGradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
@@ -119,7 +115,7 @@ def run_backward(
     if grad_input is not None:
         numbers = most_rows * hidden
         left = matrix_bytes(count) - memory.numel() * size - beside * (len(row_slices) > 1)
-        parts = product_parts(numbers, len(class_slices), left)
+        parts = product_parts(numbers, len(column_slices), left)
         product = torch.empty(parts * numbers, dtype=torch.float32, device=input.device)
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, kept.of(chunk)
@@ -139,8 +135,8 @@ def run_backward(
         first_new = 0 if codes is None else codes.numbers.shape[0]
         if grad_input is not None:
             finish = Finish(None, largest, residual)
-            input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, class_slices, product)
-        for cols in class_slices:
+            input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
+        for cols in column_slices:
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
@@ -172,7 +168,9 @@ def run_backward(
 
 def pieces(
     rows: int,
-    linear_weight: Tensor,  # (V, D)
+    hidden: int,
+    num_classes: int,
+    itemsize: int,
     beside: int,  # bytes beside grad_linear_weight where it is a sum over ranges of rows
     *,
     want_input: bool,
@@ -181,7 +179,6 @@ def pieces(
 
     A row takes grad_input's float32 sum, or where that is not wanted the token itself.
     """
-    (num_classes, hidden), itemsize = linear_weight.shape, linear_weight.dtype.itemsize
     row_bytes = 4 * hidden if want_input else itemsize * hidden
     half = get_workspace() // 2
     most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
@@ -189,30 +186,7 @@ def pieces(
     count = row_slices[0].stop
     left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    tiles = weight_tiles_for(linear_weight)
-    of_block = triton.cdiv(BLOCK_V, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
-    return row_slices, column_slices(num_classes, most_columns, of_block, multiprocessors(linear_weight))
-
-
-@functools.lru_cache(maxsize=256)
-def column_slices(num_classes: int, most: int, tiles: int, programs: int) -> list[slice]:
-    """The fewest, of whole tiles of the logits GEMM: retained logits have a maximum each. All but the last of one
-    width, that where `tiles` of grad_linear_weight for each BLOCK_V take the fewest rounds: 61 at 128256x2048 in slices
-    of 42240, 42240 and 43776 classes, 63 in three of 42752.
-    """
-    blocks, most = triton.cdiv(num_classes, BLOCK_V), most // BLOCK_V
-    others = triton.cdiv(blocks, most) - 1
-    if not others:
-        return [slice(0, num_classes)]
-
-    def cost(width: int) -> tuple[int, int]:
-        last = blocks - others * width
-        return others * triton.cdiv(width * tiles, programs) + triton.cdiv(last * tiles, programs), max(width, last)
-
-    narrowest, widest = max(triton.cdiv(blocks - most, others), 1), min(most, (blocks - 1) // others)
-    width = min(range(narrowest, widest + 1), key=cost) * BLOCK_V
-    starts = [k * width for k in range(others + 1)]
-    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], num_classes])]
+    return row_slices, slices(num_classes, most_columns, BLOCK_V)  # whole tiles: a maximum of retained logits each
 
 
 def product_parts(numbers: int, column_slices: int, left: int) -> int:

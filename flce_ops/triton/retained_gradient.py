@@ -14,6 +14,7 @@ from flce_ops.triton.epilogues import Gradient, gradient
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.logit_codes import Coding, LogitCodes, coding, decoded, largest_places
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.target import interpreted
 
 # n rows, V vocabulary, v classes of a slice
 
@@ -68,7 +69,8 @@ def launch_retained_gradient(
     n, classes = out.shape
     numbers = codes.numbers[:, columns]
     of_codes: Coding = coding(codes, out.dtype)
-    block_n = 16
+    # ms of 2048x128256, without / with an entropy: 0.324 / 0.332; of 16 rows 0.341 / 0.379
+    block_n = 16 if interpreted(numbers) else 8
     retained_gradient_kernel[(triton.cdiv(classes, tile), triton.cdiv(n, block_n))](
         numbers,
         out,
