@@ -60,9 +60,7 @@ def test_a_head_with_an_adapter_is_refused_by_name():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["lm_head"], r=2)
     model = patch(peft.get_peft_model(make_model(), config), gradient_threshold=THRESHOLD)
-    with pytest.raises(
-        NotImplementedError, match="gradient_threshold of patch: not implemented for a head"
-    ):
+    with pytest.raises(NotImplementedError, match="gradient_threshold of patch: not implemented for a head"):
         model(**make_batch())
 
 
