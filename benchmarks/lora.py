@@ -3,7 +3,9 @@
     ours            x W^T + h B^T, h = s x A^T, in one operator (flce::linear_cross_entropy_low_rank)
     ours_dora       the same with DoRA's number a class, magnitudes over norms of rows, whose norms it makes each time
     ours_merged     linear_cross_entropy on W + s B A, which autograd differentiates
+    dora_merged     linear_cross_entropy on the weight of DoRA, magnitudes / norms * (W + s B A)
     torch_compile   F.cross_entropy of F.linear(x, W) + F.linear(h, B), compiled
+    dora_compile    the same times magnitudes / norms, those of W + s B A
 
 The floor is the two GEMMs of the head, logits and dX, by torch.mm. Gradients are those of x, A and B; errors are
 against float32. peak_MiB counts all but x, W and the target.
@@ -68,25 +70,49 @@ def dense(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor) -> Te
     return F.cross_entropy((F.linear(x, weight) + SCALING * F.linear(F.linear(x, a), b)).float(), target)
 
 
-def with_magnitudes(weight: Tensor, a: Tensor, b: Tensor) -> Loss:
+def dora_of_pair(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, magnitude: Tensor) -> Tensor:
+    scale = magnitude / merged_row_norms(weight, a, b, SCALING)
+    return torch.ops.flce.linear_cross_entropy_low_rank(
+        x, weight, SCALING * F.linear(x, a), b, target, class_scale=scale
+    )
+
+
+def scale_of_merged(magnitude: Tensor, merged: Tensor) -> Tensor:
+    return (magnitude / torch.linalg.vector_norm(merged.detach(), dim=1, dtype=torch.float32)).to(merged.dtype)
+
+
+def dora_of_merged(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, magnitude: Tensor) -> Tensor:
+    merged = weight + SCALING * (b @ a)
+    return flce_ops.linear_cross_entropy(x, scale_of_merged(magnitude, merged)[:, None] * merged, target)
+
+
+def dora_dense(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, magnitude: Tensor) -> Tensor:
+    scale = scale_of_merged(magnitude, weight + SCALING * (b @ a))
+    return F.cross_entropy((scale * (F.linear(x, weight) + SCALING * F.linear(F.linear(x, a), b))).float(), target)
+
+
+def with_magnitudes(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Loss]:
     """They start as the norms, where PEFT starts: the gradients of x, A and B are LoRA's."""
-    magnitude = merged_row_norms(weight, a, b, SCALING).requires_grad_()
 
-    def of_dora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor) -> Tensor:
-        magnitude.grad = None
-        scale = magnitude / merged_row_norms(weight, a, b, SCALING)
-        return torch.ops.flce.linear_cross_entropy_low_rank(
-            x, weight, SCALING * F.linear(x, a), b, target, class_scale=scale
-        )
+    def make(weight: Tensor, a: Tensor, b: Tensor) -> Loss:
+        magnitude = merged_row_norms(weight, a, b, SCALING).requires_grad_()
 
-    return of_dora
+        def of_dora(*operands: Tensor) -> Tensor:
+            magnitude.grad = None
+            return loss(*operands, magnitude)
+
+        return of_dora
+
+    return make
 
 
 PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Loss]] = {  # of W, A and B
     "ours": lambda *_: of_pair,
-    "ours_dora": with_magnitudes,
+    "ours_dora": with_magnitudes(dora_of_pair),
     "ours_merged": lambda *_: of_merged,
+    "dora_merged": with_magnitudes(dora_of_merged),
     "torch_compile": lambda *_: torch.compile(dense, dynamic=False, fullgraph=True),
+    "dora_compile": with_magnitudes(torch.compile(dora_dense, dynamic=False, fullgraph=True)),
 }
 
 

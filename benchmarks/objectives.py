@@ -1,7 +1,7 @@
 """python -m benchmarks.objectives: all that a head computes beside the mean of class indices, in one run.
 
 At each shape every step of LINES is timed in the same shuffled rounds, so that a ratio of any two of them is one of
-neighbours: objectives.csv has a row each, and `python -m benchmarks.docs_tables` makes the documents' tables of it.
+neighbours: objectives.csv has a row each, and `python -m benchmarks.tables` makes the documents' tables of it.
 Bare GEMMs are three (four for a divergence) of bfloat16 over the tokens that are kept (all, for a divergence).
 
 First calls compile for minutes. Other processes make them before, --processes at a time, into the caches on disk.
@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from . import docs_tables, providers
+from . import providers
 from .data import make_problem
 from .errors import make_reference
 from .modes import KINDS, METRICS, MODES, Mode, prepare
 from .report import Environment, Report, Row, environment, say, table
 from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
 from .shapes import Shape, parse_shapes
+from .tables import objectives as tables
 from .timing import time_steps
 
 # N tokens, D hidden, V vocabulary
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for mode in dict.fromkeys(row.mode for row in rows):
             say(f"\n{mode} {shape}\n{table([row for row in rows if row.mode == mode])}")
         say(f"{time.time() - started:.0f} s")
-    say(docs_tables.marks(report.rows))
+    say(tables.marks(report.rows))
     return report.path
 
 

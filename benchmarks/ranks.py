@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import statistics
@@ -95,6 +96,33 @@ class Clock:
                 kept[name].append(1e3 * self.seconds(steps[name], calls[name]))
         middles = {name: statistics.median(times) for name, times in kept.items()}
         return {name: (middles[name], (max(times) - min(times)) / middles[name]) for name, times in kept.items()}
+
+
+def guarded(run: Callable[[], object], clock: Clock) -> tuple[str | None, float | None]:
+    """Runs it on every rank; (why it failed on any, None) or (None, peak MiB beyond what was allocated before)."""
+    release(clock.device)
+    cuda = clock.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
+    reason = ""
+    try:
+        run()
+        clock.synchronize()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0][:160]}"
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    failed = [text for text in reasons if text]
+    if failed:
+        return failed[0], None
+    return None, clock.largest((torch.cuda.max_memory_allocated() - before) / 2**20) if cuda else None
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 class Setting(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from .plot import OTHERS, OURS
-from .training_table import EXACT, LABELS
+from .tables.training import EXACT, LABELS
 
 COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
 SMOOTH = 5  # points

@@ -23,6 +23,7 @@ from flce_ops.version import __version__
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
 SAC_SAVE_OPS = [
     torch.ops.flce.linear_cross_entropy_forward.default,
+    torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default,
     torch.ops.flce.linear_kl_div_forward.default,
 ]
 

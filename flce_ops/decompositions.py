@@ -43,7 +43,8 @@ from flce_ops.math.shards import target_columns
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta import low_rank as low_rank_meta
-from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad, takes
+from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.ops.policy_autograd import recomputed_policy_step

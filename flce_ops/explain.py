@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.logits_plain import rows_of
+from flce_ops.entry.low_rank import operands_of
 from flce_ops.entry.metrics import metric_names, statistics_for
+from flce_ops.entry.schemas import LowRankCrossEntropy
 from flce_ops.functional import (
     cross_entropy,
     linear_cross_entropy,
@@ -23,7 +25,14 @@ from flce_ops.functional import (
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.ops.paths import KERNELS, LOSS, RETAIN
 from flce_ops.ops.retained import rows_to_retain
-from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, needs_gradient, sharding_of
+from flce_ops.ops.situations import (
+    Situation,
+    given_logits_situation,
+    loss_situation,
+    needs_gradient,
+    pair_situation,
+    sharding_of,
+)
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.table import Path, choose
 
@@ -33,7 +42,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
     Args:
         function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_policy_loss``, ``linear_kl_div`` or
-            ``cross_entropy``.
+            ``cross_entropy``; or ``torch.ops.flce.linear_cross_entropy_low_rank``.
         args, kwargs: its arguments; tensors on "meta" stand for what no device holds.
 
     Returns:
@@ -53,6 +62,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
           triton        ruled out: expects an NVIDIA GPU, half operands
           aten          runs
     """
+    if function is torch.ops.flce.linear_cross_entropy_low_rank:
+        return of_pair(LowRankCrossEntropy.bind(*args, **kwargs))
     if function not in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy):
         raise TypeError(
             "explain: expected linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div or "
@@ -63,17 +74,23 @@ def explain(function: Callable, *args, **kwargs) -> str:
     call = named.arguments
     if function is cross_entropy:
         return of_given_logits(call)
-    tables: dict[str, tuple[Path, ...]] = {}
     call, positions = of_one_position(call)
+    lines = of_head(function, call)
+    if positions > 1:
+        lines.append(f"for each of {positions} positions")
+    return "\n".join(lines)
+
+
+def of_head(function: Callable, call: dict) -> list[str]:
     situation = situation_of_call(call)
+    policy = function is linear_policy_loss
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
     if divergence:
         situation = situation._replace(label_smoothing=False)  # it is in the probabilities
-    stem = "linear_kl_div" if divergence else "linear_cross_entropy"
-    op = "forward"
+    tables: dict[str, tuple[Path, ...]] = {}
+    stem, op = "linear_kl_div" if divergence else "linear_cross_entropy", "forward"
     if call.get("reduction", "none") != "none":
-        policy = function is linear_policy_loss
         sharded = situation.vocabulary_dimensions > 0 and not (divergence or policy)
         title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
         title += " of a policy" * policy
@@ -92,15 +109,10 @@ def explain(function: Callable, *args, **kwargs) -> str:
         tokens = math.prod(call["input"].shape[:-1])
         rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
         lines.append(f"logits of {rows} of {tokens} tokens retained")
-    if (
-        op == "with_grad"
-        and not (divergence or situation.sparse)
-        and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton"
-    ):
+    one_pass_step = op == "with_grad" and not (divergence or situation.sparse)
+    if one_pass_step and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
         lines += tokens_in_triton(call, situation)
-    if positions > 1:
-        lines.append(f"for each of {positions} positions")
-    return "\n".join(lines)
+    return lines
 
 
 def of_one_position(call: dict) -> tuple[dict, int]:
@@ -127,6 +139,24 @@ def of_given_logits(call: dict) -> str:
     if path == "recompute" and not situation.wants_gradient:
         ops = ["forward"]
     tables |= {f"flce::cross_entropy_{op}": KERNELS[f"cross_entropy_{op}"] for op in ops}
+    return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
+
+
+def of_pair(call: LowRankCrossEntropy) -> str:
+    situation = pair_situation(operands_of(call))._replace(
+        dtype=dtype_in_operators(call.input),
+        empty=call.input.numel() == 0,
+        one_class=call.linear_weight.shape[0] == 1,
+        label_smoothing=call.numbers.label_smoothing != 0.0,
+        softcap=call.numbers.softcap is not None,
+    )
+    title, ops = "a scalar loss of a head with a low-rank pair", ["low_rank_with_grad"]
+    tables = {title: LOSS[title]}
+    if choose(LOSS[title], situation).name == "concatenated":
+        tables["a scalar loss"] = LOSS["a scalar loss"]
+        in_forward = call.reduction != "none" and choose(LOSS["a scalar loss"], situation).name == "one pass"
+        ops = ["with_grad"] if in_forward else ["forward", "backward"]
+    tables |= {f"flce::linear_cross_entropy_{op}": KERNELS[f"linear_cross_entropy_{op}"] for op in ops}
     return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
 
 

@@ -55,8 +55,11 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient_threshold, gradient_mode, gradient_sparse: as there; the seed of a sparse gradient is forward's.
 
     Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
-    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair, as
-    of `linear_cross_entropy`.
+    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair.
+    What forward takes beside input and target, dtypes, errors and what composes are those of `linear_cross_entropy`.
+
+    Raises:
+        ValueError, TypeError: an option that can never be right, by its name.
     """
 
     weight: Tensor | None
@@ -157,7 +160,11 @@ class LinearCrossEntropyHead(nn.Linear):
             as `linear_cross_entropy`. The seed of a sparse gradient is forward's.
 
     Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
-    target_weight of its shape, the loss.
+    target_weight of its shape, the loss. What forward takes beside them, dtypes, errors and what composes are those of
+    `linear_cross_entropy`.
+
+    Raises:
+        ValueError, TypeError: an option that can never be right, by its name.
     """
 
     @typed

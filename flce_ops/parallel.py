@@ -30,6 +30,10 @@ class VocabParallel(ParallelStyle):
             logits; Shard(-1) leaves each rank its classes.
         use_local_output: return a plain tensor instead of a DTensor.
 
+    Raises:
+        TypeError: another module than those two.
+        ValueError: a mesh of more than one dimension.
+
     Example::
 
         parallelize_module(model, mesh["tp"], {"head": flce_ops.VocabParallel(input_layouts=Shard(1))})

@@ -22,7 +22,7 @@ from pathlib import Path
 def line(seed: int, index: int, device: str) -> str:
     import torch
 
-    from tests.fuzz.cases import draw
+    from tests.fuzz.draw import draw
     from tests.fuzz.judge import surroundings
     from tests.fuzz.problem import Problem
     from tests.fuzz.run import run_ours

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_pool import run_in_world, worlds
+from sharded_inputs import full, mesh_of
 from test_cross_entropy import dense, make_logits, value_and_gradient
-from test_distributed import full, mesh_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flce_ops

@@ -9,7 +9,7 @@ from collectives import RecordCollectives
 from inputs import Inputs, make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error
-from test_distributed import ANY, FLOAT, SQUARE, TOLERANCE, B, D, R, T, V, batch, full, mesh_of, place, to_device
+from sharded_inputs import ANY, FLOAT, SQUARE, TOLERANCE, B, D, R, T, V, batch, full, mesh_of, place, to_device
 from test_log_probs import BOTH, FLOATS, dense
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from collectives import RecordCollectives
 from process_pool import run_in_world, worlds
 from reference_loss import dense_logits, error, run_reference
-from test_distributed import ANY, FLOAT, TOLERANCE, D, V, batch, full, mesh_of
+from sharded_inputs import ANY, FLOAT, TOLERANCE, D, V, batch, full, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from process_pool import run_in_world, worlds
 from reference_loss import error
 from reference_policy import make_policy, plain_policy_loss, run_policy
-from test_distributed import full, mesh_of
+from sharded_inputs import full, mesh_of
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 

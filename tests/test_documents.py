@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import flce_ops
-from benchmarks import loads
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -204,106 +203,30 @@ def measured(mode: str = "fwd_bwd") -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["mode"] == mode and row["ms"]]
 
 
-PROVIDERS = {
-    "**flce_ops**": "ours",
-    "flce_ops": "ours",
-    "flce_ops, workspace 2 GiB": "ours_2GiB",
-    "flce_ops, workspace 128 MiB": "ours_128MiB",
-    "flce_ops, workspace 64 MiB": "ours_64MiB",
-    "torch.compile of the plain pair": "torch_compile",
-    "torch.compile(F.linear + F.cross_entropy)": "torch_compile",
-    "the plain pair, eager": "torch_eager",
-    "QuACK 0.6.5 chunked": "quack_chunked",
-    "QuACK 0.6.5 scaled-exp": "quack_scaled_exp",
-    "Liger 0.8.5": "liger",
-    "Apple CCE 25.1.1": "cce",
-}
+def test_tables_are_made_of_the_csvs():
+    """After another run: python -m benchmarks.tables."""
+    from benchmarks.tables import __main__ as tables
+    from benchmarks.tables import steps
+
+    texts = {path: path.read_text() for path in tables.documents()}
+    for path, text in texts.items():
+        assert tables.written(text) == text, path
+    for name in tables.TABLES:
+        assert any(f"<!-- {name} -->" in text and f"<!-- end of {name} -->" in text for text in texts.values()), name
+    assert all(f"\n| {load} | " in text_of("README.md") for load in steps.LOADS_OF_README)
 
 
-def table_after(document: str, heading: str) -> list[list[str]]:
-    """Its heading and rows, as cells."""
-    text = text_of(document)
-    block = text[text.index(heading) :].split("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if "|---" not in line]
+def test_the_other_objectives_are_all_of_one_run():
+    from benchmarks import objectives
+    from benchmarks.tables import markdown
+    from benchmarks.tables import objectives as tables
 
-
-def test_times_and_memory_of_the_readme_are_the_csvs():
-    heading, floor, *rows = table_after("README.md", "| forward + backward, bf16 |")
-    for column, shape in enumerate(heading[1:], start=1):
-        found = {row["provider"]: row for row in measured() if f"{row['N']}x{row['D']}x{row['V']}" == shape}
-        assert floor[column] == f"{float(found['floor']['ms']):.1f} ms"
-        for name, *cells in rows:
-            row = found.get(PROVIDERS[name])
-            if row is None:
-                assert cells[column - 1] == "failed"
-                continue
-            ratio, memory = re.fullmatch(r"([\d.]+)x, ([\d,]+) MiB", cells[column - 1]).groups()
-            assert abs(float(ratio) - float(row["x_floor"])) < 0.0051, (name, shape)
-            assert abs(float(memory.replace(",", "")) - float(row["beyond_gradients_MiB"])) < 0.6, (name, shape)
-
-
-def test_tables_of_loads_are_printed_from_the_csv():
-    with (H200 / "loads.csv").open(newline="") as file:
-        times = loads.Times(csv.DictReader(file))
-    of_loads = loads.milliseconds(times)
-    for document in ("README.md", "docs/performance.md"):
-        found = lines_after(document, "| load, ms |")
-        assert found[:2] == of_loads[:2] and set(found) <= set(of_loads) and len(found) >= 10
-    assert lines_after("docs/performance.md", "| mark | must |") == loads.marks(times)
-
-
-def lines_after(document: str, heading: str) -> list[str]:
-    text = text_of(document)
-    return text[text.index(heading) :].split("\n\n")[0].splitlines()
-
-
-def bounds(cell: str) -> tuple[float, float]:
-    low, _, high = cell.partition(" to ")
-    return float(low), float(high or low)
-
-
-@pytest.mark.parametrize(
-    ("document", "heading", "shapes"),
-    [("README.md", "| relative error, bf16, all four shapes |", 4), ("docs/numerics.md", "| | dX | dW |", None)],
-)
-def test_errors_of_the_documents_are_the_csvs(document, heading, shapes):
-    rows = measured()
-    of_the_table = list(dict.fromkeys((row["N"], row["D"], row["V"]) for row in rows))[:shapes]
-    for name, *cells in table_after(document, heading)[1:]:
-        for cell, column in zip(cells, ("err_dx", "err_dw")):
-            found = [
-                float(row[column])
-                for row in rows
-                if row["provider"] == PROVIDERS[name] and (row["N"], row["D"], row["V"]) in of_the_table
-            ]
-            for written, number in zip(bounds(cell), (min(found), max(found))):
-                assert abs(written - number) <= 0.05 * 10 ** int(f"{number:e}".split("e")[1]) * 1.01, (name, column)
-
-
-def test_tables_of_the_other_objectives_are_made_of_one_run():
-    """After another run: python -m benchmarks.docs_tables."""
-    from benchmarks import docs_tables, document_tables, objectives
-
-    rows = document_tables.rows_of_csv(docs_tables.CSV)
+    rows = markdown.rows_of("objectives")
     assert len({row["commit"] for row in rows}) == 1
     for shape in objectives.SHAPES.split(","):
         for dtype, mode, provider in objectives.units_of("*"):
             step = (mode.name, provider, str(dtype).removeprefix("torch."))
-            assert docs_tables.found(rows, shape, step), (shape, step)
-    for document, tables in docs_tables.DOCUMENTS.items():
-        text = text_of(document)
-        assert all(f"<!-- objectives: {name} -->" in text for name in tables)
-        assert docs_tables.written(text, rows) == text, document
-
-
-def test_tables_of_given_logits_are_made_of_the_csv():
-    """After another run: python -m benchmarks.logits_table."""
-    from benchmarks import document_tables, logits_table
-
-    rows = document_tables.rows_of_csv(logits_table.CSV)
-    for document in logits_table.DOCUMENTS:
-        text = text_of(document)
-        assert logits_table.BEGIN in text and logits_table.written(text, rows) == text
+            assert tables.found(rows, shape, step), (shape, step)
 
 
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):

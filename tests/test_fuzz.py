@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import judge
-from tests.fuzz.cases import FUNCTIONS, Case, consistent, draw
+from tests.fuzz.cases import FUNCTIONS, Case
+from tests.fuzz.consistent import consistent
+from tests.fuzz.draw import draw
 from tests.fuzz.run import Ours
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from inputs import scalars
 from process_pool import run_in_world, worlds
 from reference_divergence import KINDS, leaves, make_pair, run_reference
 from reference_loss import error
-from test_distributed import FLOAT, full, mesh_of
+from sharded_inputs import FLOAT, full, mesh_of
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode

@@ -2,13 +2,17 @@
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
+import functools
+from contextlib import nullcontext
+
 import pytest
 import torch
 from inputs import make_inputs
 from reference_loss import error, reference_loss
+from torch.autograd.graph import save_on_cpu
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
@@ -26,9 +30,7 @@ OPTIONS = [
     {"class_scale": True},
     {"class_scale": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1},
 ]
-ONE_PASS, FORWARD, WITH_GRAD = (
-    f"linear_cross_entropy_{name}" for name in ("low_rank_with_grad", "forward", "with_grad")
-)
+ONE_PASS = "linear_cross_entropy_low_rank_with_grad"
 
 
 def max_dtype(dtype):
@@ -109,72 +111,126 @@ def test_loss_and_gradients_are_no_worse_than_plain_torch(chunks, options, dtype
         assert error(ours, truth) <= 1.5 * error(theirs, truth) + slack, name
 
 
+class LargestResult(TorchDispatchMode):
+    """The most numbers of a result that is not the weight itself; of an operator, not of what its kernel does."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.weight, self.numbers = call.linear_weight.data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() != self.weight:
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
 def test_nothing_of_the_weights_size_is_made():
     call = Call((16, 64, 600), bias=False)
-
-    class LargestResult(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple | list) else [result]:
-                if isinstance(tensor, torch.Tensor) and tensor.data_ptr() != call.linear_weight.data_ptr():
-                    self.numbers = max(self.numbers, tensor.numel())
-            return result
-
     operands = [operand if operand is None else operand.detach() for operand in call.args]
-    with LargestResult() as largest:
+    with LargestResult(call) as largest:
         low_rank_with_grad(*operands, None, None, None, output_mask=[True, True, True, False, False])
     assert 8 * 600 < largest.numbers <= 16 * 600  # the logits of the kept tokens
     with FlopCounterMode(display=False) as counter:
         call.loss().backward()
     assert counter.get_total_flops() == 2 * 16 * 600 * (2 * 64 + 3 * RANK)
+    with FlopCounterMode(display=False) as counter:  # once for the losses, once for their gradients
+        call.loss(reduction="none").sum().backward()
+    assert counter.get_total_flops() == 2 * 16 * 600 * (3 * 64 + 4 * RANK)
+
+
+def test_a_selective_checkpoint_keeps_the_losses():
+    call = Call((16, 64, 600), bias=False)
+    call.target.fill_(1)
+    keep = functools.partial(create_selective_checkpoint_contexts, flce_ops.SAC_SAVE_OPS)
+    for context, passes in ({}, 4), ({"context_fn": keep}, 3):
+        with FlopCounterMode(display=False) as counter:
+            checkpoint(call.loss, use_reentrant=False, **context).backward()
+        assert counter.get_total_flops() == 2 * 16 * 600 * (passes * 64 + (passes + 1) * RANK)
+
+
+SITUATIONS = {  # how forward is called, and options
+    "no gradient": (torch.no_grad, {}),
+    "none": (nullcontext, {"reduction": "none"}),
+    "weighted none": (nullcontext, {"reduction": "none", "token_weight": True}),
+    "token_weight": (nullcontext, {"token_weight": True}),
+    "sum of weighted": (nullcontext, {"token_weight": True, "reduction": "sum"}),
+    "normalizer": (nullcontext, {"normalizer": True}),
+    "saved-tensor hooks": (save_on_cpu, {}),
+    "checkpoint": (nullcontext, {}),
+    "float16": (nullcontext, {}),
+}
+
+
+@pytest.mark.parametrize("how", SITUATIONS)
+def test_a_frozen_head_is_not_copied(how):
+    """Whether forward makes the gradients or backward calls the operator again."""
+    half = how == "float16"
+    call = Call(dtype=torch.float16 if half else torch.float32, options={"label_smoothing": 0.1, "class_scale": True})
+    context, options = SITUATIONS[how]
+    options = dict(options)
+    weights = [name for name in ("token_weight", "normalizer") if name in options]
+    for name in weights:
+        options[name] = torch.rand(RAGGED[0] if name == "token_weight" else ()).add_(0.1).requires_grad_()
+    run = checkpointed if how == "checkpoint" else Call.loss
+    slopes = torch.randn(RAGGED[0]) if options.get("reduction") == "none" else torch.tensor(1.7)
+    with LargestResult(call) as largest:
+        with context():
+            loss = run(call, **options)
+        assert flce_ops.last_path().op == ONE_PASS
+        if how != "no gradient":
+            leaves = [*call.leaves, *(options[name] for name in weights)]
+            gradients = torch.autograd.grad((loss * slopes).sum(), leaves)
+            assert flce_ops.last_path().op == ONE_PASS
+    assert largest.numbers < call.linear_weight.numel()
+    doubled = call.in_dtype(torch.float64)
+    exact = doubled.dense(**options)
+    assert error(loss, exact) <= (2e-3 if half else 2e-6)
+    if how == "no gradient":
+        return
+    truths = torch.autograd.grad((exact * slopes).sum(), [*doubled.leaves, *(options[name] for name in weights)])
+    for ours, truth in zip(gradients, truths, strict=True):
+        assert error(ours, truth) <= (4e-3 if half else 5e-6)
 
 
 def checkpointed(call, **options):
     return checkpoint(lambda: call.loss(**options), use_reentrant=False)
 
 
-@pytest.mark.parametrize(
-    ("how", "op"),
-    [
-        ("no gradient", FORWARD),
-        ("float16", FORWARD),
-        ("none", FORWARD),
-        ("token_weight", WITH_GRAD),
-        ("checkpoint", FORWARD),
-        ("trained head", WITH_GRAD),
-    ],
-)
-def test_other_situations_take_the_pair_as_features(how, op):
-    call = Call(dtype=torch.float16 if how == "float16" else torch.float32)
-    call.linear_weight.requires_grad_(how == "trained head")
-    options = {"reduction": "none"} if how == "none" else {}
-    if how == "token_weight":
-        options["token_weight"] = torch.rand(RAGGED[0])
-    with torch.set_grad_enabled(how != "no gradient"):
-        loss = checkpointed(call) if how == "checkpoint" else call.loss(**options)
-    assert flce_ops.last_path().op == op
-    exact = call.in_dtype(torch.float64).dense(**options)
-    assert error(loss, exact) <= (2e-3 if how == "float16" else 2e-6)
-    if how == "no gradient":
-        return
-    leaves = [*call.leaves, *([call.linear_weight] if how == "trained head" else [])]
+def test_float16_keeps_gradients_that_a_loss_scale_keeps():
+    """Those of a mean over many tokens would be 0 in float16 before the scale that backward brings."""
+    call = Call(dtype=torch.float16, options={"normalizer": True})
+    call.options["normalizer"] = torch.tensor(1e7)
+    scale = 2.0**20
+    found = torch.autograd.grad(call.loss() * scale, call.leaves)
     doubled = call.in_dtype(torch.float64)
-    doubled.linear_weight.requires_grad_(how == "trained head")
-    others = [*doubled.leaves, *([doubled.linear_weight] if how == "trained head" else [])]
-    gradients = torch.autograd.grad(loss.sum(), leaves)
-    truths = torch.autograd.grad(doubled.dense(**options).sum(), others)
+    truths = torch.autograd.grad(doubled.dense() * scale, doubled.leaves)
+    for ours, truth in zip(found, truths, strict=True):
+        assert error(ours, truth) <= 4e-3
+
+
+def test_a_head_that_is_trained_takes_the_pair_as_features():
+    call = Call(options={"class_scale": True})
+    call.linear_weight.requires_grad_()
+    loss = call.loss()
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
+    doubled = call.in_dtype(torch.float64)
+    doubled.linear_weight.requires_grad_()
+    gradients = torch.autograd.grad(loss, [*call.leaves, call.linear_weight])
+    truths = torch.autograd.grad(doubled.dense(), [*doubled.leaves, doubled.linear_weight])
     for ours, truth in zip(gradients, truths, strict=True):
-        assert error(ours, truth) <= (4e-3 if how == "float16" else 5e-6)
+        assert error(ours, truth) <= 5e-6
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives(reduction):
     call = Call(dtype=torch.float64, options={"label_smoothing": 0.1, "softcap": 5.0, "class_scale": True})
+    call.options["reduction"] = reduction
     directions = [torch.randn_like(leaf) for leaf in call.leaves]
 
     def second(loss):
-        gradients = torch.autograd.grad(loss, call.leaves, create_graph=True)
+        gradients = torch.autograd.grad(loss.square().sum(), call.leaves, create_graph=True)
         return torch.autograd.grad(sum((g * d).sum() for g, d in zip(gradients, directions)), call.leaves)
 
     for ours, truth in zip(second(call.loss()), second(call.dense()), strict=True):
@@ -195,10 +251,12 @@ def test_opcheck(device, wanted):
 
 def test_one_graph_autocast_and_a_transform():
     call = Call()
-    loss = torch.compile(lambda *args: entry(*args), fullgraph=True, backend="aot_eager")(*call.args)
-    gradients = torch.autograd.grad(loss, call.leaves)
-    for ours, eager in zip([loss.detach(), *gradients], results(call, Call.loss), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7)
+    for reduction in ("none", "mean"):  # whose gradients backward makes, or forward
+        compiled = torch.compile(functools.partial(entry, reduction=reduction), fullgraph=True, backend="aot_eager")
+        loss = compiled(*call.args)
+        gradients = torch.autograd.grad(loss.sum(), call.leaves)
+        for ours, eager in zip([loss.detach(), *gradients], results(call, Call.loss, reduction=reduction), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7)
     with torch.autocast("cpu", torch.bfloat16):
         ours = call.loss()
     assert flce_ops.last_path().op == ONE_PASS

@@ -89,6 +89,39 @@ def test_smoothing_under_a_softcap_recomputes_where_triton_would(options, op, re
     assert flce_ops.last_path().op == f"linear_cross_entropy_{op}"
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, SMOOTHED_AND_CAPPED, {"class_scale": 1}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_frozen_head_with_a_pair_is_copied_under_transforms_alone(dtype, options):
+    """On an NVIDIA GPU too; without a copy there is the pair's own operator."""
+
+    def path(**situation):
+        asked = {"wants_gradient": True} | options | situation
+        return choose(LOSS["a scalar loss of a head with a low-rank pair"], Situation("cuda", dtype, **asked)).name
+
+    in_forward = "recompute" if dtype == torch.float16 else "one pass"
+    assert path() == in_forward
+    for situation in ({"wants_gradient": False}, {"saved_tensor_hooks": True}, {"checkpoint": True}):
+        assert path(**situation) == "recompute"
+    assert path(functorch=True) == path(trains_weight=True) == "concatenated"
+
+
+def test_explain_of_a_head_with_a_pair():
+    entry = torch.ops.flce.linear_cross_entropy_low_rank
+    inputs = make_inputs((24, 16, 50))
+    pair = torch.randn(24, 3), torch.randn(50, 3).requires_grad_()
+    for frozen in (True, False):
+        weight = inputs.linear_weight.detach().requires_grad_(not frozen)
+        call = inputs.input, weight, *pair, inputs.target
+        for options in ({}, {"reduction": "none"}):
+            said = running(explain(entry, *call, **options))
+            entry(*call, **options)
+            path = flce_ops.last_path()
+            assert said["a scalar loss of a head with a low-rank pair"] == ("one pass" if frozen else "concatenated")
+            assert said[f"flce::{path.op}"] == path.implementation
+    text = explain(entry, *call)
+    assert "one pass      ruled out: expects a linear_weight without a gradient" in text
+
+
 def test_probabilities_have_their_smoothing_in_them():
     """So it keeps their operators from no path, whatever the softcap."""
     situation = Situation("cuda", torch.bfloat16, wants_gradient=True, **SMOOTHED_AND_CAPPED)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from process_pool import run_in_world, worlds
-from test_distributed import full, mesh_of
+from sharded_inputs import full, mesh_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

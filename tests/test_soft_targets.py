@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from inputs import make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import dense_logits, error
+from sharded_inputs import full, mesh_of
 from test_compile import compiled, warnings_are_errors
-from test_distributed import full, mesh_of
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from process_pool import run_in_world, worlds
 from reference_loss import error
-from test_distributed import batch, full, mesh_of, place
+from sharded_inputs import batch, full, mesh_of, place
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 

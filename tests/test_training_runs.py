@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import training, training_plot, training_table
+from benchmarks import training, training_plot
 from benchmarks.entries import entries_kept
 from benchmarks.llama import Llama, LlamaSize
+from benchmarks.tables import training as tables
 from benchmarks.training_run import SETTINGS, Run, Trainee, held_out_losses, mean_of, rarity_of
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
 
@@ -159,13 +160,8 @@ def test_a_process_that_dies_and_a_budget_that_is_spent_are_reasons(monkeypatch)
     assert training.take(chosen, CPU, time.monotonic() + 120) == ([], {}, "its process ended with 1")
 
 
-def test_the_tables_of_the_pages_are_made_of_the_csvs():
-    """After another run: python -m benchmarks.training_table, and benchmarks.docs_figures."""
-    text = (training_table.REPOSITORY / training_table.DOCUMENT).read_text()
-    assert training_table.written(text) == text
-    runs = training_table.rows_of("training")
-    for name, table in (("losses", training_table.losses(runs)), ("counts", "10 to 100 | 100 to 1,000")):
-        assert f"<!-- training: {name} -->" in text and table in text
+def test_every_setting_of_the_pages_ran_to_its_end():
+    runs = tables.finished("training")
     assert {row["setting"] for row in runs} >= {"exact", "unbiased_12", "unbiased_10", "unbiased_8", "cce"}
     assert min(int(row["steps"]) for row in runs) >= 1000
 

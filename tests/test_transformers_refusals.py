@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM
 from flce_ops.integrations.transformers import patch
 from flce_ops.integrations.transformers.cross_entropy_call import CrossEntropy
 from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.read_head import Head, read_head
+from flce_ops.integrations.transformers.logit_steps import Head
+from flce_ops.integrations.transformers.read_head import read_head
 from flce_ops.integrations.transformers.transform_head import Inner, read_inner
 
 # ---------------------------------------------------------------- models of Transformers

@@ -16,7 +16,7 @@ from flce_ops.triton.low_rank_with_grad import launch_low_rank_with_grad
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's dots of bfloat16 are wrong
-UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:3]]
+UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:4]]
 
 
 def launched(call, mask=(True, True, True, True, False)):
@@ -59,12 +59,12 @@ def test_loss_and_gradients_are_those_of_float64(shape, rank, options, poisoned_
 
 @pytest.mark.parametrize(
     "mask",
-    [(True, False, False, False, False), (False, True, True, False, False), (False, False, False, True, False)],
-    ids=["x", "the pair", "bias"],
+    [(True, False, False, False, False), (False, True, True, False, False), (False, False, False, True, True)],
+    ids=["x", "the pair", "bias and scale"],
 )
 def test_only_the_gradients_asked_for(mask, poisoned_memory):
-    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={})
-    every = launched(call, [True] * 4 + [False])
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True})
+    every = launched(call, [True] * 5)
     some = launched(call, mask)
     assert torch.equal(some[0], every[0])
     wanted = [grad for grad, want in zip(every[1:], mask) if want]
@@ -74,19 +74,35 @@ def test_only_the_gradients_asked_for(mask, poisoned_memory):
 
 def test_rows_whose_target_is_unlikely_are_rescued(poisoned_memory):
     """Losses over 41 nats: the largest of exp(z - z_y) would leave float32."""
-    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={})
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True})
     with torch.no_grad():
         call.pair_input *= 100
+        call.class_scale.abs_().add_(0.5)
     exact, plain = results(call.in_dtype(torch.float64), Call.dense), results(call, Call.dense)
     assert exact[0] > 60
-    for name, ours, theirs, truth in zip(
-        ("loss", *call.names), launched(call, [True] * 4 + [False]), plain, exact, strict=True
-    ):
+    for name, ours, theirs, truth in zip(("loss", *call.names), launched(call, [True] * 5), plain, exact, strict=True):
         assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-6, name
 
 
+def test_classes_of_a_small_scale_or_none(poisoned_memory):
+    """Whose logits cannot be read from what the GEMMs take."""
+    call = Call(
+        (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True, "logit_scale": 0.7}
+    )
+    with torch.no_grad():
+        call.class_scale += 0.5
+        call.class_scale[1:130:9] *= torch.logspace(-12, -1, 15, device=call.class_scale.device)
+        call.class_scale[5:9] = 0.0
+    exact, plain = results(call.in_dtype(torch.float64), Call.dense), results(call, Call.dense)
+    for name, ours, theirs, truth in zip(("loss", *call.names), launched(call, [True] * 5), plain, exact, strict=True):
+        assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-7, name
+        assert name != "class_scale" or error(ours[5:9], truth[5:9]) <= 2 * error(theirs[5:9], truth[5:9]) + 5e-7
+
+
 def test_no_token_at_all_counts(poisoned_memory):
-    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"reduction": "sum"})
+    call = Call(
+        (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"reduction": "sum", "class_scale": True}
+    )
     call.target.fill_(-100)
-    found = launched(call, [True] * 4 + [False])
+    found = launched(call, [True] * 5)
     assert all(torch.equal(value, torch.zeros_like(value)) for value in found)

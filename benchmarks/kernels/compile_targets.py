@@ -128,8 +128,9 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": 64 if name == "low_rank" else 0}
         if name == "low_rank":
             matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
+            types["class_scale_ptr"] = "*fp32"
         else:
-            types |= {"pair_input_ptr": "constexpr", "pair_weight_ptr": "constexpr"}
+            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr", "class_scale_ptr"), "constexpr")
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 

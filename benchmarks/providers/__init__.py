@@ -41,7 +41,6 @@ FILES = {
     "torch_compile": "torch_dense",
     "torch_eager": "torch_dense",
     "torch_chunked": "torch_chunked",
-    "torch_override": "torch_chunked",
     "liger": "liger",
     "liger_fp32": "liger",
     "quack_chunked": "quack",
@@ -54,7 +53,6 @@ FILES = {
     "liger_cutedsl": "liger",
     "liger_cutedsl_scaled": "liger",
     "liger_cutile": "liger",
-    "liger_cute": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
 _OURS, _OURS_AND_TORCH = ("floor", "ours"), ("floor", "ours", "torch_dense")

@@ -5,7 +5,6 @@ liger_fp32             the same, accum_dtype=torch.float32
 liger_cutedsl          CuTe DSL: all logits at once, made a gradient in place; dX in every forward, dW in backward
 liger_cutedsl_scaled   CuTe DSL, losses per token: logits never stored, made again in backward; the mean outside
 liger_cutile           cuTile, all logits at once; projection and dX by torch.mm
-liger_cute             the wheel liger-cute-kernels: for a vocabulary spread over GPUs
 
 Each from its own file, as liger_kernel.transformers wants the transformers library, and LIGER_KERNEL_IMPL, which
 chooses among them, gives liger_kernel.ops the Blackwell path of CuTe DSL whatever the GPU.
@@ -34,8 +33,6 @@ NEEDS = {  # module: what installs it
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
-    if name == "liger_cute":
-        raise Unavailable("liger-cute-kernels spread the vocabulary over the GPUs of an NVSHMEM job: none for one GPU")
     if mode.kind:
         if name != "liger":
             raise Unavailable("no divergence")

@@ -26,7 +26,8 @@ from flce_ops.aten.sparse_gradients import (
 )
 from flce_ops.math.shards import target_columns
 from flce_ops.math.sparse_gradient import Draws
-from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
+from flce_ops.meta.arguments import Backward, BackwardInPlace
+from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import Gradients
 from flce_ops.support.readable import copy_bytes
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flce_ops.aten.kept_tokens import RowsByChunk, tokens_of
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.readable import copied_row_bytes, readable, readable_rows
 from flce_ops.support.workspace import matrix_bytes

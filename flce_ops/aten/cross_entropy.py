@@ -29,7 +29,8 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta import cross_entropy as meta
-from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from flce_ops.meta.call import takes
 from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a block, V vocabulary

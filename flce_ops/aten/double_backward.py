@@ -30,7 +30,8 @@ from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import DoubleBackward, takes
+from flce_ops.meta.arguments import DoubleBackward
+from flce_ops.meta.call import takes
 
 # N tokens, D hidden, V vocabulary
 

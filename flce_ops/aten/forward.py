@@ -19,7 +19,8 @@ from flce_ops.aten.logits import (
 )
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Forward, takes
+from flce_ops.meta.arguments import Forward
+from flce_ops.meta.call import takes
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.slots import tokens_that_count
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 
 # N tokens, n of them that are not ignored, K slots of a target, D hidden, V vocabulary
 

@@ -26,7 +26,8 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import log_denominator
 from flce_ops.meta import kl_div as meta
-from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.support.exchange import all_reduce
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.workspace import float32_sum_fits, matrix_bytes

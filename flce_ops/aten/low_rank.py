@@ -24,7 +24,8 @@ from flce_ops.aten.with_grad import loss_and_gradients, rows_of_chunk
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta import low_rank
-from flce_ops.meta.arguments import LowRankWithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 

@@ -16,7 +16,8 @@ from flce_ops.aten.logits import activate_with_slope, apply_slope, exponentiate_
 from flce_ops.math.loss import surprisal
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import PolicyWithGrad, takes
+from flce_ops.meta.arguments import PolicyWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.policy import policy_with_grad_outputs
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range

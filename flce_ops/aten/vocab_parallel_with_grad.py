@@ -19,7 +19,8 @@ from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_mat
 from flce_ops.aten.sparse_gradients import SparseAccumulator, draws_of, matrices_for_keeping, needs_exact
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.math.sparse_gradient import Draws, Shard
-from flce_ops.meta.arguments import VocabParallelWithGrad, takes
+from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary

@@ -31,7 +31,8 @@ from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.shards import target_columns
 from flce_ops.math.sparse_gradient import Draws
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import LowRankWithGrad, WithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
+from flce_ops.meta.call import takes
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 

@@ -105,7 +105,7 @@ def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP, **others: Tens
     return Layout(input.device_mesh, tuple(tokens), tuple(vocabulary))
 
 
-def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str = OP) -> None:
+def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str) -> None:
     if isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
         raise ValueError(
             f"{op}: linear_weight is a DTensor, {describe(linear_weight)}, but input is a plain tensor. {FSDP_HINT} "
@@ -130,7 +130,7 @@ def check_dense_shards(op: str, **tensors: DTensor | None) -> None:
         check_dense(op, **{name: None if tensor is None else tensor.to_local() for name, tensor in tensors.items()})
 
 
-def check_placements(linear_weight: DTensor, op: str = OP) -> None:
+def check_placements(linear_weight: DTensor, op: str) -> None:
     for placement in linear_weight.placements:
         if not (type(placement) is Shard or placement.is_replicate() or placement.is_partial()):
             raise ValueError(

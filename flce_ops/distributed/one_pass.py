@@ -63,7 +63,7 @@ def loss(
 
 
 class VocabParallelFormula(Function):
-    """Its gradients wait for the upstream scalar, as in flce_ops/ops/with_grad_autograd.py."""
+    """Its gradients wait for the upstream scalar, as in flce_ops/ops/made_in_forward.py."""
 
     @staticmethod
     def forward(ctx, layout, *values):

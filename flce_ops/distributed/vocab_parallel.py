@@ -87,10 +87,16 @@ def vocab_parallel_rows(
     input, linear_weight, target, linear_bias, weight = operands
     start, size = layout.vocabulary_range(num_classes)
     slots = in_columns(target).shape[1]
-    kinds = 1 + slots + logit_sum + expected_logit + log_sum_sq_probs + mean_logit + 2 * argmax
+    asked = {
+        "logit_sum": logit_sum,
+        "expected_logit": expected_logit,
+        "log_sum_sq_probs": log_sum_sq_probs,
+        "mean_logit": mean_logit,
+    }
+    names = [name for name, wanted in asked.items() if wanted] + ["argmax", "max_logit"] * argmax
     if size == 0:
         no_hit = refused_as_elsewhere(target, num_classes, ignore_index)
-        per_shard = without_classes(input, linear_weight, linear_bias, kinds, argmax) + no_hit
+        per_shard = without_classes(input, linear_weight, linear_bias, 1 + slots + len(names), argmax) + no_hit
     else:
         results = torch.ops.flce.linear_cross_entropy_forward(
             input,
@@ -99,14 +105,11 @@ def vocab_parallel_rows(
             linear_bias,
             None if weight is None else weight[start : start + size],
             ignore_index=ignore_index,
-            logit_sum=logit_sum,
             **logits._asdict(),
             vocab_start=start,
             vocab_size=num_classes,
-            expected_logit=expected_logit,
             argmax=argmax,
-            log_sum_sq_probs=log_sum_sq_probs,
-            mean_logit=mean_logit,
+            **asked,
         )
         target_logit, lse, sums, expected, max_logit, largest, squares, mean, *_ = results
         numbers = [lse, *in_columns(target_logit).unbind(1)]
@@ -117,22 +120,21 @@ def vocab_parallel_rows(
         numbers += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
         per_shard = torch.stack(numbers)
     gathered = gather_shards(layout, per_shard)
-    lse = lse_of_shards(gathered[:, 0])
+    lses = gathered[:, 0]  # (R, N), as each of the next
+    by_name = dict(zip(names, gathered[:, 1 + slots :].unbind(1), strict=True))
+    lse = lse_of_shards(lses)
     target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
-    at = 1 + slots
-    sums = gathered[:, at].sum(0) if logit_sum else None
-    expected = largest = squares = mean = None
-    at += logit_sum
+    sums = expected = largest = squares = mean = None
+    if logit_sum:
+        sums = by_name["logit_sum"].sum(0)
     if expected_logit:
-        share = gathered[:, 0].softmax(0)
-        expected = (share * gathered[:, at]).sum(0)
-    at += expected_logit
+        expected = (lses.softmax(0) * by_name["expected_logit"]).sum(0)
     if log_sum_sq_probs:
-        squares = (2.0 * gathered[:, 0].detach().log_softmax(0) + gathered[:, at].detach()).logsumexp(0)
+        squares = (2.0 * lses.detach().log_softmax(0) + by_name["log_sum_sq_probs"].detach()).logsumexp(0)
     if mean_logit:
-        mean = gathered[:, at + log_sum_sq_probs].detach().sum(0)
+        mean = by_name["mean_logit"].detach().sum(0)
     if argmax:
-        largest = argmax_of_shards(gathered[:, -1].detach(), gathered[:, -2].detach())
+        largest = argmax_of_shards(by_name["max_logit"].detach(), by_name["argmax"].detach())
         largest = torch.where(tokens_that_count(target, ignore_index), largest, -1)
     return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
 

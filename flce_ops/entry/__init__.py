@@ -4,6 +4,9 @@ schemas.py                      their arguments
 argument_types.py               refusals of wrong types by name
 arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
 main_grad.py                    refusals of a buffer that the gradient is added to
+sparse_gradient.py              which losses may have a sparse gradient
+metrics.py                      return_metrics by name
+weighted.py, weightless.py      losses with the tokens' weights; tokens of weight 0 are left out
 torch_options.py                options of torch's function
 first_classes.py                the classes that vocabularies have but for their padding
 class_order.py                  classes in an order of the user's, for a sparse gradient
@@ -12,7 +15,7 @@ cross_entropy.py                plain.py, sharded.py, class_probabilities.py, po
 low_rank.py                     of a head with a low-rank pair (LoRA)
 logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
 log_probs.py                    log_probs_sharded.py
-kl_div.py                       kl_div_plain.py, kl_div_sharded.py
+kl_div.py                       kl_div_plain.py, kl_div_sharded.py, kl_div_checks.py
 policy.py                       policy_plain.py, policy_sharded.py
 """
 

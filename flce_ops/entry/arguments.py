@@ -105,7 +105,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
     check_ranges(op, **call.numbers._asdict())
 
 
-def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool = False) -> None:
+def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool) -> None:
     """(...), or with `slots` (..., K)."""
     check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])

@@ -14,7 +14,7 @@ from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
 from flce_ops.entry.sparse_gradient import refuse_sparse_gradient
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.reduction import accuracy_of, right, right_and_valid
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.support.dtensor import any_dtensor
 
 OP = "linear_cross_entropy"

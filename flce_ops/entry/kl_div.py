@@ -9,7 +9,7 @@ from flce_ops.entry.schemas import KlDiv
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.options import LogitNumbers
 from flce_ops.math.scalars import Number, logit_options, scalar
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.meta.kl_div_checks import check_kind
 from flce_ops.support.dtensor import any_dtensor
 

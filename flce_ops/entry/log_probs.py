@@ -17,7 +17,7 @@ from flce_ops.entry.schemas import LogProbs
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.scalars import logit_options
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.support.dtensor import any_dtensor
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flce_ops.entry import logits_plain
 from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
 from flce_ops.math.reduction import accuracy_of, right, right_and_valid
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.support.dtensor import any_dtensor
 
 

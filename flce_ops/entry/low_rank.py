@@ -4,21 +4,34 @@
 
 With class_scale, a number a class that DoRA has, logits = class_scale (...), before linear_bias is added.
 
-Where the head is frozen and the loss is a scalar it has an operator of its own, which makes nothing of linear_weight's
-size. Elsewhere the pair goes into the ordinary operators as features of input and of linear_weight, which is copied.
+A frozen head has an operator of its own, which makes nothing of linear_weight's size: it is called once where forward
+makes the gradients, else a second time by backward. A head that is trained, and transforms of torch.func, take the pair
+as features of input and of linear_weight, which is copied, through the ordinary operators.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.plain import loss_and_statistics, reduction_in_operator, token_factors_are_equal, token_losses
+from flce_ops.entry.plain import (
+    denominator_of,
+    loss_and_statistics,
+    mean_in_one_pass,
+    token_factors_are_equal,
+    token_losses,
+)
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
-from flce_ops.math.options import LowRankOperands, Statistics
-from flce_ops.meta.arguments import takes
+from flce_ops.entry.weighted import weighted_loss, weighted_losses
+from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import Reduction, quotient
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
-from flce_ops.ops.paths import pair_in_one_pass
+from flce_ops.ops.paths import path_of_pair
 from flce_ops.ops.situations import needs_gradient, options_in_situation
 from flce_ops.support.dtensor import any_dtensor
 
@@ -40,12 +53,21 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     check_target_dtype(OP, call.target)
     check_arguments(head)
     check_pair(call)
-    if token_factors_are_equal(head):
-        loss = loss_in_one_pass(call, head)
-        if loss is not None:
-            return loss
-    input, linear_weight, *_ = operands_of(call).concatenated
-    return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
+    operands = operands_of(call)
+    shape, tokens = call.target.shape, call.target.numel()
+    rows = operands._replace(
+        input=call.input.reshape(tokens, call.input.shape[-1]),
+        low_rank_input=call.low_rank_input.reshape(tokens, call.low_rank_input.shape[-1]),
+        target=call.target.reshape(tokens),
+    )
+    problem = token_losses(head, rows.head, Statistics())
+    path = path_of_pair(rows, **options_in_situation(problem.loss, problem.logits))
+    if path == "concatenated":
+        input, linear_weight, *_ = operands.concatenated
+        return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
+    made_in_forward = path == "one pass" and call.reduction != "none"
+    loss = loss_of_rows(head, problem, functools.partial(losses_of_pair, rows, made_in_forward))
+    return loss.reshape(shape) if call.reduction == "none" else loss
 
 
 def operands_of(call: LowRankCrossEntropy) -> LowRankOperands:
@@ -79,19 +101,35 @@ def check_pair(call: LowRankCrossEntropy) -> None:
         )
 
 
-def loss_in_one_pass(call: LowRankCrossEntropy, head: CrossEntropy) -> Tensor | None:
-    """None where the table of paths has another way."""
-    tokens = call.target.numel()
-    operands = operands_of(call)._replace(
-        input=call.input.reshape(tokens, call.input.shape[-1]),
-        low_rank_input=call.low_rank_input.reshape(tokens, call.low_rank_input.shape[-1]),
-        target=call.target.reshape(tokens),
-    )
-    problem = token_losses(head, operands.head, Statistics())
-    if not pair_in_one_pass(operands, **options_in_situation(problem.loss, problem.logits)):
-        return None
+def loss_of_rows(
+    call: CrossEntropy, problem: TokenLosses, with_grad: Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, None]]
+) -> Tensor:  # () or (N,)
+    if token_factors_are_equal(call):
+        return mean_in_one_pass(call, problem, with_grad)[0]
+    valid, token_weight = problem.valid, call.token_weight
+    if token_weight is not None:
+        token_weight = token_weight.reshape(valid.shape).to(accumulation_dtype(call.input.dtype))
+
+    def from_forward(problem: TokenLosses) -> tuple[Tensor, None]:
+        return with_grad(problem, Reduction(None))[1:]
+
+    if call.reduction == "none":
+        return weighted_losses(problem, valid, token_weight, from_forward)[0]
+    denominator = denominator_of(call, problem)
+    loss, total, _ = weighted_loss(problem, valid, token_weight, denominator, from_forward, with_grad)
+    return quotient(loss, total, denominator)
+
+
+def losses_of_pair(
+    operands: LowRankOperands, made_in_forward: bool, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, None]:
+    """() and the losses of tokens (N,); a mask of nothing leaves the gradients to backward."""
     input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    mask = [needs_gradient(operand) for operand in (input, pair_input, pair_weight, linear_bias, class_scale)]
-    return torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
-        *operands, *reduction_in_operator(head, problem), **problem.options, output_mask=mask
-    )[0]
+    leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
+    loss, losses, *_ = torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
+        *operands._replace(target=problem.operands.target),
+        *reduction,
+        **problem.options,
+        output_mask=[made_in_forward and needs_gradient(leaf) for leaf in leaves],
+    )
+    return loss, losses, None

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from flce_ops.entry.policy_plain import plain_composite
 from flce_ops.entry.schemas import PolicyLoss
-from flce_ops.meta.arguments import takes
+from flce_ops.meta.call import takes
 from flce_ops.support.dtensor import any_dtensor
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 
 # N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
 

@@ -137,6 +137,9 @@ def linear_log_probs(
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are retained
         (``set_workspace``), 4 for others. A vocabulary sharded over ranks exchanges 2 to 7 numbers per token, K - 1
         more of K classes. What is not asked for costs nothing.
+
+    Source:
+        DESIGN.md has the mathematics, docs/log_probs.md what each result is for and costs.
     """
     refuse_tensors(log_probs.OP, softcap=softcap, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(

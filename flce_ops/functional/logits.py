@@ -80,6 +80,9 @@ def cross_entropy(
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, CUDA graphs, DTensor
         with tokens or classes sharded. The logits are not kept for backward. In float16, under checkpointing,
         torch.func, with sharded classes and for reduction="none" they are, and backward reads them again.
+
+    Source:
+        DESIGN.md; docs/logits.md has the cost and who needs it.
     """
     refuse_tensors(
         OP,

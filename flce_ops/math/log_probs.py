@@ -15,7 +15,7 @@ def log_probs_of_targets(
     counts: Tensor,  # as target_logit
     target_logit: Tensor,  # (...) or (..., K)
     lse: Tensor,  # (...)
-    lse_rest: Tensor | None = None,  # what the rounding of lse took from it
+    lse_rest: Tensor | None,  # what the rounding of lse took from it
 ) -> Tensor:  # as target_logit
     return torch.where(counts, -surprisal(target_logit, lse, lse_rest), 0.0)
 
@@ -31,7 +31,7 @@ def log_probs_of_rows(
     mean_logit: Tensor | None,
     lse_rest: Tensor | None = None,  # what the rounding of lse took from it
     *,
-    tail: bool = False,
+    tail: bool,
 ) -> tuple[Tensor, ...]:
     """log_probs, lse, entropy, argmax, the next two and the tail's log p from the row statistics; (0,) for those that
     are not there."""

@@ -77,22 +77,15 @@ class LossTerms:
             loss = loss + self.z_loss * lse * lse
         return loss
 
-    def derivatives(
-        self, target_logit: Tensor, lse: Tensor
-    ) -> tuple[Tensor | float, Tensor | float, Tensor | float | None]:
-        """By target_logit, lse and logit_sum; None where the loss does not read that."""
-        factor = self.target_factor if self.of_slots is None else self.of_slots.sum(-1)
-        d_lse = factor + self.smoothing_lse_factor
+    def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
+        """Derivatives of sum_i scale_i loss_i by the numbers of a row; None by logit_sum where the loss has none."""
+        d_lse = self.smoothing_lse_factor + (self.target_factor if self.of_slots is None else self.of_slots.sum(-1))
         if self.z_loss is not None:
             d_lse = d_lse + 2.0 * self.z_loss * lse
-        return -self.target_factor, d_lse, -self.smoothing if self.smoothing else None
-
-    def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
-        """Of the numbers of a row in sum_i scale_i loss_i."""
-        d_target, d_lse, d_sum = self.derivatives(target_logit, lse)
         by_slot = beside_slots(scale, target_logit)
-        by_target = by_slot.neg() if isinstance(d_target, float) and d_target == -1.0 else d_target * by_slot
-        return Cotangents(by_target, times(d_lse, scale), None if d_sum is None else d_sum * scale)
+        unweighted = isinstance(self.target_factor, float) and self.target_factor == 1.0
+        d_target = by_slot.neg() if unweighted else -self.target_factor * by_slot
+        return Cotangents(d_target, times(d_lse, scale), -self.smoothing * scale if self.smoothing else None)
 
 
 def losses_of_rows(

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOperands
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import (
     check_denominator,
     check_dense,

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import Operands, Options
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_per_row
 from flce_ops.meta.kl_div_checks import check_operands
 from flce_ops.meta.outputs import Gradients, gradient_outputs

@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import LowRankWithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import (
     check_dense,
     check_device,

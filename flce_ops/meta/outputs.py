@@ -6,15 +6,8 @@ from torch import Tensor
 from flce_ops.math import kl_div_arguments as kl_div
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import (
-    Backward,
-    BackwardInPlace,
-    DoubleBackward,
-    Forward,
-    VocabParallelWithGrad,
-    WithGrad,
-    takes,
-)
+from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_denominator, check_device, check_operands, check_per_row, check_per_slot
 from flce_ops.meta.main_grad import check_main_grad
 from flce_ops.meta.sparse_checks import check_sparse

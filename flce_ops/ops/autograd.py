@@ -2,7 +2,7 @@
 
 forward            saves its arguments, lse, retained logits                 <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar:
-                                                                                with_grad_autograd.py
+                                                                                made_in_forward.py
 backward           saves its arguments                                       <- double_backward
 double_backward    saves its arguments but the first three, in which         <- their change along a direction;
                    it is linear                                                 third derivatives are refused
@@ -148,8 +148,7 @@ class BackwardFormula(Formula):
             lse_rest=call.lse_rest,
         )
         names = (*Cotangents._fields, *OPERANDS)
-        needs = wanted(ctx, Backward, *names)
-        return Backward.gradients(**{name: grad if need else None for name, grad, need in zip(names, found, needs)})
+        return Backward.gradients(**where_wanted(found, wanted(ctx, Backward, *names), names))
 
 
 class BackwardInPlaceFormula(Formula):
@@ -197,6 +196,4 @@ class DoubleBackwardFormula(Formula):
         call, _ = saved(ctx, DoubleBackward)
         call.choice = choice_of(DoubleBackwardFormula.op, call)
         changes = backward_tangent(Direction(*direction), call)
-        needs = ctx.needs_input_grad
-        named = zip(GradGrads._fields, changes, needs)
-        return DoubleBackward.gradients(**{name: change if need else None for name, change, need in named})
+        return DoubleBackward.gradients(**where_wanted(changes, ctx.needs_input_grad, GradGrads._fields))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.ops.formula import Formula, kernel, save, saved, wanted
+from flce_ops.ops.formula import Formula, kernel, save, saved, wanted, where_wanted
 from flce_ops.ops.upstream import multiply_by_upstream
 from flce_ops.support.torch_private import below_autograd, functorch_is_active, root_of
 
@@ -86,8 +86,8 @@ class BackwardFormula(LogitsFormula):
     def backward(ctx, grad_grad_logits: Tensor):
         call, _ = saved(ctx, LogitsBackward)
         names = (*Cotangents._fields, "logits")
-        found = zip(names, second_derivatives(call, grad_grad_logits), wanted(ctx, LogitsBackward, *names))
-        return LogitsBackward.gradients(**{name: grad if want else None for name, grad, want in found})
+        found, needs = second_derivatives(call, grad_grad_logits), wanted(ctx, LogitsBackward, *names)
+        return LogitsBackward.gradients(**where_wanted(found, needs, names))
 
 
 def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flce_ops.math.options import NUMBERS
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
 
@@ -95,8 +95,10 @@ def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
     return [needs[arguments.index[name]] for name in names]
 
 
-def where_wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:
-    return {name: gradient if want else None for name, gradient, want in zip(OPERANDS, gradients, mask)}
+def where_wanted(
+    gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
+) -> dict[str, Tensor | None]:
+    return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
 
 
 def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:

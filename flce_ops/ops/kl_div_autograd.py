@@ -1,7 +1,7 @@
 """What each operator saves and what comes back; nothing here computes a logit.
 
     user -> entry -> forward        saves operands, row statistics             <- backward op
-                  -> with_grad      saves the gradients made in the same pass  <- times one scalar
+                  -> with_grad      saves the gradients made in the same pass  <- times one scalar: made_in_forward.py
             backward op             saves nothing                              <- refused by name
 
 The teacher is constant: it gets no gradient, and asking for one is refused.
@@ -13,7 +13,7 @@ from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
 from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
 
@@ -75,34 +75,20 @@ class BackwardFormula(KlDivFormula):
         raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
 
 
-class WithGradFormula(KlDivFormula):
-    """loss; the other results carry no gradient.
-
-    The teacher's tensors are not held until backward: the gradients exist already, up to one factor.
-    """
-
+class WithGradFormula(KlDivFormula, MadeInForward):
     arguments = KlDivWithGrad
     op = "linear_kl_div_with_grad"
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        """What forward alone reads is not held until backward, nor is input where a parameter may be its leaf."""
         call = KlDivWithGrad.of(inputs)
-        input, linear_weight, linear_bias = call.operands[:3]
-        ctx.output_mask = call.output_mask
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        _, wants_weight, wants_bias = call.output_mask
-        leaf = linear_weight if wants_weight else linear_bias if wants_bias else input
-        ctx.save_for_backward(leaf, *output[1:])
+        call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
+        call.row_scale = None
+        if any(call.output_mask[1:]):
+            call.operands = call.operands._replace(input=None)
+        super().setup_context(ctx, call.values(), output)
 
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return KlDivWithGrad.gradients()
-        if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
-            raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
-        leaf, divergence, *made = ctx.saved_tensors
-        gradients = multiply_by_upstream(made, ctx.output_mask, grad_loss, leaf)
-        (needs_row_scale,) = wanted(ctx, KlDivWithGrad, "row_scale")
-        grad_row_scale = divergence * grad_loss if needs_row_scale else None
-        return KlDivWithGrad.gradients(**where_wanted(gradients, ctx.output_mask), row_scale=grad_row_scale)
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)

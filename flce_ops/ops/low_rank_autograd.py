@@ -1,4 +1,8 @@
-"""The loss of a frozen head with a low-rank pair: its gradients exist after forward, and linear_weight is a constant.
+"""The loss of a frozen head with a low-rank pair: linear_weight is a constant.
+
+    an output_mask       its gradients exist after forward                                       <- times one scalar
+    a mask of nothing    the operator runs again in backward, row_scale the slopes of the tokens' losses; so losses may
+                         have a gradient too
 
 Under create_graph they are built from the differentiable operators, on input beside low_rank_input and linear_weight
 beside low_rank_weight, for which linear_weight is copied.
@@ -9,47 +13,66 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
-from flce_ops.ops.formula import Formula, save, saved, wanted
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.formula import saved, wanted
+from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
-NAMES = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")  # in the order of the output_mask
 
-
-class LowRankWithGradFormula(Formula):
-    """loss; the other results carry no gradient."""
-
+class LowRankWithGradFormula(MadeInForward):
     arguments = LowRankWithGrad
     op = "linear_cross_entropy_low_rank_with_grad"
+    made = ("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale")
 
     @classmethod
     def check(cls, op, values):
         if values[cls.arguments.index["linear_weight"]].requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{op._schema.name}: linear_weight gets no gradient here; pass it detached")
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        save(ctx, inputs, *output[1:])
+    @classmethod
+    def made_again(cls, call, grad_loss=None):
+        gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
+        return of_pair(call, gradients), losses
 
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return LowRankWithGrad.gradients()
-        call, (losses, *made) = saved(ctx, LowRankWithGrad)
-        *needs, needs_row_scale = wanted(ctx, LowRankWithGrad, *NAMES, "row_scale")
-        if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
-            gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
-            gradients = of_pair(call, gradients)
-        else:
-            leaf = next((getattr(call.operands, name) for name, need in zip(NAMES, needs) if need), losses)
-            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-        by_name = {name: gradient if need else None for name, gradient, need in zip(NAMES, gradients, needs)}
-        return LowRankWithGrad.gradients(**by_name, row_scale=losses * grad_loss if needs_row_scale else None)
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        super().setup_context(ctx, inputs, output)
+        if not any(inputs[cls.arguments.index["output_mask"]]):
+            ctx.mark_non_differentiable(*output[2:])
+
+    @classmethod
+    def backward(cls, ctx, grad_loss, grad_losses, *_):
+        if any(ctx.constants[cls.arguments.index["output_mask"]]):
+            return super().backward(ctx, grad_loss)
+        if grad_loss is None and grad_losses is None:
+            return cls.arguments.gradients()
+        call, (losses, *_) = saved(ctx, cls.arguments)
+        *needs, needs_row_scale = wanted(ctx, cls.arguments, *cls.made, "row_scale")
+        valid = call.operands.target != call.ignore_index
+        slope = torch.zeros_like(losses) if grad_losses is None else grad_losses
+        if grad_loss is not None:
+            slope = slope + call.reduction.scale_of_tokens(valid, losses.dtype) * grad_loss
+        call.reduction, call.output_mask = Reduction(slope), needs
+        gradients, losses = (cls.made_again if torch.is_grad_enabled() else made_in_backward)(call)
+        by_name = {name: gradient if need else None for name, gradient, need in zip(cls.made, gradients, needs)}
+        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+        return cls.arguments.gradients(**by_name, row_scale=grad_row_scale)
+
+
+def made_in_backward(call: LowRankWithGrad) -> tuple[Sequence[Tensor], Tensor]:
+    """The gradients, and the losses (N,)."""
+    _, losses, *gradients = torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
+        *call.operands,
+        *call.reduction,
+        ignore_index=call.ignore_index,
+        **call.loss._asdict(),
+        **call.logits._asdict(),
+        output_mask=call.output_mask,
+    )
+    return gradients, losses
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:

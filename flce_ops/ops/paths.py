@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
-from flce_ops.meta.arguments import Arguments
-from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, needs_gradient, situation_of
+from flce_ops.meta.call import Arguments
+from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.vendor import device_name, made_by_nvidia
 
@@ -56,7 +56,7 @@ RANK_ONE_IN_TRITON = Condition(  # whatever the sizes, which ranks may not share
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
-UNSCALED = Condition("no class_scale", lambda s: not s.class_scale)
+UNCAPPED_CLASSES = Condition("no class_scale under a softcap", lambda s: not (s.class_scale and s.softcap))
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
@@ -135,7 +135,12 @@ LOSS = {
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
     ),
     "a scalar loss of a head with a low-rank pair": (
-        Path("one pass", (FROZEN, *OF_OPERANDS), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path("one pass", (FROZEN, *MADE_IN_FORWARD), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
+        Path(
+            "recompute",
+            (FROZEN, NO_FUNCTORCH),
+            why="..._low_rank_with_grad for the losses: 1 pass; backward calls it for the gradients, 2 more",
+        ),
         Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
     ),
     "a scalar loss of given logits": (
@@ -194,7 +199,7 @@ KERNELS = {
     "linear_cross_entropy_low_rank_with_grad": (
         Path(
             "triton",
-            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNSCALED),
+            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
             "flce_ops.triton.low_rank_with_grad:launch_low_rank_with_grad",
         ),
         Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),
@@ -263,14 +268,9 @@ def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor
     return choose(LOSS["a scalar loss of a policy"], situation).name == "one pass"
 
 
-def pair_in_one_pass(operands: LowRankOperands, **known) -> bool:
-    """Whether a scalar loss of a head with a low-rank pair has an operator of its own."""
-    input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    situation = loss_situation(input, linear_weight, linear_bias, **known)._replace(
-        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias, class_scale))),
-        trains_weight=needs_gradient(linear_weight),
-    )
-    return choose(LOSS["a scalar loss of a head with a low-rank pair"], situation).name == "one pass"
+def path_of_pair(operands: LowRankOperands, **known) -> str:
+    """How a scalar loss of a head with a low-rank pair makes its gradients."""
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], pair_situation(operands, **known)).name
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:

@@ -1,7 +1,4 @@
-"""What linear_policy_loss_with_grad saves and what comes back: as with_grad_autograd.py.
-
-with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
-"""
+"""The gradients of linear_policy_loss_with_grad made a second time, from the operators that have derivatives."""
 
 from collections.abc import Callable
 
@@ -13,8 +10,7 @@ from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import check_constants
-from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
 
@@ -24,9 +20,7 @@ FORWARD_MODE_REFUSAL = (
 )
 
 
-class PolicyWithGradFormula(Formula):
-    """loss; the other results carry no gradient."""
-
+class PolicyWithGradFormula(MadeInForward):
     arguments = PolicyWithGrad
     op = "linear_policy_loss_with_grad"
     forward_mode_refusal = FORWARD_MODE_REFUSAL
@@ -36,27 +30,10 @@ class PolicyWithGradFormula(Formula):
         constants = {name: values[PolicyWithGrad.index[name]] for name in CONSTANTS}
         check_constants(op._schema.name.removeprefix("flce::"), **constants)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        save(ctx, inputs, *output[1:5])
-
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return PolicyWithGrad.gradients()
-        call, (losses, *made) = saved(ctx, PolicyWithGrad)
-        *needs, needs_row_scale = wanted(ctx, PolicyWithGrad, *OPERANDS, "row_scale")
-        if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
-            flce = torch.ops.flce
-            forward, backward = flce.linear_cross_entropy_forward, flce.linear_cross_entropy_backward
-            gradients, losses, _ = recomputed_policy_step(call, forward, backward, grad_loss)
-        else:
-            leaf = getattr(call.operands, OPERANDS[needs.index(True)]) if any(needs) else call.operands.input
-            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-        grad_row_scale = losses * grad_loss if needs_row_scale else None
-        return PolicyWithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
+        return recomputed_policy_step(call, forward, backward, grad_loss)[:2]
 
 
 def recomputed_policy_step(

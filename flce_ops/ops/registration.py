@@ -33,7 +33,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.math.options import Statistics
 from flce_ops.meta import arguments, cross_entropy, kl_div, low_rank, policy
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.ops import (
     autograd,
     cross_entropy_autograd,

@@ -3,7 +3,8 @@
 import torch
 
 from flce_ops.meta import retained_columns
-from flce_ops.meta.arguments import Arguments, Backward, BackwardInPlace, Forward
+from flce_ops.meta.arguments import Backward, BackwardInPlace, Forward
+from flce_ops.meta.call import Arguments
 from flce_ops.ops.paths import PRODUCT_KEPT, RETAIN, UNCAPPED, Choice
 from flce_ops.ops.situations import Situation, loss_situation
 from flce_ops.support.table import choose

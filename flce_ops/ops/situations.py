@@ -1,7 +1,8 @@
 """What the tables of paths.py look at: the facts of a call, none of them data on a device.
 
 situation_of      -> of an inner operator's call
-loss_situation    -> of a scalar loss, before its operator is known; given_logits_situation, of logits
+loss_situation    -> of a scalar loss, before its operator is known; pair_situation, of a head with a low-rank pair;
+                     given_logits_situation, of logits
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math import kl_div_arguments as kl_div
-from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions
+from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from flce_ops.support.torch_private import (
@@ -91,6 +92,16 @@ def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | N
         saved_tensor_hooks=saved_tensor_hooks_are_active(),
         checkpoint=tracing_a_checkpointed_region(),
         **known,
+    )
+
+
+def pair_situation(operands: LowRankOperands, **known) -> Situation:
+    """Of a scalar loss of a head with a low-rank pair."""
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
+    return loss_situation(input, linear_weight, linear_bias, **known)._replace(
+        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias, class_scale))),
+        trains_weight=needs_gradient(linear_weight),
+        class_scale=class_scale is not None,
     )
 
 

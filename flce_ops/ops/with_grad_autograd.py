@@ -1,9 +1,4 @@
-"""The derivative of linear_cross_entropy_with_grad, whose gradients exist after forward.
-
-with_grad    saves its arguments, the gradients made in the same pass    <- times one scalar
-
-Under create_graph they are built again, from the operators that have derivatives.
-"""
+"""The gradients of linear_cross_entropy_with_grad made a second time, from the operators that have derivatives."""
 
 from collections.abc import Callable
 
@@ -14,53 +9,22 @@ from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import WithGrad
-from flce_ops.ops.formula import (
-    OPERANDS,
-    SPARSE_SECOND_DERIVATIVE_REFUSAL,
-    Formula,
-    save,
-    saved,
-    wanted,
-    where_wanted,
-)
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
+from flce_ops.ops.made_in_forward import MadeInForward
 
 
-class WithGradFormula(Formula):
-    """loss of linear_cross_entropy_with_grad; its other results carry no gradient.
-
-    The gradients exist already, up to the scalar d(objective)/d(loss). They are multiplied in place when nobody can
-    read them again, which keeps one copy of grad_linear_weight in memory, and out of place under retain_graph.
-    """
-
+class WithGradFormula(MadeInForward):
     arguments = WithGrad
     op = "linear_cross_entropy_with_grad"
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        save(ctx, inputs, *output[1:5])
-
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return WithGrad.gradients()
-        call, (losses, *made) = saved(ctx, WithGrad)
-        *needs, needs_row_scale = wanted(ctx, WithGrad, *OPERANDS, "row_scale")
-        if torch.is_grad_enabled():  # create_graph: the saved gradients have no graph
-            if call.sparse.gradient_threshold:
-                raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
-            gradients, losses = differentiable_gradients(call, grad_loss)
-        else:
-            input, linear_weight, _, linear_bias, _ = call.operands
-            leaf = linear_weight if needs[1] else linear_bias if needs[2] else input
-            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-        grad_row_scale = losses * grad_loss if needs_row_scale else None
-        return WithGrad.gradients(**where_wanted(gradients, needs), row_scale=grad_row_scale)
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        if call.sparse.gradient_threshold:
+            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
+        return differentiable_gradients(call, grad_loss)
 
 
-def differentiable_gradients(call: WithGrad, grad_loss: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def differentiable_gradients(call: WithGrad, grad_loss: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The gradients, times grad_loss, and the losses of tokens, as functions of the operands.
 
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:

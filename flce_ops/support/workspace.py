@@ -120,21 +120,22 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
     wait for backward (default: twice as many).
 
     In all threads, from now on: inside `with workspace(...)` blocks that are open it holds too, and stays when they are
-    left. What is not given stays as it is.
+    left. What is not given stays as it is. In a function that is being compiled the call is a graph break.
 
-    `nbytes` is read when a kernel runs, in compiled graphs too, so no recompilation follows; called in a function that
-    is being compiled it is a graph break. At least 128 rows of logits are always
-    held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than refused. On a CPU a
-    chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D) weight gradient in float32 takes
-    at most half of it or 32 MiB, the ATen kernels use one to sum half operands over chunks, on a CPU over more than 8
-    of them. On top of it come the float32 sums of a double backward, and
-
-    `retained`: per-token results (reduction="none", linear_log_probs) and a scalar loss in float16 keep the logits of
-    as many tokens as fit, two bytes a logit of half operands, so that backward need not make them again: 3 GEMM passes
-    for these tokens instead of 4. 0 keeps none. A compiled graph has the value with which it was traced.
+    Args:
+        nbytes: read when a kernel runs, in compiled graphs too, so no recompilation follows. At least 128 rows of
+            logits are always held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than
+            refused. On a CPU a chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D)
+            weight gradient in float32 takes at most half of it or 32 MiB, the ATen kernels use one to sum half operands
+            over chunks, on a CPU over more than 8 of them. The float32 sums of a double backward come on top of it.
+        retained: comes on top of it, too. Per-token results (reduction="none", linear_log_probs) and a scalar loss in
+            float16 keep the logits of as many tokens as fit, two bytes a logit of half operands, so that backward need
+            not make them again: 3 GEMM passes for these tokens instead of 4. 0 keeps none. A compiled graph has the
+            value with which it was traced.
 
     Raises:
         ValueError: `nbytes` is not a positive integer, or `retained` a negative one.
+        RuntimeError: in a function that is compiled with fullgraph=True.
     """
     check_bytes("set_workspace", nbytes, retained)
     if nbytes is not None:

@@ -10,17 +10,20 @@
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
         kept_tokens.py                        the tokens that count, and how many, on the device
+            count_tokens.py                   how many alone
         gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
         finish_rows.py                        per row, after that GEMM
             row_loss.py                       the loss of a row and its derivatives
         finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
+        row_statistics.py                     by-products of rows
         gradient_factors.py                   per row, before the GEMM of backward, where lse is known
         retained_gradient.py                  G of logits that forward retained, in place of that GEMM
             logit_codes.py                    their 16 bits
         weight_gradient.py                    E.T @ (c input), summed over chunks
-        input_gradient.py                     E @ linear_weight, in parts of the vocabulary
+        input_gradient.py                     E @ linear_weight
+            parts.py                          in how many parts of the vocabulary
         gradients.py                          which of them are made
         smoothing.py, columns.py              rank-1 terms, column sums
         scale_rows.py, target_rows.py         c input, and what its rounding took, for rows of few targets
@@ -48,9 +51,11 @@
     cross_entropy.py                          of given logits: one program a row
         cross_entropy_kernels.py
         logit_rows.py                         a row in groups of 16 bytes
+        logit_gradient.py                     its gradient, written once
     low_rank_with_grad.py                     with_grad of a frozen head with a low-rank pair
         low_rank_step.py                      its chunks: one_pass_step.py's, and the pair's gradients
         low_rank_pair.py                      the pair in the kernels that make logits
+        class_scale_gradient.py               the gradient by DoRA's number a class
     policy_with_grad.py                       linear_policy_loss_with_grad, of one_pass_step.py's chunks
         finish_policy_rows.py                 per row, and the losses of tokens
             row_policy.py                     the loss of a token and its slope

@@ -15,7 +15,8 @@ import torch
 
 from flce_ops import meta
 from flce_ops.math.options import Cotangents
-from flce_ops.meta.arguments import Backward, BackwardInPlace, takes
+from flce_ops.meta.arguments import Backward, BackwardInPlace
+from flce_ops.meta.call import takes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.chunks import (
     MULTIPLE,

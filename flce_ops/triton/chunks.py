@@ -4,11 +4,11 @@ import triton
 from torch import Tensor
 
 from flce_ops.math.options import Operands
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.gemm_operands import fits_tma
-from flce_ops.triton.input_gradient import MOST_PARTS
+from flce_ops.triton.parts import MOST_PARTS
 from flce_ops.triton.target import tiles_for
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary

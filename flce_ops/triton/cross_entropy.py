@@ -10,7 +10,8 @@ from torch import Tensor
 from flce_ops.math.options import Cotangents, LogitOperands
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta import cross_entropy as meta
-from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace, takes
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from flce_ops.meta.call import takes
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous

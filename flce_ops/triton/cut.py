@@ -15,8 +15,8 @@ from torch import Tensor
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.workspace import get_workspace, reserved
 from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
-from flce_ops.triton.input_gradient import steps_and_parts
 from flce_ops.triton.lead import Lead, lead_chunk
+from flce_ops.triton.parts import steps_and_parts
 from flce_ops.triton.target import input_tiles_for, multiprocessors, weight_tiles_for
 from flce_ops.triton.tiles import Tiles
 from flce_ops.triton.weight_gradient import sum_bytes

@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
     kept: Kept
     target_logit: Tensor  # (n,) z2 of the target, or of column 0 where the target is not here
-    target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap
+    target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap; or its class scale
     column: Tensor  # (n,) int64, the target's, -1 where it is not here
     target_weight: Tensor | None  # (N,) float32, w_y; of a soft target (N, K), q_k w_yk, as are the three before
     reduction: Reduction  # of (N,) row scales g_i, or a mean

@@ -87,7 +87,7 @@ def finish_soft_rows_kernel(
         if tokens.target_dz_du is not None:
             entry *= tl.load(tokens.target_dz_du + of_row + slot, mask=inside, other=0.0)
         tl.store(finished.entry + of_row + slot, entry.to(finished.entry.dtype.element_ty), mask=inside)
-        size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, SLOTS, BLOCK_S)
+        size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_S)
 
     rounded = largest.to(finished.entry.dtype.element_ty).to(tl.float32)
     correction = tl.where(tl.abs(rounded) > 0.0, largest / rounded, 1.0)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.options import TokenStatistics
-from flce_ops.meta.arguments import Forward, takes
+from flce_ops.meta.arguments import Forward
+from flce_ops.meta.call import takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors

@@ -33,7 +33,7 @@ class AtTarget(NamedTuple):
     """(n,) each, of the kept tokens."""
 
     logit: Tensor  # base 2
-    dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap
+    dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
     column: Tensor  # int64, the target's, -1 if it is not here
     reference: Tensor  # a copy of `logit`, for a rescue to change
     guard: Tensor  # () int32, 0
@@ -52,7 +52,7 @@ def gather_tokens_kernel(
     logit_ptr,  # (n,) out, base 2
     reference_ptr,  # (n,) out, the same: a rescue overwrites it
     guard_ptr,  # () int32 out, 0
-    dz_du_ptr,  # (n,) out, dz/du / logit_scale; written with a softcap
+    dz_du_ptr,  # (n,) out, dz/du / logit_scale; written with a softcap. Or the class scale
     column_ptr,  # (n,) out, int64: the target's among these columns, -1 elsewhere
     class_sum,  # ClassSum; its fields None where no logit sum is asked for
     logit_sum_ptr,  # (n,) out, or None
@@ -96,6 +96,9 @@ def gather_tokens_kernel(
         product = tl.sum(acc, 0)
         if pair.weight is not None:
             product += pair_logit(pair, token, column, RANK)
+        if pair.class_scale is not None:
+            class_scale = tl.load(pair.class_scale + column)
+            product *= class_scale
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + column).to(tl.float32)
@@ -103,7 +106,9 @@ def gather_tokens_kernel(
         z2, dz_du = base2_logits(product, bias, logit_options, logit_scale, softcap)
         tl.store(logit_ptr + row, z2)
         tl.store(reference_ptr + row, z2)
-        if logit_options.softcap is not None:
+        if pair.class_scale is not None:
+            tl.store(dz_du_ptr + row, class_scale)
+        elif logit_options.softcap is not None:
             tl.store(dz_du_ptr + row, dz_du)
         if logit_sum_ptr is not None:
             bias_sum = None
@@ -133,7 +138,9 @@ def launch_gather_tokens(
     n, hidden = rows.shape
     logit, reference = input.new_empty(2, n, dtype=torch.float32).unbind()
     guard = input.new_empty((), dtype=torch.int32)
-    dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
+    scaled = pair.class_scale is not None
+    assert not (scaled and logit_options.softcap is not None)
+    dz_du = None if logit_options.softcap is None and not scaled else torch.empty_like(logit)
     logit_sum = None if class_sum is None else torch.empty_like(logit)
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     column = input.new_empty(n, dtype=torch.int64)

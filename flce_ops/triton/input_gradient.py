@@ -7,12 +7,8 @@
 
 residual_i is what rounding took from the target's entry of E (finish_rows.py), m wW what smoothing.py adds.
 
-Tiles of (n, D) are few and each is long. Where they do not fill the multiprocessors evenly, V is split into S parts
-whose products wait in float32 memory until they are added: 1408 tokens of 4096 features are 176 tiles, 1.33 rounds of
-132 programs; in three parts 528, 4 rounds of a third. The device takes the best S that the memory allows, since it
-alone knows how many tokens there are. One part is finished where it is made and needs no memory.
-
-                                               H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
+V may be split into S parts whose products wait in float32 memory until they are added (parts.py). One part is finished
+where it is made and needs no memory.
 """
 
 from typing import NamedTuple
@@ -25,16 +21,13 @@ from torch import Tensor
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from flce_ops.triton.parts import parts_of
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import input_tiles_for, multiprocessors
-from flce_ops.triton.tiles import Tiles
 
 # n tokens of a chunk, D hidden, V vocabulary, S parts of it
 
 Pieces = list[tuple[slice, Tensor]]  # columns of the vocabulary, (n, columns) of E
-
-MOST_PARTS = tl.constexpr(16)
-TILE_OVERHEAD = tl.constexpr(8)  # of filling the pipeline and storing a tile, in steps of its main loop
 
 
 class Finish(NamedTuple):
@@ -49,27 +42,6 @@ class Finish(NamedTuple):
     def of(self, rows: slice) -> "Finish":
         per_row = [None if vector is None else vector[rows] for vector in self[:-1]]
         return Finish._make([*per_row, self.outer_column])
-
-
-@triton.jit
-def parts_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """S, of those whose products fit `numbers` the one whose rounds of PROGRAMS tiles are the shortest."""
-    tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
-    parts = 1 + tl.arange(0, MOST_PARTS)
-    rounds = (tiles * parts + PROGRAMS - 1) // PROGRAMS
-    steps = rounds * ((depth + parts - 1) // parts + TILE_OVERHEAD)
-    fits = (parts == 1) | (parts <= numbers // tl.maximum(count * D, 1))
-    return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
-
-
-def steps_and_parts(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: Tiles) -> tuple[int, int]:
-    """Steps of the main loop and S as the device takes them for so many tokens."""
-    count = triton.cdiv(rows, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
-    most = min(max(numbers // (rows * hidden), 1), MOST_PARTS.value)
-    return min(
-        (triton.cdiv(count * parts, programs) * (triton.cdiv(depth, parts) + TILE_OVERHEAD.value), parts)
-        for parts in range(1, most + 1)
-    )
 
 
 @triton.jit
@@ -303,16 +275,3 @@ class InputGradient:
             COLUMNS=columns,
             num_warps=4,
         )
-
-
-def float32_memory(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as flat float32, from the first multiple of 16 bytes to the last.
-
-    Empty where there is none.
-    """
-    numbers = tensor.view(-1)
-    first = -numbers.storage_offset() % 8
-    count = (numbers.shape[0] - first) // 8 * 8
-    if count <= 0:
-        return numbers.new_empty(0, dtype=torch.float32)
-    return numbers[first : first + count].view(torch.float32)

@@ -13,7 +13,8 @@ from torch import Tensor
 from flce_ops.math.kl_div_arguments import Operands
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta import kl_div as meta
-from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad, takes
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.triton.chunks import contiguous, record_chunks
 from flce_ops.triton.divergence_rows import RowResults, RowScale
 from flce_ops.triton.even_features import with_even_features

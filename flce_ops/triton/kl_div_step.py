@@ -29,8 +29,9 @@ from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
 from flce_ops.triton.gather_rows import launch_gather_rows
 from flce_ops.triton.gradients import Gradients
-from flce_ops.triton.input_gradient import Finish, InputGradient, float32_memory
+from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.parts import float32_memory
 from flce_ops.triton.row_divergence import count_of_sums
 from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
 from flce_ops.triton.target import tiles_for, weight_tiles_for

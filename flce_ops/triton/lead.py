@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import TOKEN_BYTES, padded, small_bytes
-from flce_ops.triton.input_gradient import float32_memory
+from flce_ops.triton.parts import float32_memory
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 

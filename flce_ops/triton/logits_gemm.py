@@ -94,6 +94,7 @@ def logits_gemm_kernel(
     operands,  # of the epilogue: ExpSum, MaxSum, Gradient
     pair_input_ptr,  # (n, r): as input_ptr; None where there is no pair
     pair_weight_ptr,  # (V, r)
+    class_scale_ptr,  # (V,) float32; None for 1: multiplies the products, and what is stored
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
     kept,  # Kept, the tokens of the rows
     n,
@@ -162,6 +163,9 @@ def logits_gemm_kernel(
             acc = add_pair_product(
                 acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
             )
+        if class_scale_ptr is not None:
+            class_scale = tl.load(class_scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
+            acc = acc * class_scale
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -174,6 +178,8 @@ def logits_gemm_kernel(
                 result = to_fixed_point(result)
             elif SLOPED:
                 result = result * dz_du
+            if class_scale_ptr is not None:
+                result = result * class_scale
             if USE_TMA:
                 rounded = result.to(out_ptr.dtype)
                 if STORE_HALVES:
@@ -211,7 +217,7 @@ def launch_logits_gemm(
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
     block_n, block_v, block_d = tiles.block_m, tiles.block_n, tiles.block_k
-    matrices = [input, linear_weight, out, *pair]
+    matrices = [input, linear_weight, out, pair.input, pair.weight]
     use_tma = tiles.tma and all(map(fits_tma, matrices))
     if use_tma:
         of_rows, of_classes = [block_n, block_d], [block_v, block_d]
@@ -225,6 +231,7 @@ def launch_logits_gemm(
         logit_options,
         epilogue,
         *matrices[3:],
+        pair.class_scale,
         guard,
         kept,
         n,

@@ -30,13 +30,17 @@ class Pair(NamedTuple):
 
     input: Tensor | None = None  # (N, r), or (n, r) of the kept tokens
     weight: Tensor | None = None  # (V, r)
+    class_scale: Tensor | None = None  # (V,) float32, of the logits before the bias
 
     @property
     def rank(self) -> int:
         return 0 if self.weight is None else self.weight.shape[1]
 
     def of(self, classes: slice) -> "Pair":
-        return self if self.weight is None else self._replace(weight=self.weight[classes])
+        if self.weight is None:
+            return self
+        class_scale = None if self.class_scale is None else self.class_scale[classes]
+        return Pair(self.input, self.weight[classes], class_scale)
 
 
 NO_PAIR = Pair()

@@ -6,27 +6,40 @@
     grad_low_rank_weight += E.T @ (c h)             those of a step whose operands are h and B
     grad_low_rank_input  = c (E @ B)
 
-The last two are bound by the memory: each reads E once.
+The last two are bound by the memory: each reads E once. With a class scale E is stored times it, and so are all three.
 """
 
+import torch
 from torch import Tensor
 
 from flce_ops.triton.chunks import small_bytes
+from flce_ops.triton.class_scale_gradient import gradient_of_scale, logit_products
+from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_rows import launch_gather_rows
-from flce_ops.triton.input_gradient import MOST_PARTS, Pieces
+from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.low_rank_pair import Pair
 from flce_ops.triton.one_pass_step import OnePassStep
+from flce_ops.triton.parts import MOST_PARTS
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 
 
 class LowRankStep(OnePassStep):
-    def __init__(self, *arguments, of_pair: OnePassStep) -> None:
-        """`of_pair` has low_rank_input and low_rank_weight as its operands."""
+    def __init__(
+        self,
+        *arguments,
+        of_pair: OnePassStep,  # low_rank_input and low_rank_weight are its operands
+        class_scale: Tensor | None,  # (V,) float32
+        want_scale: bool,
+    ) -> None:
         super().__init__(*arguments)
         self.of_pair = of_pair
-        self.pair = Pair(*of_pair.operands[:2])
+        self.pair = Pair(*of_pair.operands[:2], class_scale)
+        # sums over tokens of c_j G_ij, and logit_products
+        self.gradient_sum = self.product_sum = None
+        if class_scale is not None and want_scale:
+            self.gradient_sum, self.product_sum = torch.zeros(2, *class_scale.shape, device=class_scale.device).unbind()
 
     def exponentiate(
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
@@ -36,7 +49,14 @@ class LowRankStep(OnePassStep):
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
         launch_gather_rows(self.kept.of(chunk), input, own)
         self.pair_of_chunk = self.pair._replace(input=own)
-        return super().exponentiate(chunk, rows, pieces, scratch)
+        tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
+        if self.product_sum is not None:
+            ((_, piece),), factor = pieces, finished.weight_factor
+            operands = rows, self.operands.linear_weight, self.pair_of_chunk
+            self.product_sum += logit_products(piece, *operands, factor, self.reference, tokens)
+            if self.operands.linear_bias is not None:
+                self.gradient_sum += weighted_column_sum(piece, factor, tokens.kept)
+        return tokens, finished
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
@@ -48,3 +68,7 @@ class LowRankStep(OnePassStep):
         numbers = min(MOST_PARTS.value * rows.numel(), small_bytes() // 4)
         own = self.per_token.losses.new_empty(numbers)
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
+
+    def scale_gradient(self) -> Tensor:  # (V,) float32
+        sums, logit_scale = (self.product_sum, self.gradient_sum), self.logit_options.logit_scale
+        return gradient_of_scale(*sums, self.pair.class_scale, self.operands.linear_bias, logit_scale)

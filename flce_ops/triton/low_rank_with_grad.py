@@ -6,10 +6,12 @@ from torch import Tensor
 from flce_ops.math.loss import class_weight_of
 from flce_ops.math.options import LowRankOperands, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import LowRankWithGrad, takes
+from flce_ops.meta.arguments import LowRankWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.low_rank import Outputs, with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
+from flce_ops.triton.class_scale_gradient import away_from_zero
 from flce_ops.triton.cut import best_cut, problem_of
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
@@ -27,17 +29,18 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 @takes(LowRankWithGrad)
 def launch_low_rank_with_grad(call: LowRankWithGrad) -> Outputs:
-    outputs = loss, losses, grad_input, *of_pair, grad_bias, _ = with_grad_outputs(call)
-    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, _ = call.operands
+    outputs = loss, losses, grad_input, *of_pair, grad_bias, grad_scale = with_grad_outputs(call)
+    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, class_scale = call.operands
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
     pair = even_rank(pair_input), even_rank(pair_weight)
     made = [even_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
-    call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias)
+    class_scale = None if class_scale is None else away_from_zero(class_scale)
+    call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias, class_scale=class_scale)
     call.reduction = Reduction(row_scale, call.reduction.denominator)
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
         target_weight = None if weight is None else class_weight_of(target, weight, torch.float32)
-        fresh = in_range, loss, losses, grad_input, *made, grad_bias
+        fresh = in_range, loss, losses, grad_input, *made, grad_bias, grad_scale
         chunks = repeated(low_rank_step, call, target_weight, fresh=fresh)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     for grad, of_even_rank in zip(of_pair, made):
@@ -54,9 +57,9 @@ def low_rank_step(
     *outputs: Tensor,  # of the operator
 ) -> list[slice]:
     """The chunks it took."""
-    loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias = outputs
-    input, linear_weight, pair_input, pair_weight, target, *_ = call.operands
-    want_input, want_pair_input, want_pair_weight, want_bias, _ = call.output_mask
+    loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias, grad_scale = outputs
+    input, linear_weight, pair_input, pair_weight, target, *_, class_scale = call.operands
+    want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
     reduction, logit_options, num_classes = call.reduction, call.logits, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
@@ -75,8 +78,13 @@ def low_rank_step(
     pair_gradients = wanted_gradients(of_pair, [want_pair_input, want_pair_weight, False])
     shared = logit_options, kept, per_token
     pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, cut, finish_rows)
-    step = LowRankStep(call.operands.head, *shared, gradients, cut, finish_rows, of_pair=pair_step)
+    of_head_step = call.operands.head, *shared, gradients, cut, finish_rows
+    step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
     step.run_chunks(cut.chunks)
+    if want_scale:
+        grad_scale.copy_(step.scale_gradient())
+    if class_scale is not None and gradients.bias_sum is not None:
+        gradients.bias_sum.div_(class_scale)
     finish_gradients(of_head, gradients, kept, place)
     finish_gradients(of_pair, pair_gradients, kept, place)
     launch_sum_losses(losses, reduction, kept.total, loss)

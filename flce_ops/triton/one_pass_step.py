@@ -25,11 +25,12 @@ from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradients import Gradients
-from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces, float32_memory
+from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.live_tiles import EVERY_STEP
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
+from flce_ops.triton.parts import float32_memory
 from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.scale_rows import launch_scale_rows
 from flce_ops.triton.set_entries import launch_set_entries
@@ -159,7 +160,7 @@ class OnePassStep:
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
-        self.row_sum = sums.exponentials
+        self.row_sum, self.reference = sums.exponentials, sums.reference_logit
         finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         if statistics.argmax is not None:
             store_by_token(statistics.argmax, columns, kept)

@@ -14,7 +14,8 @@ from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import Cotangents, Operands, TokenStatistics
 from flce_ops.math.policy import policy_slopes
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import PolicyWithGrad, WithGrad, takes
+from flce_ops.meta.arguments import PolicyWithGrad, WithGrad
+from flce_ops.meta.call import takes
 from flce_ops.meta.policy import policy_with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks

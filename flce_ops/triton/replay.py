@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flce_ops.meta.arguments import Arguments
+from flce_ops.meta.call import Arguments
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.driver_launch import DriverLaunches, Place, Written, driver_launches
 from flce_ops.triton.launch_graphs import LaunchGraphs

@@ -44,7 +44,7 @@ def scale_rows_kernel(
         tl.store(rest_ptr + row * stride_out_n + cols, rest.to(rest_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, kept: Kept, rest: Tensor | None = None) -> None:
+def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, kept: Kept, rest: Tensor | None) -> None:
     """`out` may be `matrix`."""
     assert matrix.stride(1) == out.stride(1) == 1 and (rest is None or rest.stride() == out.stride())
     rows, columns = matrix.shape

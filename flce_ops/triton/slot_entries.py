@@ -67,9 +67,7 @@ def slot_entries_kernel(
             if dz_du_ptr is not None:
                 entry *= tl.load(dz_du_ptr + of_row + slot, mask=inside, other=0.0)
             tl.store(entry_ptr + of_row + slot, entry, mask=inside)
-            size, largest, column_of_largest = larger_entry(
-                size, largest, column_of_largest, entry, column, SLOTS, BLOCK_S
-            )
+            size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_S)
         tl.store(residual_ptr + row, largest - largest.to(HALF).to(tl.float32))
         tl.store(largest_ptr + row, column_of_largest)
 

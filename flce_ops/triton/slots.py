@@ -42,7 +42,6 @@ def larger_entry(
     column,
     entries,  # (BLOCK_S,)
     columns,  # (BLOCK_S,), -1 where there is none
-    SLOTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """The largest of both by magnitude, with its column; the first of equals. An entry of nan is none."""

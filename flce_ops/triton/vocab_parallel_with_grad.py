@@ -14,7 +14,8 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows, statistics_of_shard
-from flce_ops.meta.arguments import VocabParallelWithGrad, takes
+from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.meta.call import takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import product_bytes, record_chunks, rows_of_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.cut import Cut

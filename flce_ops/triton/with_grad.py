@@ -14,7 +14,8 @@ from flce_ops import meta
 from flce_ops.math.loss import class_weight_of, weight_of_slots
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import WithGrad, takes
+from flce_ops.meta.arguments import WithGrad
+from flce_ops.meta.call import takes
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
 from flce_ops.triton.cut import Cut, cut_tokens

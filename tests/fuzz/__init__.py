@@ -1,6 +1,7 @@
 """Random cases of the operators against dense torch: `python -m tests.fuzz --cases 20000 --seed 1 [--device cuda]`.
 
     cases.py     a case: shapes, dtypes, layouts, options, what depends on what, how derivatives are asked for
+    draw.py, consistent.py   how one is drawn, and which arguments go together
     problem.py   a case's tensors, and the graph from its leaves to the arguments of the function
     oracle.py    the same functions on dense logits
     run.py       outputs, first and second derivatives of either

@@ -24,7 +24,8 @@ from torch import Tensor
 
 import flce_ops
 import flce_ops.aten.chunks
-from tests.fuzz.cases import Case, consistent
+from tests.fuzz.cases import Case
+from tests.fuzz.consistent import consistent
 from tests.fuzz.problem import Problem, Tensors, scored_target, valid_tokens
 from tests.fuzz.run import DIFFERENTIABLE, run_oracle, run_ours
 

@@ -14,7 +14,9 @@ from statistics import median
 import torch
 
 import flce_ops
-from tests.fuzz.cases import Case, draw, simpler
+from tests.fuzz.cases import Case
+from tests.fuzz.consistent import simpler
+from tests.fuzz.draw import draw
 from tests.fuzz.judge import Failure, Verdict, examine
 
 SHOWN_PER_GROUP = 5
@@ -63,7 +65,7 @@ def part(seed: int, indices: range, device: str) -> list[Result]:
 
 
 def campaign(seed: int, indices: range, device: str, workers: int, out: str | None) -> int:
-    """`workers` processes take every so many-th case each: on CUDA that is whole families of kernels (cases.py)."""
+    """`workers` processes take every so many-th case each: on CUDA that is whole families of kernels (draw.py)."""
     began = time.perf_counter()
     if workers == 1:
         found = shown_as_they_come(results(seed, indices, device), seed)

@@ -18,7 +18,8 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.read_head import Head, read_head
+from flce_ops.integrations.transformers.logit_steps import Head
+from flce_ops.integrations.transformers.read_head import read_head
 from flce_ops.integrations.transformers.trainer import announce_predictions
 
 Model = nn.Module | type[PreTrainedModel]
@@ -47,6 +48,7 @@ def patch(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence
         NotImplementedError: the model does something with its logits, or has a head, that the operator cannot
             stand for.
         TypeError: not a Transformers model.
+        ValueError: a metric that there is not.
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     if isinstance(model_or_class, type):

@@ -21,9 +21,7 @@ also in models and versions that did not exist when this was written.
 
 import ast
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -46,51 +44,8 @@ from flce_ops.integrations.transformers.definition import (
     statement_of,
     without_casts,
 )
-from flce_ops.integrations.transformers.operand import Names, Operand, Path, lookup, number, path_of, written
-
-# ("*", operand), ("/", operand), ("+", path); "*?" and "/?" do nothing where the operand is None
-Step = tuple[str, Operand]
-TANH: Step = ("tanh", ())
-
-
-@dataclass(frozen=True)
-class Head:
-    """logits = softcap * tanh(factors * (self.<name>(hidden) + self.<bias>) / softcap)."""
-
-    name: str
-    factors: tuple[Step, ...] = ()
-    softcap: Operand | None = None
-    bias: str | None = None
-    cross_entropy: CrossEntropy | None = None  # None: self.loss_function
-    unless: tuple[Path, ...] = ()  # numbers which, above 0, add something to the loss that needs the logits
-
-    def logit_scale(self, model: nn.Module) -> float:
-        scale = 1.0
-        for operation, operand in self.factors:
-            if operation.endswith("?") and lookup(model, operand) is None:
-                continue
-            value = number(model, operand)
-            scale = scale * value if operation.startswith("*") else scale / value
-        return scale
-
-    def softcap_of(self, model: nn.Module) -> float | None:
-        if self.softcap is None or lookup(model, self.softcap) is None:
-            return None
-        return number(model, self.softcap)
-
-    def modules_of_loss(self, model: nn.Module) -> list[nn.Module]:
-        """Which the model's own forward gives logits, and which do not run without."""
-        return [] if self.cross_entropy is None else self.cross_entropy.modules_of(model)
-
-    def check(self, model: nn.Module) -> None:
-        for path in self.unless:
-            if lookup(model, path) > 0:
-                raise NotImplementedError(
-                    f"{type(model).__name__}: {written(path)} is {lookup(model, path)}, and above 0 its loss has a "
-                    "term that needs the logits; leave the model unpatched"
-                )
-        if self.cross_entropy is not None:
-            self.cross_entropy.check(model)
+from flce_ops.integrations.transformers.logit_steps import TANH, Head, Step, ordered, softcap_in
+from flce_ops.integrations.transformers.operand import Names, Operand, Path, path_of
 
 
 def read_head(forward: Callable) -> Head:
@@ -130,7 +85,7 @@ class _Reader:
         name = path_of(self.head_call.func)[0]
         self.check_only_called(name)
         steps = self.steps_in(assigned.value) + self.steps_before_loss(assigned)
-        unless = self.check_uses(assigned)
+        unless = self.check_uses()
         bias, factors, softcap = ordered(steps)
         if bias is not None and self.uses_of_attribute(bias) > 1:
             raise NotUnderstood(f"it uses self.{bias} for something else than its logits")
@@ -262,7 +217,7 @@ class _Reader:
     def operand_of(self, expression: ast.expr) -> Operand | None:
         return self.names.operand_of(without_casts(expression))
 
-    def check_uses(self, assigned: ast.Assign) -> tuple[Path, ...]:
+    def check_uses(self) -> tuple[Path, ...]:
         """Beside the loss, the logits may only go into the output, or be used where a number is above 0."""
         loss_statement, unless = self.statement_of(self.loss_call), []
         for use in self.uses():
@@ -297,20 +252,18 @@ class _Reader:
 
     def only_above_zero(self, node: ast.AST) -> Path | None:
         """The number that an `if ... > 0` around node asks for."""
+        paths = map(self.names.compared_with_zero, self.conditions_of(node))
+        return next((path for path in paths if path is not None), None)
+
+    def only_without_return_dict(self, node: ast.AST) -> bool:
+        return any(ast.unparse(condition) == "not return_dict" for condition in self.conditions_of(node))
+
+    def conditions_of(self, node: ast.AST) -> Iterator[ast.expr]:
+        """Of the `if`s around node, from the inside out."""
         while node is not self.function:
             inner, node = node, self.parent[node]
             if isinstance(node, ast.If) and inner in node.body:
-                path = self.names.compared_with_zero(node.test)
-                if path is not None:
-                    return path
-        return None
-
-    def only_without_return_dict(self, node: ast.AST) -> bool:
-        while node is not self.function:
-            inner, node = node, self.parent[node]
-            if isinstance(node, ast.If) and inner in node.body and ast.unparse(node.test) == "not return_dict":
-                return True
-        return False
+                yield node.test
 
     def uses(self) -> list[ast.Name]:
         names = [n for n in ast.walk(self.function) if isinstance(n, ast.Name) and n.id == self.logits]
@@ -336,28 +289,6 @@ class _Reader:
 
     def refusal(self, reason: str, node: ast.AST) -> NotUnderstood:
         return NotUnderstood(f"{reason}: `{first_line(self.statement_of(node))}`")
-
-
-def ordered(steps: list[Step]) -> tuple[str | None, tuple[Step, ...], Operand | None]:
-    """The operator adds the bias first, then scales, and caps last."""
-    bias = None
-    if steps and steps[0][0] == "+":
-        (bias,) = cast(Path, steps[0][1])
-        steps = steps[1:]
-    softcap = softcap_in(steps[-3:])
-    factors = steps if softcap is None else steps[:-3]
-    if TANH in factors:
-        raise NotUnderstood("the tanh over its logits is not the last step of a softcap")
-    if any(operation == "+" for operation, _ in factors):
-        raise NotUnderstood("it adds to its logits after another step")
-    return bias, tuple(factors), softcap
-
-
-def softcap_in(steps: list[Step]) -> Operand | None:
-    """c of the three steps / c, tanh, * c."""
-    if len(steps) == 3 and steps[1] == TANH and steps[0][0] == "/" and steps[2] == ("*", steps[0][1]):
-        return steps[0][1]
-    return None
 
 
 def head_call_in(expression: ast.expr) -> ast.Call | None:

@@ -1,16 +1,9 @@
-"""`python -m benchmarks.logits_table`: the table of README.md and docs/logits.md that is cross_entropy.csv's.
-
-It stands between two comments; what is between is written anew.
-"""
+"""The table of cross-entropy of given logits, cross_entropy.csv."""
 
 from __future__ import annotations
 
-from .document_tables import Rows, markdown, put_between, rows_of_csv
-from .report import REPOSITORY
+from .markdown import Rows, markdown, rows_of
 
-CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "cross_entropy.csv"
-DOCUMENTS = ("README.md", "docs/logits.md")
-BEGIN, END = "<!-- cross_entropy.csv -->", "<!-- end of cross_entropy.csv -->"
 NAMES = {
     "ours": "flce_ops",
     "ours_in_place": "in place",
@@ -52,16 +45,4 @@ def where(rows: Rows) -> str:
     return f"Commit {rows[0]['commit']}, torch {rows[0]['torch']}; {text}.{older}"
 
 
-def written(text: str, rows: Rows) -> str:
-    """A document with its table made of the rows."""
-    return put_between(text, BEGIN, END, table(rows))
-
-
-def main() -> None:
-    for document in DOCUMENTS:
-        path = REPOSITORY / document
-        path.write_text(written(path.read_text(), rows_of_csv(CSV)))
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {"cross_entropy.csv": lambda: table(rows_of("cross_entropy"))}

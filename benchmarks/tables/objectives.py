@@ -1,18 +1,12 @@
-"""`python -m benchmarks.docs_tables`: the tables of README.md and docs/performance.md that are objectives.csv's.
-
-Each stands between <!-- objectives: NAME --> and <!-- end of NAME -->; what is between is written anew.
-"""
+"""Tables of the other objectives, objectives.csv."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from .document_tables import Rows, markdown, put_between, rows_of_csv
-from .modes import KINDS, METRICS
-from .report import REPOSITORY
+from ..modes import KINDS, METRICS
+from .markdown import Rows, markdown, rows_of
 
-CSV = REPOSITORY / "benchmarks" / "results" / "nvidia-h200" / "objectives.csv"
-DOCUMENTS = {"README.md": ("times", "errors"), "docs/performance.md": ("marks",)}  # and their tables
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
 Step = tuple[str, str, str]  # mode, provider, dtype
 
@@ -156,21 +150,8 @@ def spread(values: Sequence[str]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {"times": times, "marks": marks, "errors": errors}
-
-
-def written(text: str, rows: Rows) -> str:
-    """A document with its tables made of the rows."""
-    for name, table in TABLES.items():
-        text = put_between(text, f"<!-- objectives: {name} -->", f"<!-- end of {name} -->", table(rows))
-    return text
-
-
-def main() -> None:
-    for document in DOCUMENTS:
-        path = REPOSITORY / document
-        path.write_text(written(path.read_text(), rows_of_csv(CSV)))
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {
+    "objectives: times": lambda: times(rows_of("objectives")),
+    "objectives: marks": lambda: marks(rows_of("objectives")),
+    "objectives: errors": lambda: errors(rows_of("objectives")),
+}

@@ -1,6 +1,4 @@
-"""`python -m benchmarks.training_table`: writes anew the tables of docs/numerics.md that are of training runs.
-
-Of training.csv and training_counts.csv, between <!-- training: NAME --> and <!-- end of NAME -->:
+"""Tables of training runs, training.csv and training_counts.csv.
 
 losses    a line a setting: the range over its runs, and of the differences from the exact run of the same seed
 counts    the mean of those differences, by how often a class occurs in the training text
@@ -11,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from .document_tables import Rows, markdown, put_between, rows_of_csv
-from .report import REPOSITORY
+from .markdown import Rows, markdown, rows_of
 
-FOLDER = REPOSITORY / "benchmarks" / "results" / "nvidia-h200"
-DOCUMENT = "docs/numerics.md"
 EXACT = "exact"
 LABELS = {
     EXACT: "exact",
@@ -28,8 +23,8 @@ LABELS = {
 }
 
 
-def rows_of(name: str) -> list[dict[str, str]]:
-    return [row for row in rows_of_csv(FOLDER / f"{name}.csv") if row["held_out_loss"]]
+def finished(name: str) -> list[dict[str, str]]:
+    return [row for row in rows_of(name) if row["held_out_loss"]]
 
 
 def above_exact(rows: Rows, setting: str, column: str) -> list[float]:
@@ -76,17 +71,7 @@ def counts(groups: Rows) -> str:
     return markdown(["", *heading], body)
 
 
-def written(text: str) -> str:
-    """The document with its tables made of the CSVs."""
-    for name, table in (("losses", losses(rows_of("training"))), ("counts", counts(rows_of("training_counts")))):
-        text = put_between(text, f"<!-- training: {name} -->", f"<!-- end of {name} -->", table)
-    return text
-
-
-def main() -> None:
-    path = REPOSITORY / DOCUMENT
-    path.write_text(written(path.read_text()))
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {
+    "training: losses": lambda: losses(finished("training")),
+    "training: counts": lambda: counts(finished("training_counts")),
+}

@@ -1,0 +1,36 @@
+"""`python -m benchmarks.tables`: every table of README.md and docs/ that is made of a CSV, written anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..report import REPOSITORY
+from . import clients, given_logits, objectives, steps, training
+
+TABLES: dict[str, Callable[[], str]] = {
+    **steps.TABLES,
+    **objectives.TABLES,
+    **given_logits.TABLES,
+    **clients.TABLES,
+    **training.TABLES,
+}
+
+
+def documents() -> list[Path]:
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def written(text: str) -> str:
+    """A document with its tables made of the CSVs."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n\n{table()}\n\n{end}{rest.split(end)[1]}"
+    return text
+
+
+if __name__ == "__main__":
+    for path in documents():
+        path.write_text(written(path.read_text()))

@@ -1,0 +1,44 @@
+"""The table of whole training steps of clients, clients.csv."""
+
+from __future__ import annotations
+
+from .markdown import Rows, markdown, rows_of
+
+CLIENTS = {"trl": "TRL {}", "transformers": "Transformers, `model({}=...)`"}
+HEADS = {"own": "its own", "flce_ops": "`patch`", "flce_ops_retaining": "`patch`, all retained", "liger": "Liger's"}
+
+
+def table(rows: Rows) -> str:
+    """A line a head, the client named where it begins."""
+    body, before = [], ""
+    for row in rows:
+        client = client_of(row)
+        body.append((client if client != before else "", HEADS[row["provider"]], *figures(row)))
+        before = client
+    return f"{where(rows)}\n\n{markdown(['client', 'head', 'step, ms', 'MiB', 'head, ms', 'MiB', 'errors'], body)}"
+
+
+def client_of(row: dict[str, str]) -> str:
+    name, in_float32 = CLIENTS[row["client"]].format(row["loss"]), row["weights"] == "float32"
+    return f"{name}, float32 weights" if in_float32 else name
+
+
+def figures(row: dict[str, str]) -> list[str]:
+    """Of the step, of the head alone, and errors of the gradients of hidden states and weight."""
+    if row["reason"]:
+        return [row["reason"], "", "", "", ""]
+    cells = [text for part in ("step", "head") for text in time_and_memory(row, part)]
+    errors = ", ".join(f"{float(row[column]):.1e}".replace("e-0", "e-") for column in ("err_dx", "err_dw"))
+    return [*cells, errors]
+
+
+def time_and_memory(row: dict[str, str], part: str) -> tuple[str, str]:
+    return f"{float(row[f'{part}_ms']):.1f}", f"{float(row[f'{part}_peak_MiB']):,.0f}"
+
+
+def where(rows: Rows) -> str:
+    versions = {row["client"]: row["version"] for row in rows}
+    return f"Commit {rows[0]['commit']}, TRL {versions['trl']}, Transformers {versions['transformers']}."
+
+
+TABLES = {"clients.csv": lambda: table(rows_of("clients"))}

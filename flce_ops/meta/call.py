@@ -1,0 +1,158 @@
+"""A call of an operator, declared as a class: its schema, what its kernels are called with, what autograd saves.
+
+class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in its order; a group stands for its fields
+    operands: Operands                                       (Tensor input, Tensor linear_weight, ...,
+    reduction: Reduction                                      Tensor? row_scale, Tensor? denominator=None, *,
+    ignore_index: int = -100                                  int ignore_index=-100,
+    loss: LossOptions                                         float label_smoothing=0.0, Tensor? z_loss=None, ...)
+
+@takes(WithGrad)
+def with_grad(call: WithGrad): ...                           called like the operator, written with the groups
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from flce_ops.support.path import Choice, NoChoice
+
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    str | None: "str?",
+}
+REQUIRED = object()
+
+Self = TypeVar("Self", bound="Arguments")
+
+
+class Argument(NamedTuple):
+    name: str
+    type: str
+    default: Any
+
+    def declared(self, with_default: bool = True) -> str:
+        default = f"={self.default!r}" if with_default and self.default is not REQUIRED else ""
+        return f"{self.type} {self.name}{default}"
+
+
+class Arguments:
+    """A call of an operator. Its values, in the schema's order, are what the dispatcher and autograd see."""
+
+    choice: Choice = NoChoice()  # of its path, and notes of what runs there: for flce_ops.last_path()
+    notes: tuple[str, ...] = ()
+
+    arguments: ClassVar[tuple[Argument, ...]]
+    positional: ClassVar[int]  # how many of them
+    index: ClassVar[dict[str, int]]
+    keywords: ClassVar[tuple[str, ...]]
+    defaults: ClassVar[list[Any]]
+    fields: ClassVar[list[tuple[str, Any, int, int]]]  # name, group or None, first value, one past the last
+
+    def __init_subclass__(cls, keyword_from: str = "") -> None:
+        arguments: list[Argument] = []
+        cls.fields, cls.positional = [], -1
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            if name in Arguments.__annotations__:
+                continue
+            start = len(arguments)
+            if name == keyword_from:
+                cls.positional = start
+            group = hint if hasattr(hint, "_fields") else None
+            if group is None:
+                arguments.append(Argument(name, schema_type(hint), getattr(cls, name, REQUIRED)))
+            else:
+                hints = get_type_hints(group, include_extras=True)
+                arguments += [
+                    Argument(field, schema_type(hints[field]), group._field_defaults.get(field, REQUIRED))
+                    for field in group._fields
+                ]
+            cls.fields.append((name, group, start, len(arguments)))
+        cls.arguments = tuple(arguments)
+        cls.positional = len(arguments) if cls.positional < 0 else cls.positional
+        cls.index = {argument.name: index for index, argument in enumerate(arguments)}
+        cls.keywords = tuple(cls.index)[cls.positional :]
+        cls.defaults = [argument.default for argument in arguments]
+
+    @classmethod
+    def schema(cls) -> str:
+        parts: list[str] = []
+        defaults = True  # a positional argument has none if one behind it has none
+        for argument in cls.arguments[: cls.positional][::-1]:
+            defaults &= argument.default is not REQUIRED
+            parts.insert(0, argument.declared(defaults))
+        if cls.positional < len(cls.arguments):
+            parts += ["*", *(argument.declared() for argument in cls.arguments[cls.positional :])]
+        return f"({', '.join(parts)})"
+
+    @classmethod
+    def values_of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The values of a call that fits the schema."""
+        values = [*args, *cls.defaults[len(args) :]]
+        for name, value in kwargs.items():
+            values[cls.index[name]] = value
+        return values
+
+    @classmethod
+    def of(cls: type[Self], values: Sequence[Any]) -> Self:
+        call = cls.__new__(cls)
+        fields = call.__dict__
+        for name, group, start, stop in cls.fields:
+            fields[name] = values[start] if group is None else group._make(values[start:stop])
+        return call
+
+    @classmethod
+    def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+        return cls.of(cls.values_of(args, kwargs))
+
+    def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
+        """The same call with change(name, value) for its values."""
+        call = self.of([change(name, value) for name, value in zip(self.index, self.values())])
+        call.choice, call.notes = self.choice, self.notes
+        return call
+
+    def values(self) -> list[Any]:
+        values: list[Any] = []
+        for name, group, _, _ in self.fields:
+            value = getattr(self, name)
+            values += [value] if group is None else value
+        return values
+
+    @classmethod
+    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
+        """`op` called with these values."""
+        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
+
+    @classmethod
+    def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What a backward returns: one entry for each value, None for those not named."""
+        found: list[Tensor | None] = [None] * len(cls.arguments)
+        for name, gradient in by_name.items():
+            found[cls.index[name]] = gradient
+        return tuple(found)
+
+
+def schema_type(hint: Any) -> str:
+    metadata = getattr(hint, "__metadata__", None)
+    return metadata[0] if metadata else SCHEMA_TYPES[hint]
+
+
+def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
+    """A function of such a call, or of what the operator takes."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and type(args[0]) is arguments:
+                return function(args[0], **kwargs)
+            return function(arguments.bind(*args, **kwargs))
+
+        return run
+
+    return decorate

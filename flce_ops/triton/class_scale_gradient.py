@@ -1,0 +1,165 @@
+"""The gradient by a number a class that multiplies logits, of the exponentials that the two GEMMs read too.
+
+    u_ij = c_j t_ij + b_j          E_ij = c_j exp(z_ij - r_i), z = s u          f_i E_ij = c_j dL/du_ij
+
+    dL/dc_j = sum_i dL/du_ij t_ij = sum_i f_i E_ij (z_ij / s - b_j) / c_j^2      z_ij = log(E_ij / c_j) + r_i
+
+What rounding E to bfloat16 takes from z is 2^-9 at most, from t that over s c_j. The target's entry is no exponential:
+its logit is known. It is one more read of E. A block with |c_j| < 1/8 makes its products t again, for those classes:
+
+    dL/dc_j = sum_i f_i E_ij t_ij / c_j
+
+The step computes with |c_j| of 2^-40 at least, so that c_j = 0 leaves something of E, too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.columns import PROGRAMS, ROWS_AT_LEAST, weighted_column_sum
+from flce_ops.triton.finish_rows import Tokens
+from flce_ops.triton.gemm_operands import load_tile
+from flce_ops.triton.kept_tokens import kept_rows
+from flce_ops.triton.logits_gemm import LN2
+from flce_ops.triton.low_rank_pair import Pair, add_pair_product
+from flce_ops.triton.replay import Kernel
+from flce_ops.triton.row_divergence import log2_within_2_22
+
+# n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
+
+SMALL = tl.constexpr(0.125)  # below it rounding E would take more from t than a product of bfloat16 numbers has wrong
+LEAST = 2.0**-40
+
+
+@Kernel
+@triton.jit
+def logit_products_kernel(
+    exponentials_ptr,  # (n, V)
+    class_scale_ptr,  # (V,) float32
+    factor_ptr,  # (n,) f, and the next three
+    reference_ptr,  # r in base 2
+    target_logit_ptr,  # base 2
+    column_ptr,  # int64, the target's, -1 where there is none
+    rows_ptr,  # (n, D) the chunk's tokens
+    weight_ptr,  # (V, D)
+    pair,  # Pair, of the chunk
+    partial_ptr,  # (S, V) out
+    kept,  # Kept
+    n,
+    V,
+    D,
+    stride_n,
+    stride_rows_n,
+    stride_weight_v,
+    stride_weight_d,
+    rows_per_split,
+    RANK: tl.constexpr,  # of the pair
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sum_i f_i E_ij z_ij, or t_ij for z_ij where |c_j| < SMALL.
+
+    One program owns BLOCK_C classes of one of S slices of the rows.
+    """
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split = tl.program_id(1)
+    first = split * rows_per_split
+    last = tl.minimum(first + rows_per_split, kept_rows(kept, n))
+    col_mask = cols < V
+    class_scale = tl.load(class_scale_ptr + cols, mask=col_mask, other=1.0)[None, :]
+    small = tl.abs(class_scale) < SMALL
+    any_small = tl.max(small.to(tl.int32)) > 0
+    acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        row_mask = rows < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        places = exponentials_ptr + rows.to(tl.int64)[:, None] * stride_n + cols[None, :]
+        entry = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        exponential = entry / class_scale
+        reference = tl.load(reference_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        logit = log2_within_2_22(tl.where(exponential > 0.0, exponential, 1.0)) + reference
+        logit = tl.where(exponential > 0.0, logit, 0.0)
+        column = tl.load(column_ptr + rows, mask=row_mask, other=-1)[:, None]
+        target_logit = tl.load(target_logit_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        logit = tl.where(column == cols[None, :], target_logit, logit)
+        if any_small:
+            product = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+            for d in range(0, D, BLOCK_D):
+                ks = d + tl.arange(0, BLOCK_D)
+                x = load_tile(rows_ptr, rows, ks, row_mask, ks < D, stride_rows_n)
+                w = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
+                product = tl.dot(x, w.T, product, input_precision=PRECISION)
+            product = add_pair_product(
+                product, pair.input, pair.weight, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
+            )
+            logit = tl.where(small, product, logit)
+        acc += tl.load(factor_ptr + rows, mask=row_mask, other=0.0)[:, None] * entry * logit
+    tl.store(partial_ptr + split.to(tl.int64) * V + cols, tl.sum(acc, 0), mask=cols < V)
+
+
+def logit_products(
+    exponentials: Tensor,  # (n, V)
+    input: Tensor,  # (n, D), the chunk's
+    linear_weight: Tensor,  # (V, D)
+    pair: Pair,  # of the chunk
+    factor: Tensor,  # (n,)
+    reference: Tensor,  # (n,)
+    tokens: Tokens,
+) -> Tensor:  # (V,), for `gradient_of_scale`
+    assert input.stride(1) == 1
+    rows, classes = exponentials.shape
+    block_r, block_c = 32, 128
+    column_blocks = triton.cdiv(classes, block_c)
+    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+    partial = torch.empty(splits, classes, dtype=torch.float32, device=exponentials.device)
+    logit_products_kernel[(column_blocks, splits)](
+        exponentials,
+        pair.class_scale,
+        factor,
+        reference,
+        tokens.target_logit,
+        tokens.column,
+        input,
+        linear_weight,
+        pair,
+        partial,
+        tokens.kept,
+        rows,
+        classes,
+        input.shape[1],
+        exponentials.stride(0),
+        input.stride(0),
+        *linear_weight.stride(),
+        triton.cdiv(rows, splits),
+        RANK=pair.rank,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        BLOCK_D=64,
+        PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
+        num_warps=4,
+    )
+    return partial[0] if splits == 1 else weighted_column_sum(partial, None)
+
+
+def away_from_zero(class_scale: Tensor) -> Tensor:  # (V,)
+    """float32, LEAST in absolute value."""
+    return class_scale.float().abs().clamp(min=LEAST).copysign(class_scale).contiguous()
+
+
+def gradient_of_scale(
+    products: Tensor,  # (V,), of logit_products
+    gradient_sum: Tensor,  # (V,), sum_i f_i E_ij, read only with linear_bias
+    class_scale: Tensor,  # (V,)
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Tensor | None,  # ()
+) -> Tensor:  # (V,)
+    of_logits = products * LN2.value
+    if logit_scale is not None:
+        of_logits /= logit_scale
+    if linear_bias is not None:
+        of_logits -= linear_bias * gradient_sum
+    return torch.where(class_scale.abs() < SMALL.value, products, of_logits / class_scale) / class_scale

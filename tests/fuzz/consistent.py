@@ -1,0 +1,160 @@
+"""Which arguments go together: the nearest case that means something, and the cases one step nearer to the plainest."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from tests.fuzz.cases import BUFFER_MODES, METRICS, SPARSE_MODES, Case
+
+# D hidden, V vocabulary
+
+
+def consistent(case: Case) -> Case:
+    """The nearest case that means something."""
+    case = with_its_options(case)
+    relations = possible_relations(case)
+    new: dict = {"relations": tuple(sorted(relations))}
+    for name in ("token_weight", "normalizer", "bias", "class_weight"):
+        made = any(relation.startswith(f"{name} of") for relation in relations)
+        if made or getattr(case, name) == "made":
+            new[name] = "made" if made else ""
+    if "normalizer of token_weight" in relations and not new.get("token_weight", case.token_weight):
+        new["token_weight"] = "uniform"
+    if "same" in relations:
+        new["tokens"] = (case.V,)
+    spread = case.mode == "vmap" or case.function == "given_logits"  # plain torch's head multiplies it by 0
+    if relations or case.input_layout == "repeated" or case.teacher == "student" or spread:
+        new["poison"] = ""  # it would not stay in its row
+    return replace(case, **new)
+
+
+def with_its_options(case: Case) -> Case:
+    """Without those that the function or the mode does not have."""
+    new: dict = {}
+    if case.mode == "vmap":
+        new |= {"reduction": "none", "tokens": case.tokens or (3,)}
+    if case.function == "log_probs":
+        new |= {"reduction": "none", "token_weight": ""}
+    if case.function in ("log_probs", "kl_div", "policy"):
+        new |= {"z_loss": 0.0, "class_weight": "", "label_smoothing": 0.0}
+    new |= newer_options(case)
+    if new.get("reduction", case.reduction) == "none":
+        new["normalizer"] = ""
+    if case.function == "policy" and case.normalizer == "zero":
+        new["normalizer"] = ""  # times the slope 0 of a clipped token
+    if case.bias == "-inf" and (case.logit_scale <= 0.0 or case.function == "kl_div"):
+        new["bias"] = "normal"  # inf logits; 0 log 0 of either distribution
+    if case.function in ("head", "loss_module"):
+        new["temperature"] = 1.0
+    if case.function == "kl_div" and case.dtype == "float64" and case.data == "huge":
+        new["data"] = "large"  # log-ratios of 2000 nats: the truth has no digits left of saturated rows
+    if not can_be_learnt(case):
+        new["learnt"] = ""
+    elif case.learnt == "softcap":
+        new["softcap"] = case.softcap or 5.0
+    elif case.learnt == "z_loss":
+        new["z_loss"] = case.z_loss or 0.01
+    elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
+        new["teacher_scale"] = 1.0  # the teacher's may not be learnt
+    return replace(case, **new)
+
+
+def newer_options(case: Case) -> dict:
+    """Which of them the function and the mode have, and what they do not go with."""
+    new: dict = {}
+    if case.function not in ("cross_entropy", "metrics", "log_probs"):
+        new["slots"] = 0
+    if case.function not in ("metrics", "log_probs"):
+        new["metrics"] = ()
+    if case.function != "log_probs":
+        new["tail"] = False
+    shifting = ("cross_entropy", "metrics", "log_probs", "kl_div", "given_logits")
+    slots = new.get("slots", case.slots)
+    if case.function not in shifting or slots or not case.tokens or case.mode == "vmap":
+        new["shift"] = False
+    if slots and case.function == "metrics":
+        new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
+    if slots:
+        new["V"] = max(case.V, 2)  # of one class the gradient is a rounding of 0
+    if slots or case.function == "low_rank":
+        new["poison"] = ""  # the pair's features would have to hold it too; of slots the oracle multiplies by 0
+    special = case.function == "cross_entropy" and not slots
+    if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
+        new["sparse"] = ""
+    elif case.sparse:
+        new |= {"main_grad": "", "learnt": ""}
+    if not special or case.mode not in BUFFER_MODES:
+        new["main_grad"] = ""
+    elif case.main_grad and not case.sparse:
+        new["wants"] = tuple(sorted({*case.wants, "weight"}))
+        new["views"] = tuple(name for name in case.views if name != "weight")
+    return new
+
+
+def can_be_learnt(case: Case) -> bool:
+    if case.sparse or case.function in ("policy", "low_rank"):
+        return False
+    if case.mode.startswith("compile") and (case.learnt in ("softcap", "z_loss") or case.softcap is not None):
+        return False  # Dynamo wraps the refusal
+    if case.learnt == "z_loss":
+        return case.function in ("cross_entropy", "metrics")
+    if case.learnt == "temperature":
+        return case.function in ("cross_entropy", "metrics", "log_probs")
+    return case.function not in ("head", "loss_module", "given_logits")
+
+
+def possible_relations(case: Case) -> set[str]:
+    kept = set(case.relations)
+    if case.function == "policy":  # the old log-probabilities are those of the leaves
+        kept &= {"penalty", "two calls", "token_weight of input", "token_weight of weight", "normalizer of input"}
+        kept |= {"normalizer of token_weight"} & set(case.relations)
+    if case.function == "low_rank":
+        kept -= {"token_weight of losses"}
+    if case.main_grad:  # autograd gets no gradient of the weight
+        kept &= {"two calls", "token_weight of input", "normalizer of input", "normalizer of token_weight"}
+    if case.shift and len(case.tokens) == 1:
+        kept -= {"two calls"}
+    if case.mode == "vmap":
+        kept &= {"inner weight", "bias of weight", "trunk"}
+    if case.function in ("log_probs", "kl_div"):
+        kept -= {"class_weight of weight", "token_weight of losses"}
+    if case.function == "log_probs":
+        kept -= {"token_weight of weight", "token_weight of input"}
+    if case.reduction == "none":
+        kept -= {"normalizer of token_weight", "normalizer of input", "two calls"}
+    if "tied" in kept:
+        kept -= {"same"}
+    if "same" in kept:
+        kept -= {"trunk", "two calls"}
+    if not case.tokens:
+        kept -= {"two calls"}
+        if case.mode.startswith("compile"):  # Dynamo reads the index of weight[class]
+            kept -= {"token_weight of weight"}
+    for name in ("token_weight", "normalizer"):  # of one thing only
+        kept -= set([relation for relation in sorted(kept) if relation.startswith(f"{name} of")][1:])
+    return kept
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Cases one step nearer to the plainest."""
+    for candidate in changes(case):
+        candidate = consistent(candidate)
+        if candidate != case:
+            yield candidate
+
+
+def changes(case: Case) -> Iterator[Case]:
+    for field in fields(Case):
+        if field.name not in ("seed", "tokens", "D", "V", "wants") and getattr(case, field.name) != field.default:
+            yield replace(case, **{field.name: field.default})
+    if len(case.tokens) != 1:
+        yield replace(case, tokens=(case.count,))
+    for name in case.relations:
+        yield replace(case, relations=tuple(other for other in case.relations if other != name))
+    for name in case.wants:
+        if len(case.wants) > 1:
+            yield replace(case, wants=tuple(other for other in case.wants if other != name))
+    if case.count > 1:
+        yield replace(case, tokens=(case.count // 2,))
+    for name in ("D", "V"):
+        if getattr(case, name) > 2:
+            yield replace(case, **{name: getattr(case, name) // 2})

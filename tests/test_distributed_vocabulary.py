@@ -1,0 +1,355 @@
+"""DTensors whose vocabulary is sharded: the loss, first and second derivatives, and what ranks send."""
+
+# B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import RecordCollectives
+from inputs import Inputs, make_inputs
+from process_pool import run_in_world, worlds
+from reference_loss import error, plain_loss, run_reference
+from sharded_inputs import (
+    ANY,
+    FLOAT,
+    OPTIONS,
+    SQUARE,
+    TOLERANCE,
+    B,
+    D,
+    R,
+    V,
+    batch,
+    check_same_as_one_process,
+    full,
+    mesh_of,
+    place,
+    to_device,
+)
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.torch_version import TorchVersion
+
+import flce_ops
+
+
+@pytest.mark.parametrize("world", ANY)
+@pytest.mark.parametrize(
+    "vocab", [V, 64, 9, 3], ids=["prime", "even", "last rank short or empty", "ranks without classes"]
+)
+def test_sharded_vocabulary_gives_the_loss_and_gradients_of_one_process(world, vocab):
+    run_in_world(world, sharded_vocabulary, vocab)
+
+
+def sharded_vocabulary(device, vocab):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in OPTIONS:
+        for extra in ({}, {"bias": True, "weight": True, "token_weight": True}):
+            inputs = batch(device, vocab=vocab, **extra)
+            placed = place(inputs, mesh, [R], [Shard(0)])
+            check_same_as_one_process(placed, inputs, **options)
+            assert placed.linear_weight.grad.placements == (Shard(0),)
+            assert placed.input.grad.placements == (R,)
+    inputs = batch(device, vocab=vocab, normalizer=True, token_weight=True)
+    check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs)
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_sharded_vocabulary_takes_tokens_in_any_layout(world):
+    run_in_world(world, sharded_vocabulary_token_layouts)
+
+
+def sharded_vocabulary_token_layouts(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for placement in (Shard(0), Shard(1)):
+        inputs = batch(device, token_weight=True, weight=True)
+        placed = place(inputs, mesh, [placement], [Shard(0)])
+        check_same_as_one_process(placed, inputs, label_smoothing=0.1)
+        assert placed.input.grad.placements == (placement,)
+    inputs = batch(device)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+    placed.input = distribute_tensor(inputs.input.detach(), mesh, [Shard(2)]).requires_grad_()  # hidden features
+    check_same_as_one_process(placed, inputs)
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_every_argument_may_be_placed_by_itself(world):
+    run_in_world(world, mixed_placements)
+
+
+def mixed_placements(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for rows in (R, Shard(0)):
+        for tokens, targets, factors in (
+            (Shard(0), Shard(1), R),
+            (Shard(1), Shard(0), Shard(0)),
+            (R, Shard(0), Shard(1)),
+            (Shard(1), R, Shard(0)),
+        ):
+            inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
+            placed = place(inputs, mesh, [tokens], [rows])
+            others = {
+                "target": targets,
+                "token_weight": factors,
+                "weight": Shard(0),
+                "linear_bias": Shard(0) if rows == R else R,
+            }
+            for name, placement in others.items():
+                whole = getattr(inputs, name)
+                moved = distribute_tensor(whole.detach(), mesh, [placement]).requires_grad_(whole.requires_grad)
+                setattr(placed, name, moved)
+            check_same_as_one_process(placed, inputs, label_smoothing=0.1, z_loss=1e-2)
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_plain_targets_and_other_plain_arguments_count_as_replicated(world):
+    run_in_world(world, plain_arguments)
+
+
+def plain_arguments(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    plain = ("target", "weight", "token_weight", "normalizer", "linear_bias")
+    for tokens, rows in (([R], [Shard(0)]), ([Shard(1)], [Shard(0)]), ([Shard(0)], [R]), ([Shard(1)], [R])):
+        inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
+        placed = place(inputs, mesh, tokens, rows, plain=plain)
+        check_same_as_one_process(placed, inputs, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("world", ANY)
+@pytest.mark.parametrize("low", [-1e30, -torch.inf])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2, "logit_scale": 0.7}, {"reduction": "none"}], ids=str)
+def test_padded_classes_behind_a_low_bias_do_not_change_the_loss(world, options, low):
+    run_in_world(world, padded_classes, options, low)
+
+
+def with_padding(inputs: Inputs, ranks: int, low: float) -> Inputs:
+    """V padded to a multiple of the ranks, as usual: here so much that the last rank holds nothing else."""
+    rows = -(-V // (ranks - 1)) * ranks if ranks > 2 else 2 * V
+    device = inputs.linear_weight.device
+    weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
+    bias = torch.cat([inputs.linear_bias.detach(), torch.full((rows - V,), low, device=device)])
+    return Inputs(inputs.input, weight.requires_grad_(), inputs.target, bias.requires_grad_())
+
+
+def padded_classes(device, options, low):
+    size = dist.get_world_size()
+    mesh = mesh_of(device, size)
+    inputs = batch(device, vocab=V, bias=True)
+    exact = run_reference(inputs, **options)
+    placed = place(with_padding(inputs, size, low), mesh, [R], [Shard(0)])
+    loss = flce_ops.linear_cross_entropy(*placed.args, **options)
+    loss.sum().backward()
+    assert error(full(loss), exact["loss"]) < TOLERANCE
+    assert error(full(placed.input.grad), exact["input"]) < TOLERANCE
+    for name in ("linear_weight", "linear_bias"):
+        found = full(placed.leaves[name].grad)
+        assert error(found[:V], exact[name]) < TOLERANCE and not found[V:].any(), name
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_rows_that_are_switched_off_on_every_rank_are_nan_as_in_torch(world):
+    run_in_world(world, nothing_but_padding)
+
+
+def nothing_but_padding(device):
+    inputs = batch(device, vocab=64, bias=True)
+    inputs.linear_bias.data.fill_(-torch.inf)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    for reduction in ("none", "mean"):
+        loss = flce_ops.linear_cross_entropy(*placed.args, reduction=reduction)
+        loss.sum().backward()
+        found, expected = full(loss), plain_loss(*inputs.args, reduction=reduction)
+        assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+        assert full(placed.input.grad).isnan().any()
+
+
+@pytest.mark.parametrize("world", ANY)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smoothed"])
+def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(world, options):
+    run_in_world(world, sharded_vocabulary_traffic, options)
+
+
+def sharded_vocabulary_traffic(device, options):
+    size = dist.get_world_size()
+    mesh = mesh_of(device, size)
+    tokens = 2 * 8  # even, so that DTensor pads nothing
+    numbers = 3 if options else 2  # lse, target_logit and logit_sum of one rank
+    N = B * tokens
+    for dtype in (torch.float32, torch.bfloat16):
+        nbytes = N * D * dtype.itemsize
+        for placement, gather, reduction in (
+            (R, [], ("all_reduce", nbytes)),
+            (Shard(1), [("all_gather", nbytes // size)], ("reduce_scatter", nbytes)),
+        ):
+            inputs = batch(device, tokens=tokens, dtype=dtype)
+            placed = place(inputs, mesh, [placement], [Shard(0)], plain=("target",))
+            with RecordCollectives() as recorded:
+                loss = flce_ops.linear_cross_entropy(*placed.args, **options)
+            kept = N if device.type == "cuda" else int((inputs.target != -100).sum())  # a CPU leaves out the others
+            assert recorded.calls == [*gather, ("all_gather", FLOAT * numbers * kept)], recorded.calls
+            with RecordCollectives() as recorded:
+                loss.backward()
+            assert recorded.calls == [reduction], recorded.calls
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_chunks_exchange_their_own_tokens_and_leave_one_input_gradient(world):
+    run_in_world(world, traffic_of_chunks)
+
+
+def traffic_of_chunks(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = to_device(make_inputs((300, D, 509), dtype=dtype, ignored=0.0), device)
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        with flce_ops.workspace(1):
+            with RecordCollectives() as recorded:
+                loss = flce_ops.linear_cross_entropy(*placed.args)
+            chunks = flce_ops.last_path().chunks
+        assert chunks > 1 and [name for name, _ in recorded.calls] == ["all_gather"] * chunks, recorded.calls
+        assert sum(nbytes for _, nbytes in recorded.calls) == FLOAT * 2 * 300, recorded.calls
+        with RecordCollectives() as recorded:
+            loss.backward()
+        assert recorded.calls == [("all_reduce", 300 * D * dtype.itemsize)], recorded.calls
+
+
+@pytest.mark.parametrize("world", SQUARE)
+def test_two_mesh_dimensions_send_numbers_per_token_and_one_input_gradient(world):
+    run_in_world(world, traffic_of_two_dimensions)
+
+
+def traffic_of_two_dimensions(device):
+    mesh = mesh_of(device, 2, dist.get_world_size() // 2)
+    inputs = make_inputs((32, D, V), ignored=0.0)
+    placed = place(to_device(inputs, device), mesh, [Shard(0), R], [R, Shard(0)])
+    with RecordCollectives() as recorded:
+        loss = flce_ops.linear_cross_entropy(*placed.args, softcap=5.0, z_loss=1e-2)
+    number = ("all_reduce", FLOAT)  # along dp: the count of valid tokens, the loss
+    assert recorded.calls == [number, ("all_gather", FLOAT * 2 * 16), number], recorded.calls
+    with RecordCollectives() as recorded:
+        loss.backward()
+    assert recorded.calls == [("all_reduce", FLOAT * 16 * D)], recorded.calls  # along tp; d linear_weight stays Partial
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_target_outside_the_whole_vocabulary_is_an_index_error_on_every_rank(world):
+    if world[0] == "cuda":
+        pytest.skip("a device-side assert would end the processes")
+    run_in_world(world, target_out_of_range)
+
+
+def target_out_of_range(device):
+    for vocab in (V, 1):  # 1: ranks without classes
+        inputs = batch(device, vocab=vocab)
+        inputs.target[0, 0] = vocab
+        placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+        for function in (flce_ops.linear_cross_entropy, flce_ops.linear_log_probs):
+            with pytest.raises(IndexError, match=f"flce_ops: expected target in \\[0, {vocab}\\)"):
+                function(*placed.args)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_second_derivatives_through_a_sharded_vocabulary(world):
+    run_in_world(world, second_derivatives)
+
+
+def second_derivatives(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, dtype=torch.float64)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+    found = squared_gradient_norm(flce_ops.linear_cross_entropy(*placed.args), placed.input)
+    exact = squared_gradient_norm(flce_ops.linear_cross_entropy(*inputs.args), inputs.input)
+    for leaf, expected in ((placed.input, inputs.input), (placed.linear_weight, inputs.linear_weight)):
+        assert error(full(leaf.grad), expected.grad) < TOLERANCE
+    assert error(full(found), exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+@pytest.mark.parametrize("function", [torch.square, torch.exp], ids=["square", "exp"])
+def test_second_derivatives_of_functions_of_the_loss(world, function):
+    run_in_world(world, second_derivatives_of_a_function, function)
+
+
+def second_derivatives_of_a_function(device, function):
+    """The gradient that reaches the loss then depends on the loss, so it has a derivative of its own."""
+    size = dist.get_world_size()
+    cases = [(mesh_of(device, size), *layouts) for layouts in (([Shard(0)], [R]), ([R], [Shard(0)]), ([R], [R]))]
+    if size == 4:
+        cases.append((mesh_of(device, 2, 2), [Shard(0), R], [R, Shard(0)]))
+    for mesh, tokens, rows in cases:
+        inputs = batch(device, dtype=torch.float64, token_weight=True)
+        placed = place(inputs, mesh, tokens, rows)
+        loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options)
+        found = squared_gradient_norm(function(loss), placed.input)
+        exact = squared_gradient_norm(function(plain_loss(*inputs.args, **inputs.options)), inputs.input)
+        assert error(full(found), exact) < 1e-12
+        for name, expected in inputs.leaves.items():
+            assert error(full(placed.leaves[name].grad), expected.grad) < 1e-12, (name, tokens, rows)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_derivatives_of_hidden_states_made_with_the_sharded_head(world):
+    run_in_world(world, dependent_operands)
+
+
+def dependent_operands(device):
+    """A path from linear_weight to input is taken once, with and without create_graph."""
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, dtype=torch.float64)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+
+    def derivatives(made: Inputs, loss_function) -> list[Tensor]:
+        hidden = (made.input @ made.linear_weight.T).tanh() @ made.linear_weight
+        if isinstance(hidden, DTensor):
+            hidden = hidden.redistribute(mesh, [R])
+        loss = loss_function(hidden, made.linear_weight, made.target)
+        (first,) = torch.autograd.grad(loss, made.linear_weight, retain_graph=True)
+        (with_graph,) = torch.autograd.grad(loss, made.linear_weight, create_graph=True)
+        return [first, with_graph, *torch.autograd.grad(with_graph.square().sum(), made.linear_weight)]
+
+    found = derivatives(placed, flce_ops.linear_cross_entropy)
+    names = ["first", "with a graph", "second"]
+    if torch.__version__ < TorchVersion("2.13"):  # 2.11 loses a part of it where DTensors are multiplied
+        names.remove("second")
+    for name, ours, exact in zip(names, found, derivatives(inputs, plain_loss)):
+        assert error(full(ours), exact) < 1e-12, (name, error(full(ours), exact))
+
+
+@pytest.mark.parametrize("world", worlds(2))
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_rows_of_a_sharded_logit_gradient_add_up_to_zero_at_any_magnitude(world, offset):
+    run_in_world(world, sums_of_sharded_rows, offset)
+
+
+def sums_of_sharded_rows(device, offset):
+    """Each shard's lse is rounded, to 5e-4 at 10^4, but their shares of the softmax add up to 1."""
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device, bias=True)
+    inputs.linear_bias.data += offset
+    for reduction in ("sum", "none"):
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        flce_ops.linear_cross_entropy(*placed.args, reduction=reduction).sum().backward()
+        assert abs(float(full(placed.linear_bias.grad).double().sum())) / inputs.target.numel() < 5e-7, reduction
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_second_derivatives_beside_a_rank_of_padded_classes(world):
+    run_in_world(world, second_derivatives_with_padding)
+
+
+def second_derivatives_with_padding(device):
+    inputs = batch(device, dtype=torch.float64, bias=True)
+    placed = place(with_padding(inputs, 2, -torch.inf), mesh_of(device, 2), [R], [Shard(0)])
+    found = squared_gradient_norm(flce_ops.linear_cross_entropy(*placed.args), placed.input)
+    exact = squared_gradient_norm(flce_ops.linear_cross_entropy(*inputs.args), inputs.input)
+    assert error(full(found), exact) < TOLERANCE
+    for name in ("input", "linear_weight", "linear_bias"):
+        grad, expected = full(placed.leaves[name].grad), inputs.leaves[name].grad
+        assert error(grad[: len(expected)], expected) < TOLERANCE and not grad[len(expected) :].any(), name
+
+
+def squared_gradient_norm(loss: Tensor, input: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, input, create_graph=True)
+    penalty = gradient.square().sum()
+    penalty.backward()
+    return penalty.detach()
