@@ -1,4 +1,4 @@
-"""The loads of users, and what a step is to take on each: `python -m benchmarks --loads`, one run, one CSV, two tables.
+"""The loads of users, and what a step is to take on each: `python -m benchmarks --loads`, one run, one CSV, its tables.
 
 `python -m benchmarks.loads CSV` prints the tables again.
 
@@ -20,6 +20,8 @@ from .shapes import Shape, parse_shapes
 PEERS = "torch_compile,liger,cce,quack_chunked"
 HOPPER_PEERS = "liger_cutedsl,liger_cutile"
 EVERY_OURS = "ours,ours_compiled,ours_captured"
+HOST_SHAPES = ("2048x512x32000", "256x4096x128256")  # steps that wait for the host
+HOSTS = ("ours", "ours_compiled", "torch_compile", "liger", "cce")
 
 
 class Load(NamedTuple):
@@ -138,7 +140,7 @@ MARKS = (
     *(beside(odd, even) for odd, even in ODD),
     *map(masked, (0.5, 0.75, 0.9, 0.99)),
     over_the_floor("8192x4096x128256", 1.05, 1.02, ignored=0.0),
-    *(host(shape, how) for shape in ("2048x512x32000", "256x4096x128256") for how in ("ours", "ours_compiled")),
+    *(host(shape, how) for shape in HOST_SHAPES for how in ("ours", "ours_compiled")),
     *(over_the_floor("2048x512x32000", 2.4, 1.6, how) for how in EVERY_OURS.split(",")),
     *(over_the_floor("256x4096x128256", 1.15, 1.08, how) for how in EVERY_OURS.split(",")),
     over_the_floor("1024x4096x151936", 1.07, 1.04),
@@ -152,7 +154,10 @@ MARKS = (
 )
 
 
-NAMES = {"torch_compile": "torch.compile", "cce": "CCE", "liger": "Liger", "ours_compacted": "rows compacted by hand"}
+NAMES = {
+    **{"ours": "flce_ops", "ours_compiled": "compiled", "ours_compacted": "rows compacted by hand"},
+    **{"torch_compile": "torch.compile", "cce": "CCE", "liger": "Liger"},
+}
 
 
 def fastest_peer(times: Times, load: tuple[str, float, str]) -> tuple[str, float]:
@@ -191,9 +196,21 @@ def milliseconds(times: Times) -> list[str]:
     return found
 
 
+def hosts(times: Times) -> list[str]:
+    """A table of Markdown: the host's part of a step, and what of it is waking autograd's thread."""
+    found = [f"| launch to return, ms | {' | '.join(NAMES[name] for name in HOSTS)} |", "|---|" + "---|" * len(HOSTS)]
+    for shape in HOST_SHAPES:
+        for where, column in (("", "host_us"), (", autograd in this thread", "host_one_thread_us")):
+            rows = [times.rows.get((shape, IGNORED, PRIORS[0], name), {}) for name in HOSTS]
+            cells = [f"{float(row[column]) / 1e3:.2f}" if row.get(column) else "" for row in rows]
+            if any(cells):
+                found.append(f"| {shape}{where} | {' | '.join(cells)} |")
+    return found
+
+
 def tables(rows: Iterable[dict[str, str]]) -> list[str]:
     times = Times(rows)
-    return [*marks(times), "", *milliseconds(times)]
+    return [*marks(times), "", *milliseconds(times), "", *hosts(times)]
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class Row(Environment):
     err_dw: float | None = None
     first_call_s: float | None = None
     host_us: float | None = None  # from the call of a step to its return, where that may be what takes the time
+    host_one_thread_us: float | None = None  # the same with autograd in the thread that calls it
     seed: int | None = None
     reason: str = ""  # why a number is missing, or what is wrong with it
 

@@ -48,6 +48,7 @@ from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
 from flce_ops.ops.low_rank_autograd import concatenated, of_pair
 from flce_ops.ops.policy_autograd import recomputed_policy_step
+from flce_ops.ops.upstream import multiply
 from flce_ops.ops.with_grad_autograd import recomputed_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
@@ -90,7 +91,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
         torch.ops.flce.linear_cross_entropy_low_rank.default: low_rank.composite,
         torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
-        torch.ops.flce.linear_cross_entropy_upstream.default: upstream,
+        torch.ops.flce.linear_cross_entropy_upstream.default: multiply,
         torch.ops.flce.linear_policy_loss.default: policy.composite,
         torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
     }
@@ -270,7 +271,3 @@ def low_rank_with_grad(call: LowRankWithGrad) -> low_rank_meta.Outputs:
     loss, losses, *results = with_grad(concatenated(call))
     gradients = results[:3]
     return loss, losses, *(gradient.contiguous() for gradient in of_pair(call, gradients))
-
-
-def upstream(factor: Tensor, leaf: Tensor) -> Tensor:
-    return factor.clone()

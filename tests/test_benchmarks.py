@@ -70,13 +70,16 @@ def test_every_mark_is_of_a_load_that_the_run_measures(tmp_path, monkeypatch):
     for unit in loads.units():
         for name in providers.choose(unit.providers):
             sizes = {key: str(value) for key, value in unit.shape._asdict().items()}
-            numbers = {"ms": "2", "x_floor": "1", "err_dw": "1e-3", "host_us": "900"}
+            numbers = {"ms": "2", "x_floor": "1", "err_dw": "1e-3", "host_us": "900", "host_one_thread_us": "700"}
             where = {"ignored": str(unit.ignored), "prior": unit.prior, "mode": unit.mode, "provider": name}
             rows.append({**sizes, **numbers, **where})
     marks = loads.tables(rows)[2 : 2 + len(loads.MARKS)]
     late = [mark for mark in marks if "launch to return" in mark]
     assert not any("not measured" in mark for mark in marks)
     assert [mark for mark in marks if "missed" in mark] == late and all("| 0.90 **missed** |" in mark for mark in late)
+    line, row = loads.hosts(loads.Times(rows))[2:4]
+    assert line.startswith("| 2048x512x32000 | 0.90 | 0.90 |")
+    assert row.startswith("| 2048x512x32000, autograd in this thread | 0.70 |")
     assert all("not measured" in mark for mark in loads.tables(rows[:0])[2 : 2 + len(loads.MARKS)])
 
 

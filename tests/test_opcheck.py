@@ -136,7 +136,9 @@ def test_entry_of_degenerate_shapes(device, shape):
 def test_upstream(device, requires_grad):
     factor = torch.tensor(2.0, device=device)
     leaf = torch.randn(3, 2, device=device, requires_grad=requires_grad)
-    opcheck(flce.linear_cross_entropy_upstream.default, (factor, leaf))
+    made = [torch.randn(3, 2, device=device), torch.randn(4, device=device)]
+    opcheck(flce.linear_cross_entropy_upstream.default, (made, factor, leaf))
+    opcheck(flce.linear_cross_entropy_upstream_.default, (made, factor))
 
 
 def test_every_registered_operator_is_checked_here():
@@ -146,6 +148,6 @@ def test_every_registered_operator_is_checked_here():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("flce::") and "vocab_parallel" not in name and "linear_cross_entropy" in name
     }
-    ends = ("", "_metrics", "_forward", "_backward", "_backward_", "_with_grad", "_double_backward", "_upstream")
-    ends += ("_low_rank", "_low_rank_with_grad")  # tests/test_low_rank.py
+    ends = ("", "_metrics", "_forward", "_backward", "_backward_", "_with_grad", "_double_backward")
+    ends += ("_upstream", "_upstream_", "_low_rank", "_low_rank_with_grad")  # tests/test_low_rank.py
     assert names == {f"linear_cross_entropy{end}" for end in ends}

@@ -120,6 +120,17 @@ def test_tracing_a_checkpointed_region_is_seen_while_aot_traces_it():
     assert any(seen)
 
 
+def test_written_over_where_donated_gives_inductor_a_lowering():
+    """tests/test_upstream_compiled.py reads what Inductor makes of it."""
+    lowerings = pytest.importorskip("torch._inductor.lowering").lowerings
+    op = torch.ops.flce.linear_cross_entropy_upstream.default
+    torch_private.written_over_where_donated(op, torch.ops.flce.linear_cross_entropy_upstream_.default)
+    assert op in lowerings
+    from torch._inductor import ir
+
+    assert issubclass(ir.DonatedBuffer, ir.InputBuffer)
+
+
 def test_graph_is_kept_after_this_backward_reads_retain_graph():
     seen = []
 

@@ -27,6 +27,12 @@ SIZES = {
     # logits of several units, or a softcap and a scale would change little
     "initializer_range": 0.4,
 }
+NUM_ITEMS = {  # as num_items_in_batch
+    "number": 17,
+    "0-d tensor": torch.tensor(17),
+    "0-d floating tensor": torch.tensor(17.5),  # Trainer under tensor parallelism
+    "1-d tensor": torch.tensor([17]),  # Trainer under DataParallel
+}
 HEAD_DIM = {"head_dim": 8}
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}

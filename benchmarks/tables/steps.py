@@ -93,5 +93,6 @@ TABLES = {
     "fwd_bwd: errors everywhere": lambda: errors_everywhere(rows_of("fwd_bwd")),
     "loads: some": lambda: milliseconds_of_some(rows_of("loads")),
     "loads: milliseconds": lambda: "\n".join(loads.milliseconds(loads.Times(rows_of("loads")))),
+    "loads: host": lambda: "\n".join(loads.hosts(loads.Times(rows_of("loads")))),
     "loads: marks": lambda: "\n".join(loads.marks(loads.Times(rows_of("loads")))),
 }

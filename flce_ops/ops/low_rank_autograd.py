@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
-from flce_ops.ops.formula import saved, wanted
+from flce_ops.ops.formula import saved, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.with_grad_autograd import differentiable_gradients
 
@@ -57,9 +57,8 @@ class LowRankWithGradFormula(MadeInForward):
             slope = slope + call.reduction.scale_of_tokens(valid, losses.dtype) * grad_loss
         call.reduction, call.output_mask = Reduction(slope), needs
         gradients, losses = (cls.made_again if torch.is_grad_enabled() else made_in_backward)(call)
-        by_name = {name: gradient if need else None for name, gradient, need in zip(cls.made, gradients, needs)}
         grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
-        return cls.arguments.gradients(**by_name, row_scale=grad_row_scale)
+        return cls.arguments.gradients(**where_wanted(gradients, needs, cls.made), row_scale=grad_row_scale)
 
 
 def made_in_backward(call: LowRankWithGrad) -> tuple[Sequence[Tensor], Tensor]:

@@ -11,7 +11,7 @@
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
     flce::cross_entropy_with_grad_               which writes the gradient over them
-    flce::linear_cross_entropy_upstream          ties a traced backward to a leaf: upstream.py
+    flce::linear_cross_entropy_upstream{,_}      a traced backward's multiplication of gradients: upstream.py
 
 All share one layout of dispatch keys:
 
@@ -28,7 +28,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.options import Statistics
@@ -48,6 +47,7 @@ from flce_ops.ops.formula import Formula
 from flce_ops.ops.formula import kernel as kernel_of_formula
 from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
+from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
 from flce_ops.support.compile_cache import keyed
 
 GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
@@ -157,7 +157,8 @@ OPERATORS = {
 
 for _name, _operator in OPERATORS.items():
     library.define(f"{_name}{_operator.arguments.schema()} -> ({_operator.results})", tags=torch.Tag.pt2_compliant_tag)
-library.define("linear_cross_entropy_upstream(Tensor factor, Tensor leaf) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+library.define(f"{UPSTREAM}(Tensor[] made, Tensor factor, Tensor leaf) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+library.define(f"{UPSTREAM}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torch.Tag.pt2_compliant_tag)
 
 
 def kernel(name: str) -> Callable:
@@ -186,11 +187,10 @@ for _name, _operator in OPERATORS.items():
             library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")
 
 
-def _upstream(factor: Tensor, leaf: Tensor) -> Tensor:
-    return factor.clone()
-
-
-library.impl("linear_cross_entropy_upstream", _upstream, "CompositeExplicitAutograd")
-# called where gradients are off: backward, and the graph that was traced of one
-library.impl("linear_cross_entropy_upstream", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flce::linear_cross_entropy_upstream", _upstream, lib=library)
+library.impl(UPSTREAM, multiply, "CompositeExplicitAutograd")
+library.impl(f"{UPSTREAM}_", multiply_in_place, "CompositeExplicitAutograd")
+torch.library.register_fake(f"flce::{UPSTREAM}", multiply, lib=library)
+torch.library.register_fake(f"flce::{UPSTREAM}_", lambda made, factor: None, lib=library)
+for _name in (UPSTREAM, f"{UPSTREAM}_"):
+    # called where gradients are off: backward, and the graph that was traced of one
+    library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

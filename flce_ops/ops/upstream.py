@@ -5,8 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.support.torch_private import graph_is_kept_after_this_backward, is_batched
+from flce_ops.support.torch_private import (
+    graph_is_kept_after_this_backward,
+    is_batched,
+    written_over_where_donated,
+)
 from flce_ops.support.vendor import has_triton, made_by_nvidia
+
+UPSTREAM = "linear_cross_entropy_upstream"
 
 
 def multiply_by_upstream(
@@ -14,23 +20,36 @@ def multiply_by_upstream(
 ) -> list[Tensor | None]:
     """made * factor, None where not wanted, in the same memory where these are the last users of it."""
     grads = [grad if want else None for grad, want in zip(made, output_mask)]
-    if is_batched(factor):  # is_grads_batched: a batch of factors
-        return [None if grad is None else grad * factor for grad in grads]
-    plain = {type(tensor) for tensor in (factor, *grads) if tensor is not None} == {Tensor}
-    if not plain:
-        # A subclass is a tracer (functional, fake): record ordinary multiplications. AOTAutograd refuses a second
-        # derivative only where the backward graph reads a tensor that requires one; gradients made in forward do not,
-        # and would be differentiated as constants in silence.
-        factor = torch.ops.flce.linear_cross_entropy_upstream(factor, leaf)
-    if not plain or graph_is_kept_after_this_backward():
-        return [None if grad is None else grad * factor for grad in grads]
     here = [grad for grad in grads if grad is not None]
-    on_gpu = bool(here) and here[0].device.type == "cuda"  # row_scale alone may want a gradient
-    if on_gpu and made_by_nvidia() and here[0].dtype != torch.float64 and has_triton():
+    if is_batched(factor):  # is_grads_batched: a batch of factors
+        products = [grad * factor for grad in here]
+    elif any(type(tensor) is not Tensor for tensor in (factor, *here)):
+        # A subclass is a tracer (functional, fake). AOTAutograd refuses a second derivative only where the backward
+        # graph reads a tensor that requires one; gradients made in forward do not, and would be differentiated as
+        # constants in silence.
+        op, in_place = (getattr(torch.ops.flce, name).default for name in (UPSTREAM, f"{UPSTREAM}_"))
+        written_over_where_donated(op, in_place)
+        products = op(here, factor, leaf)
+    elif graph_is_kept_after_this_backward():
+        products = [grad * factor for grad in here]
+    else:
+        multiply_in_place(here, factor)
+        products = here
+    found = iter(products)
+    return [None if grad is None else next(found) for grad in grads]
+
+
+def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor) -> list[Tensor]:
+    """The operator of traced graphs; `leaf` ties them to it."""
+    return [grad * factor for grad in made]
+
+
+def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
+    """On NVIDIA a kernel that leaves at once where the factor is 1."""
+    if made and made[0].device.type == "cuda" and made_by_nvidia() and made[0].dtype != torch.float64 and has_triton():
         from flce_ops.triton import launch_scale_in_place
 
-        launch_scale_in_place(here, factor)
+        launch_scale_in_place(made, factor)
     else:
-        for grad in here:
+        for grad in made:
             grad.mul_(factor)
-    return grads

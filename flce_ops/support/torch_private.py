@@ -112,6 +112,33 @@ def key_compiled_graphs(function: str, key: str) -> None:
         config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}
 
 
+def written_over_where_donated(op: torch._ops.OpOverload, in_place: torch._ops.OpOverload) -> None:
+    """Have Inductor, where it is loaded, run `in_place(tensors, factor)` for `op(tensors, factor, leaf) -> tensors`.
+
+    For those of the tensors that are donated, saved by forward for this one backward, which has no other use for them.
+    AOTAutograd refuses retain_graph of a backward that has any. The others are multiplied into new memory. Inductor's
+    pass for operators that write over arguments copies every input of a graph first.
+    """
+    compiler: Any = sys.modules.get("torch._inductor.lowering")
+    if compiler is None or op in compiler.lowerings:
+        return
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    @compiler.register_lowering(op, type_promotion_kind=None)
+    def lower(tensors, factor, leaf):
+        node = V.graph.current_node
+        donated = [
+            isinstance(getattr(tensor.data, "data", None), ir.DonatedBuffer) and len(before.users) == 1
+            for tensor, before in zip(tensors, node.args[0])
+        ]
+        if any(donated):
+            run = compiler.fallback_handler(in_place, add_to_fallback_set=False)
+            run([tensor for tensor, over in zip(tensors, donated) if over], factor)
+        multiply = compiler.lowerings[torch.ops.aten.mul.Tensor]
+        return [tensor if over else multiply(tensor, factor) for tensor, over in zip(tensors, donated)]
+
+
 def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
     """Forward hooks and backward hooks that a call of `module` runs, those on all modules included."""
     everywhere = torch.nn.modules.module

@@ -205,7 +205,7 @@ class Replay:
         device = tensors[0].device
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
         stream = current_stream(device.index)
-        addresses, starts = (tuple(one.data_ptr() for one in some) for some in (tensors, memory))
+        addresses, starts = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.data_ptr, memory))
         if self.graphs.run((addresses, starts), stream):
             return self.result
         with self.lock:
