@@ -20,7 +20,6 @@ from .modes import Step
 
 MAX_CALLS = 2000  # a round of very short steps: bounded by the number of events held
 CALLS_AHEAD = 60  # a stream holds 1024 launches that have not begun
-CYCLES_OF_MS = 1.9e6
 
 
 class Timing(NamedTuple):
@@ -31,7 +30,9 @@ class Timing(NamedTuple):
 def _call_times_cuda(step: Step, calls: int, ahead_ms: float) -> list[float]:
     if ahead_ms:
         calls = min(calls, CALLS_AHEAD)
-        torch.cuda._sleep(round(ahead_ms * CYCLES_OF_MS))
+        from .busy_device import keep_busy  # of Triton, which the times on a CPU do without
+
+        keep_busy(ahead_ms)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     events[0].record()
     for event in events[1:]:

@@ -103,6 +103,15 @@ def make_policy(shape, *, dtype=torch.float32, device="cpu", on_policy=False, lo
     return call
 
 
+def cancellation(call, **options) -> float:
+    """How many times the token losses, all of one sign, would be larger than their sum.
+
+    What one random sum is off by says little of another's, whatever the error of its addends.
+    """
+    losses = run_policy(plain_policy_loss, call, dtype=torch.float64, **options | {"reduction": "none"})["loss"]
+    return float(losses.abs().sum() / losses.sum().abs())
+
+
 WANTED = ("input", "linear_weight", "linear_bias", "token_weight")
 
 

@@ -71,13 +71,23 @@ def sharded_classes(device):
                 made["token_weight"] = made["token_weight"].view(3, 5)
             for reduction in ("mean", "sum", "none"):
                 check_sharded_classes(mesh, [Shard(2)], logits, target, reduction, made)
-    target[0, 0] = classes
-    with pytest.raises(IndexError, match="target"):
-        flce_ops.cross_entropy(distribute_tensor(logits, mesh, [Shard(-1)]), target)
     loss = torch.compile(flce_ops.cross_entropy, fullgraph=True, backend="aot_eager")
-    target[0, 0] = -100
     placed = distribute_tensor(logits, mesh, [Shard(-1)])
     torch.testing.assert_close(full(loss(placed, target)), flce_ops.cross_entropy(logits, target))
+
+
+def test_target_outside_the_classes_of_all_ranks_is_an_index_error():
+    """On CUDA a device-side assert, which would end the processes."""
+    run_in_world(("cpu", 2), target_out_of_range)
+
+
+def target_out_of_range(device):
+    logits, target, _ = make_logits((15, 31), device=device)
+    placed = distribute_tensor(logits, mesh_of(device, dist.get_world_size()), [Shard(1)])
+    for bad in (31, -1):
+        target[3] = bad
+        with pytest.raises(IndexError, match="expected target in .* at flat position 3"):
+            flce_ops.cross_entropy(placed, target)
 
 
 def check_sharded_classes(mesh, placements, logits, target, reduction, options):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from fresh_process import ROOT
 from inputs import make_inputs
 from reference_loss import error, plain_loss, reference_loss, run, run_reference
 
@@ -204,13 +205,15 @@ def test_compiled_with_cuda_graphs(reduction):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_work_stays_on_the_current_stream(reduction, dtype):
     """The side stream fills the operands late; a kernel on another stream would read the zeros."""
+    from benchmarks.busy_device import keep_busy
+
     inputs = make_inputs((512, 256, 1021), device="cuda", dtype=dtype)
     expected_loss, expected = forward_and_backward(inputs, reduction=reduction)
     late = [torch.zeros_like(t) for t in (inputs.input, inputs.linear_weight)]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
+        keep_busy(50)
         for to, value in zip(late, (inputs.input, inputs.linear_weight), strict=True):
             to.copy_(value.detach())
         leaves = [t.requires_grad_() for t in late]
@@ -226,13 +229,15 @@ def test_work_stays_on_the_current_stream(reduction, dtype):
 
 OUT_OF_RANGE = """
 import torch, flce_ops
+from benchmarks.busy_device import keep_busy
 torch.cuda.set_sync_debug_mode("error")
+keep_busy(0)  # compiles
 x = torch.randn(40, 16, device="cuda", dtype=torch.{dtype}, requires_grad={gradient})
 w = torch.randn(31, 16, device="cuda", dtype=torch.{dtype})
 t = torch.randint(31, (40,), device="cuda")
 flce_ops.linear_cross_entropy(x, w, t, reduction="{reduction}")  # compiles
 t[7:8].fill_({bad})
-torch.cuda._sleep(2_000_000_000)  # a second: the host is done with the launches before the device reaches the assert
+keep_busy(1000)  # a second: the host is done with the launches before the device reaches the assert
 loss = flce_ops.linear_cross_entropy(x, w, t, reduction="{reduction}")
 print("no synchronisation yet", flush=True)
 torch.cuda.set_sync_debug_mode("default")
@@ -247,7 +252,7 @@ print("a silent number", loss.sum().item(), flush=True)
 )
 def test_target_out_of_range_is_a_device_assert_with_a_message(dtype, reduction, gradient, bad):
     script = OUT_OF_RANGE.format(dtype=dtype, reduction=reduction, gradient=gradient, bad=bad)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode != 0
     assert "a silent number" not in done.stdout
     assert "no synchronisation yet" in done.stdout, "the host waited for the device\n" + done.stderr

@@ -82,6 +82,41 @@ def test_what_plain_torch_keeps_finite_of_a_divergence_is_finite_and_as_exact(ki
         assert assert_as_finite_and_exact(found, plain, exact)
 
 
+def test_sums_over_a_batch_of_vmap_are_as_finite_as_plain_torchs(device):
+    """Two tokens whose gradients of the weight each exceed float16's range, and cancel."""
+    x = torch.tensor([[200.0, 1.0], [-200.0, 1.0]], dtype=torch.float16, device=device)
+    w = torch.zeros(5, 2, dtype=torch.float16, device=device)
+    target = torch.tensor([3, 3], device=device)
+    probs = torch.full((2, 1, 5), 0.2, device=device, dtype=torch.float16).roll(1)
+    probs[..., 3] = 1.0
+
+    def log_probs(x, w, bias, t, probs):
+        return flce_ops.linear_log_probs(x, w, t, bias).log_probs
+
+    def divergence(x, w, bias, t, probs):
+        return flce_ops.linear_kl_div(x, w, linear_bias=bias, teacher_probs=probs, reduction="none")
+
+    def losses(x, w, bias, t, probs):
+        return flce_ops.linear_cross_entropy(x, w, t, bias, reduction="none")
+
+    def plain(x, w, bias, t, probs):
+        return plain_loss(x, w, t, bias, reduction="none")
+
+    exact = None
+    for function in (plain, losses, log_probs, divergence):
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        bias = torch.zeros(5, dtype=torch.float16, device=device, requires_grad=True)
+        args = (leaves[0][:, None], leaves[1], bias, target[:, None], probs)
+        found = torch.func.vmap(function, in_dims=(0, None, None, 0, 0))(*args)
+        factor = {log_probs: -1024.0}.get(function, 1024.0)
+        gradients = torch.autograd.grad((factor * found).sum(), [*leaves, bias])
+        exact = exact or gradients
+        assert all(ours.isfinite().all() for ours in gradients)
+        if function is not divergence:
+            for ours, right in zip(gradients, exact, strict=True):
+                torch.testing.assert_close(ours, right, atol=2.0**-10, rtol=2 * UNIT)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("function", ["cross_entropy", "kl_div"])
 def test_a_row_that_is_not_finite_leaves_the_others_as_they_were(function, bad):

@@ -247,6 +247,8 @@ def test_every_table_ends_in_a_path_without_conditions(paths):
         ("backward", Situation("cuda", torch.float16), True),
         ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True), True),
         ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True), False),
+        ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, sparse=True), True),
+        ("vocab_parallel_with_grad", Situation("cuda", torch.bfloat16, sparse=True, label_smoothing=True), False),
     ],
 )
 def test_kernels_that_triton_takes(op, situation, triton):

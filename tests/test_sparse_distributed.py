@@ -145,3 +145,34 @@ def refused(device):
         flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=torch.arange(37), **sparse())
     with pytest.raises(ValueError, match="expects gradient_seed"):
         flce_ops.linear_cross_entropy(*placed.args, gradient_threshold=0.1)
+
+
+@pytest.mark.parametrize("world", worlds(2, gloo=()))
+def test_bfloat16_shards_take_the_kernels_and_are_unbiased(world):
+    run_in_world(world, bfloat16_shards)
+
+
+def bfloat16_shards(device):
+    """Wide enough for lists: D beyond what making them takes. V / 2 is no multiple of 2048, nor of 16."""
+    mesh = mesh_of(device, dist.get_world_size())
+    for vocab in (8192, 9013):
+        torch.manual_seed(3)
+        hidden, weight = torch.randn(300, 1024, device=device), torch.randn(vocab, 1024, device=device) / 5
+        target = torch.randint(0, vocab, (300,), device=device)
+        dist.broadcast(target, 0)
+        operands = [hidden.bfloat16(), weight.bfloat16()]
+        exact = [operand.double().requires_grad_() for operand in operands]
+        truth = torch.autograd.grad(torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, target), exact)
+        placed = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(operands, (R, Shard(0)))]
+        sums = [torch.zeros_like(gradient) for gradient in truth]
+        for seed in range(16):
+            chosen = sparse(seed=seed) | {"gradient_seed": torch.tensor(seed, device=device)}
+            loss = flce_ops.linear_cross_entropy(*placed, target, **chosen)
+            path = flce_ops.last_path()
+            assert path.implementation == "triton" and "a sparse gradient" in path.reason, path
+            for total, gradient in zip(sums, torch.autograd.grad(loss, placed)):
+                total += full(gradient).double()
+            if seed == 0:
+                once = [error(total, gradient) for total, gradient in zip(sums, truth)]
+        for total, gradient, of_one in zip(sums, truth, once):
+            assert of_one > 1e-2 and error(total / 16, gradient) < 0.5 * of_one + 5e-3

@@ -1,9 +1,11 @@
 """One test per private torch name in support/torch_private.py: each fails first, by name, when torch drops it."""
 
+import re
 import uuid
 
 import pytest
 import torch
+from fresh_process import ROOT
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
@@ -300,3 +302,12 @@ def test_a_value_registered_without_leaves_is_kept_by_maps_over_tensors():
     torch_private.register_without_leaves(marker)
     doubled = tree_map(lambda leaf: 2 * leaf, {"loss": 3, "marker": marker})
     assert doubled == {"loss": 6, "marker": marker}
+
+
+def test_no_other_file_reads_private_names():
+    """But for torch.compile's own module, operators by their type, and functional collectives: they have no other."""
+    private = re.compile(r"\btorch(\.\w+)*\._(?!dynamo\b|ops\.OpOverload|c10d_functional\.|_)\w+")
+    files = (file for folder in ("flce_ops", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py"))
+    found = {str(file.relative_to(ROOT)): private.search(file.read_text()) for file in files}
+    others = {file: match[0] for file, match in found.items() if match and file != "flce_ops/support/torch_private.py"}
+    assert others == {"flce_ops/triton/replay.py": "torch.utils._python_dispatch"}

@@ -114,10 +114,15 @@ def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
     call = (*args, row_scale), options
     found, plain = triton_kl_div.launch_kl_div_with_grad(*call[0], **options), aten.with_grad(*call[0], **options)
     exact = aten.with_grad(*double(*call[0]), **options)
-    for mine, theirs, right in zip(found, plain, exact, strict=True):
+    # a saturated "jsd" has gradients of 1e-13: an entry of G is right to a rounding of the row's scale
+    rows = {2: args[1], 3: args[0]}  # that G is multiplied by
+    for k, (mine, theirs, right) in enumerate(zip(found, plain, exact, strict=True)):
         assert mine.isfinite().all()
         if right.numel():
-            assert error(mine, right) <= 4 * error(theirs, right) + 1e-6
+            size = right.norm()
+            if k in rows:
+                size = torch.maximum(size, row_scale.norm() * rows[k].square().sum(1).mean().sqrt())
+            assert (mine - right).norm() <= 4 * (theirs - right).norm() + 1e-6 * size
 
 
 def test_fixed_point_holds_every_logit_below_its_maximum():

@@ -57,8 +57,8 @@ def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) ->
             target_logit = logits.gather(1, own_column).squeeze(1)
             row_max, row_sum = exponentiate_rows(logits)
             own_log_probs.copy_(-surprisal(target_logit, *two_sum(row_max, row_sum.log())))
-            slopes = policy_slopes(own_log_probs, tokens.of(rows), call.policy)
-            cotangent = torch.where(own_valid, own_scale * slopes, 0.0)  # of -inf, an ignored token's, a slope is nan
+            cotangent = policy_slopes(own_log_probs, tokens.of(rows), call.policy, own_scale)
+            cotangent = torch.where(own_valid, cotangent, 0.0)  # of -inf, an ignored token's, a slope is nan
             grad_logits = logits.mul_((-cotangent / row_sum)[:, None])
             grad_logits.scatter_add_(1, own_column, cotangent[:, None])
             gradients.add_block(block, apply_slope(grad_logits, dz_du))

@@ -35,17 +35,25 @@ def policy_losses(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOption
     return losses + options.beta * kl_and_slope(log_probs - tokens.ref_log_probs, options.kl_estimator)[0]
 
 
-def policy_slopes(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> Tensor:  # (N,)
-    """The derivative of each token's loss by its log-probability; differentiable once more."""
+def policy_slopes(
+    log_probs: Tensor,  # (N,)
+    tokens: PolicyTokens,
+    options: PolicyOptions,
+    scale: Tensor | float = 1.0,  # (N,)
+) -> Tensor:  # (N,)
+    """The derivative of each token's loss, times its scale, by its log-probability; differentiable once more.
+
+    Beyond a bound it is 0 whatever the scale is, which a normalizer of 0 makes inf.
+    """
     log_ratio = log_ratio_of(log_probs, tokens)
     if options.objective == "cispo":
-        slopes = -(constant_weight(log_ratio, options) * tokens.advantages)
+        slopes = -(constant_weight(log_ratio, options) * tokens.advantages) * scale
     else:
         beyond, _ = clipped_ratio(log_ratio, tokens.advantages, options)
-        slopes = torch.where(beyond, 0.0, -tokens.advantages * ratio_within(log_ratio, beyond))
+        slopes = torch.where(beyond, 0.0, -tokens.advantages * ratio_within(log_ratio, beyond) * scale)
     if options.beta is None:
         return slopes
-    return slopes + options.beta * kl_and_slope(log_probs - tokens.ref_log_probs, options.kl_estimator)[1]
+    return slopes + options.beta * kl_and_slope(log_probs - tokens.ref_log_probs, options.kl_estimator)[1] * scale
 
 
 def log_ratio_of(log_probs: Tensor, tokens: PolicyTokens) -> Tensor:  # (N,)

@@ -25,9 +25,10 @@ should.
 
 u is a function of the seed, the token's place in the call and the tile: not of chunks, of the order in which anything
 runs, nor of other tokens. Ranks that share the vocabulary tell each other the sum of q in a tile that they share, so
-they keep what one device would, but for the classes of which a Triton step on one makes the exact gradient
-(triton/sparse_or_dense.py). A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
-entries. The function is the finaliser of MurmurHash3, applied three times.
+they keep what one device would. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
+entries. That is of the draws: of blocks of classes that many tokens keep a Triton step makes the exact gradient instead
+(triton/sparse_or_dense.py), each rank of its own blocks, and ATen none. The function is the finaliser of MurmurHash3,
+applied three times.
 """
 
 from collections.abc import Callable, Sequence

@@ -41,6 +41,7 @@ class ForwardFormula(Formula):
 
     arguments = Forward
     op = "linear_cross_entropy_forward"
+    per_token = ("input", "target")
 
     @classmethod
     def with_gradient(cls, values):

@@ -35,12 +35,15 @@ OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an outpu
 class Formula(Function):
     """The derivative of one operator: `arguments` are its own, and each gradient is returned by its name.
 
-    Refuses forward-mode differentiation by name, and runs under vmap one element at a time.
+    Refuses forward-mode differentiation by name. Under vmap it runs one element at a time; where all results are of
+    tokens, and only what is of tokens has a batch, the batch is more tokens of one call.
     """
 
     op: ClassVar[str]
     arguments: ClassVar[type[Arguments]]
     forward_mode_refusal = FORWARD_MODE_REFUSAL
+    per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), where the results are of tokens, too
+    token_dim: ClassVar[int] = 0  # of every result
 
     @classmethod
     def check(cls, op: torch._ops.OpOverload, values: list) -> None:
@@ -67,7 +70,14 @@ class Formula(Function):
 
     @classmethod
     def vmap(cls, info, in_dims, *args):
-        return vmap_by_loop(cls, info, in_dims, args)
+        if info.batch_size == 0:
+            raise NotImplementedError(
+                "flce_ops: vmap over an empty batch is not implemented; leave the call out where it is"
+            )
+        per_token = {cls.arguments.index[name] for name in cls.per_token}
+        if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
+            return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
+        return vmap_by_loop(cls, info.batch_size, in_dims, args)
 
 
 def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
@@ -130,14 +140,27 @@ def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
     return run
 
 
-def vmap_by_loop(function: type[Function], info, in_dims, args):
+def vmap_by_tokens(function: type[Formula], batch: int, in_dims, args, per_token: set[int]):
+    """One call: a weight's gradient is one sum, which float16 holds where it may not hold every element's."""
+    args, tokens = list(args), 0
+    for index in per_token:
+        tensor, dim = args[index], in_dims[index]
+        if tensor is not None:
+            stacked = tensor.expand(batch, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            args[index], tokens = stacked.flatten(0, 1), stacked.shape[1]
+    results, dims = [], []
+    for result in function.apply(*args):
+        dim = function.token_dim % result.dim()
+        of_tokens = result.shape[dim] == batch * tokens  # (0,) if not asked for
+        results.append(result.unflatten(dim, (batch, tokens)) if of_tokens else result)
+        dims.append(dim if of_tokens else None)
+    return tuple(results), tuple(dims)
+
+
+def vmap_by_loop(function: type[Function], batch: int, in_dims, args):
     """One call per element of the batch: right for every argument, no faster than a Python loop."""
-    if info.batch_size == 0:
-        raise NotImplementedError(
-            "flce_ops: vmap over an empty batch is not implemented; leave the call out where it is"
-        )
     results = []
-    for index in range(info.batch_size):
+    for index in range(batch):
         element = [
             arg.select(dim, index) if isinstance(arg, Tensor) and dim is not None else arg
             for arg, dim in zip(args, in_dims)

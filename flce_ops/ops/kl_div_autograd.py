@@ -41,6 +41,8 @@ class ForwardFormula(KlDivFormula):
 
     arguments = KlDivForward
     op = "linear_kl_div_forward"
+    per_token = ("input", "teacher_input", "teacher_probs", "valid")
+    token_dim = -1
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -191,7 +191,7 @@ KERNELS = {
     "linear_cross_entropy_vocab_parallel_with_grad": (
         Path(
             "triton",
-            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, NOT_SPARSE),  # nothing that differs between ranks
+            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
             "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
         ),
         Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),

@@ -48,7 +48,8 @@ def recomputed_policy_step(
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
-    cotangent = policy_slopes(log_probs, tokens, call.policy) * (scale if grad_loss is None else scale * grad_loss)
+    scale = scale if grad_loss is None else scale * grad_loss
+    cotangent = policy_slopes(log_probs, tokens, call.policy, scale)
     gradients = backward(
         cotangent,
         -cotangent,

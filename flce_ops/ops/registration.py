@@ -17,7 +17,7 @@ All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: formula.py
-    Autograd                           formula.py; formulas: autograd.py, ..._autograd.py
+    Autograd                           formula.py; formulas: autograd.py, ..._autograd.py, made_in_forward.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 

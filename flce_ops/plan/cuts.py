@@ -108,7 +108,7 @@ def vocabulary_parallel(shard: Head) -> Cut:
         return two_passes(shard)
     if not runs_on_triton("vocab_parallel_with_grad", shard):
         return one_pass_aten(shard)
-    from flce_ops.triton.vocab_parallel_with_grad import cut_shard
+    from flce_ops.triton.cut import cut_shard
 
     cut = cut_shard(shard.meta_tensors()[0], shard.vocab, BOTH, sum_pairs=0)
     return chunks_of(shard, cut.chunks, cut.product_bytes, 2 * VECTOR_BYTES)

@@ -18,7 +18,7 @@ from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slic
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.parts import steps_and_parts
 from flce_ops.triton.target import input_tiles_for, multiprocessors, weight_tiles_for
-from flce_ops.triton.tiles import Tiles
+from flce_ops.triton.tiles import WEIGHT_TILES, Tiles
 from flce_ops.triton.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -159,6 +159,16 @@ def cut_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: lis
         _, chunks = problem.chunks(0)
         products = problem.product_bytes(chunks[0].stop)
     return Cut(None, [slice(span.start + c.start, span.start + c.stop) for c in chunks], False, products)
+
+
+def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Cut:
+    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
+    (count, hidden), size = input.shape, input.dtype.itemsize
+    want_input, want_weight, _ = output_mask
+    beside = sum_bytes(shard, hidden, WEIGHT_TILES["hopper"]) if want_weight else 0  # on any device
+    fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, sum_bytes=beside, sum_pairs=sum_pairs)
+    chunks = slices(count, fitting)
+    return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, hidden, size))
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,9 +49,10 @@ def finish_policy_rows_kernel(
     log_prob = ((target_logit - reference_logit) - tl.log2(row_sum)) * LN2
     token = tl.load(tokens.kept.order + i, mask=i < n, other=0)
     tl.store(tokens.losses + token, tl.where(mask, log_prob, 0.0), mask=i < n)  # 0 where ignored
-    _, slope = token_policy(log_prob, token, mask, policy, OBJECTIVE, ESTIMATOR)
-    scaled = -slope * scale_of_rows(tokens.reduction, tokens.kept, token, mask) * number_at(logit_scale_ptr)
-    store_factors(tokens, finished, i, mask, hit, at_target - row_sum, scaled / row_sum)
+    scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
+    _, slope = token_policy(log_prob, token, mask, scale, policy, OBJECTIVE, ESTIMATOR)
+    factor = -slope * number_at(logit_scale_ptr) / row_sum
+    store_factors(tokens, finished, i, mask, hit, at_target - row_sum, factor)
 
 
 def launch_finish_policy_rows(
@@ -86,7 +87,7 @@ def policy_losses_kernel(
     inside = token < N
     mask = tl.load(place_ptr + token, mask=inside, other=-1) >= 0
     log_prob = tl.load(log_probs_ptr + token, mask=mask, other=0.0)
-    loss, _ = token_policy(log_prob, token, mask, policy, OBJECTIVE, ESTIMATOR)
+    loss, _ = token_policy(log_prob, token, mask, 1.0, policy, OBJECTIVE, ESTIMATOR)
     tl.store(losses_ptr + token, tl.where(mask, loss, 0.0), mask=inside)
 
 

@@ -46,6 +46,7 @@ class FinishedRows(NamedTuple):
     weight_factor: Tensor  # c_i with the rounding of E_iy taken up
     residual: Tensor  # c_i times that rounding
     column: Tensor | None = None  # int64, of a soft target: the class of the entry whose rounding it is
+    row_sum: Tensor | None = None  # where ranks share a row: Z over all of them, of this rank's reference
 
 
 def empty_rows(tokens: Tokens, dtype: torch.dtype) -> FinishedRows:

@@ -94,6 +94,7 @@ def finish_shard_rows_kernel(
     exponent = tl.where(row_sum > 0.0, lse2 - reference_logit, 0.0 * lse2)
     exponent = tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent)
     entry = at_target + d_target / d_lse * tl.exp2(exponent)
+    tl.store(finished.row_sum + i, tl.exp2(exponent), mask=mask)
     store_factors(tokens, finished, i, mask, hit, entry, scaled_d_lse * tl.exp2(-exponent))
 
 
@@ -107,6 +108,7 @@ def launch_finish_shard_rows(
     logit_scale: Tensor | None,  # ()
 ) -> FinishedRows:
     finished, n = empty_rows(tokens, dtype), tokens.column.shape[0]
+    finished = finished._replace(row_sum=torch.empty_like(sums.exponentials))
     if sums.logit_sum is not None:
         sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
     finish_shard_rows_kernel[(triton.cdiv(n, BLOCK_N),)](

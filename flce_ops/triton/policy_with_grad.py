@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import Cotangents, Operands, TokenStatistics
 from flce_ops.math.policy import policy_slopes
+from flce_ops.math.policy_arguments import PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import PolicyWithGrad, WithGrad
 from flce_ops.meta.call import takes
@@ -73,8 +74,7 @@ def policy_step(
     def log_probs_of(target_logit: Tensor, lse: Tensor, _: Tensor, lse_rest: Tensor) -> tuple[Any, Tensor, Tensor]:
         valid = place >= 0
         found = log_probs_of_targets(valid, target_logit, lse, lse_rest)
-        slopes = policy_slopes(found, call.tokens, call.policy)
-        return PolicyTerms(torch.where(valid, slopes, 0.0)), found, valid
+        return PolicyTerms(found, call.tokens, call.policy, valid), found, valid
 
     options = {"ignore_index": call.ignore_index, **logit_options._asdict(), "output_mask": call.output_mask}
     of_tokens = WithGrad.bind(*operands, *reduction, **options)
@@ -90,7 +90,11 @@ def policy_step(
 class PolicyTerms(NamedTuple):
     """LossTerms of flce_ops/math/loss.py, of a policy."""
 
-    slopes: Tensor  # (N,)
+    log_probs: Tensor  # (N,)
+    tokens: PolicyTokens
+    policy: PolicyOptions
+    valid: Tensor  # (N,)
 
     def cotangents(self, target_logit: Tensor, lse: Tensor, scale: Tensor) -> Cotangents:  # (N,) each
-        return Cotangents(self.slopes * scale, -self.slopes * scale, None)
+        slopes = torch.where(self.valid, policy_slopes(self.log_probs, self.tokens, self.policy, scale), 0.0)
+        return Cotangents(slopes, -slopes, None)

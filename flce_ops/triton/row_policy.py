@@ -38,11 +38,12 @@ def token_policy(
     log_prob,  # (n,) nats
     token,  # (n,) which tokens these are
     mask,  # (n,)
+    scale,  # (n,) or ()
     policy,  # Policy, its tensors as pointers
     OBJECTIVE: tl.constexpr,
     ESTIMATOR: tl.constexpr,
 ):
-    """(loss, slope) of each token."""
+    """(loss, slope times scale) of each token: 0 beyond a bound, also where the scale is inf."""
     advantage = tl.load(policy.advantages + token, mask=mask, other=0.0)
     ratio = tl.full(log_prob.shape, 1.0, tl.float32)
     if policy.old_log_probs is not None:
@@ -50,26 +51,26 @@ def token_policy(
     lowest, highest = 1.0 - number_at(policy.clip_low), 1.0 + number_at(policy.clip_high)
     if OBJECTIVE == "cispo":
         weight = tl.where(ratio < lowest, lowest, tl.where(ratio > highest, highest, ratio))  # nan stays nan
-        slope = -weight * advantage
-        loss = slope * log_prob
+        loss = -weight * advantage * log_prob
+        slope = -weight * advantage * scale
     else:
         negative = advantage < 0.0
         lower = tl.where(negative, lowest, 0.0)
         upper = tl.where(negative, number_at(policy.dual_clip, float("inf")), highest)
         low, high = ratio < lower, ratio > upper
         loss = -advantage * tl.where(high, upper, tl.where(low, lower, ratio))
-        slope = tl.where(low | high, 0.0, -advantage * ratio)
+        slope = tl.where(low | high, 0.0, -advantage * ratio * scale)
     if policy.beta is not None:
         beta = number_at(policy.beta)
         distance = log_prob - tl.load(policy.ref_log_probs + token, mask=mask, other=0.0)
         if ESTIMATOR == "k1":
             loss += beta * distance
-            slope += beta
+            slope += beta * scale
         elif ESTIMATOR == "k2":
             loss += beta * 0.5 * distance * distance
-            slope += beta * distance
+            slope += beta * distance * scale
         else:
             growth = tl.exp(-distance) - 1.0
             loss += beta * (growth + distance)
-            slope -= beta * growth
+            slope -= beta * growth * scale
     return loss, slope

@@ -11,6 +11,9 @@ One program a row for each, or a few where its list has much room. E is read onc
 random number, comparison with the target or 64-bit sum for an entry, only for a group. The first pass leaves in a place
 of the list what the second one starts from: the group, which of its kept entries this is, and the running sum before
 the group.
+
+Tiles and groups are of the classes of all ranks that share the vocabulary: a rank's column c stands in place
+BEFORE + c of its first tile and those after. Where that is no multiple of 16, groups are not on 16 bytes.
 """
 
 from typing import NamedTuple
@@ -63,6 +66,7 @@ class SparseRows(NamedTuple):
     dense: DenseClasses  # those have no entries here
     lengths: Tensor  # int32, out
     column_of_dense: Tensor  # int64, out: `column`, -1 where its class is not dense
+    carried: Tensor | None = None  # int64, the sum of q that other ranks have of the first tile, modulo 1
 
 
 @triton.jit
@@ -77,10 +81,11 @@ def mix(x):
 
 
 @triton.jit
-def key_of_row(seed_ptr, token):
+def key_of_row(seed_ptr, token, first_tile):
+    """To which a tile's number behind the first one adds its multiple of GOLDEN."""
     seed = tl.load(seed_ptr).to(tl.int64)
     key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
-    return mix(key ^ (seed >> 32).to(tl.uint32))
+    return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
 
 
 @triton.jit
@@ -101,14 +106,39 @@ def shares(e, scale, dither, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def group_shares(e_ptr, group, here, scale, dither, V, UNBIASED: tl.constexpr, EVEN_V: tl.constexpr):
+def is_listed(cols, dense, V):
+    """Of columns of groups that are not aligned: here, and of no dense class."""
+    listed = (cols >= 0) & (cols < V)
+    if dense.number is not None:
+        listed = listed & (tl.load(dense.is_dense + cols // LIVE, mask=listed, other=1) == 0)
+    return listed
+
+
+@triton.jit
+def groups_of_tile(tile, dense, V, BEFORE: tl.constexpr, TILE: tl.constexpr):
+    """The groups, and which of them are here. Those that are aligned are dense or not as a whole."""
+    group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    here = (group * GROUP < V + BEFORE) & (group * GROUP + GROUP > BEFORE)
+    if dense.number is not None and BEFORE // GROUP * GROUP == BEFORE:
+        block = (group - BEFORE // GROUP) // (LIVE // GROUP)
+        here = here & (tl.load(dense.is_dense + block, mask=here, other=1) == 0)
+    return group, here
+
+
+@triton.jit
+def group_shares(
+    e_ptr, group, here, scale, dither, dense, V, UNBIASED: tl.constexpr, EVEN_V: tl.constexpr, BEFORE: tl.constexpr
+):
     """Sums of q, (groups,) int32. Rows of E are whole times 16 bytes; what stands behind V there counts as 0."""
     WIDTH: tl.constexpr = 128 // e_ptr.dtype.element_ty.primitive_bitwidth
     q = tl.zeros(group.shape, tl.int32)
     for part in tl.static_range(GROUP // WIDTH):
-        first = group * GROUP + part * WIDTH
+        first = group * GROUP + part * WIDTH - BEFORE
         cols = first[:, None] + tl.arange(0, WIDTH)[None, :]
-        e = tl.load(e_ptr + cols, mask=((first < V) & here)[:, None], other=0.0).to(tl.float32)
+        mask = ((first < V) & here)[:, None]
+        if BEFORE // GROUP * GROUP != BEFORE:
+            mask = is_listed(cols, dense, V) & here[:, None]
+        e = tl.load(e_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         if not EVEN_V:
             e = tl.where(cols < V, e, 0.0)
         q += tl.sum(shares(e, scale, dither, UNBIASED), 1)
@@ -127,8 +157,10 @@ def list_groups_kernel(
     stride_e,
     R,
     threshold,
+    first_tile,
     UNBIASED: tl.constexpr,
     EVEN_V: tl.constexpr,
+    BEFORE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The length of a row's list. In it, for the m-th kept entry of a group, what list_entries_kernel starts from:
@@ -140,22 +172,21 @@ def list_groups_kernel(
         scale = tl.div_rn(ONE * 1.0, threshold * tl.load(rows.row_sum + row))
         key = tl.zeros((), tl.uint32)
         if UNBIASED:
-            key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64))
+            key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64), first_tile)
         e_row = e_ptr + row.to(tl.int64) * stride_e
         entries_row = entries_ptr + row.to(tl.int64) * R
         count = 0
-        tiles = tl.cdiv(V, TILE)
+        tiles = tl.cdiv(V + BEFORE, TILE)
         if rows.dense.number is not None:
             tiles = tl.where(tl.load(rows.dense.number) < tl.cdiv(V, LIVE), tiles, 0)
         for tile in range(0, tiles):
-            group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+            group, here = groups_of_tile(tile, rows.dense, V, BEFORE, TILE)
             u, dither = tl.zeros((), tl.int64), 0.0
             if UNBIASED:
                 u, dither = uniforms(key, tile)
-            here = group * GROUP < V
-            if rows.dense.number is not None:
-                here = here & (tl.load(rows.dense.is_dense + group // (LIVE // GROUP), mask=here, other=1) == 0)
-            q = group_shares(e_row, group, here, scale, dither, V, UNBIASED, EVEN_V).to(tl.int64)
+                if rows.carried is not None:
+                    u = (u + tl.load(rows.carried + row, mask=tile == 0, other=0)) & (ONE - 1)
+            q = group_shares(e_row, group, here, scale, dither, rows.dense, V, UNBIASED, EVEN_V, BEFORE).to(tl.int64)
             behind = tl.cumsum(q, 0) + u
             before = behind - q
             first = (before >> BITS).to(tl.int32)
@@ -190,7 +221,9 @@ def list_entries_kernel(
     stride_e,
     R,
     threshold,
+    first_tile,
     UNBIASED: tl.constexpr,
+    BEFORE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -204,7 +237,7 @@ def list_entries_kernel(
     count = tl.load(rows.lengths + row)
     key = tl.zeros((), tl.uint32)
     if UNBIASED:
-        key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64))
+        key = key_of_row(seed_ptr, tl.load(kept.order + row).to(tl.int64), first_tile)
     e_row = e_ptr + row.to(tl.int64) * stride_e
     entries_row = entries_ptr + row.to(tl.int64) * R
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
@@ -217,14 +250,17 @@ def list_entries_kernel(
         if UNBIASED:
             u = mix(key + tile.to(tl.uint32) * GOLDEN)
             dither = (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
-        cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        e = tl.load(e_row + cols, mask=(at < count)[:, None] & (cols < V), other=0.0).to(tl.float32)
+        cols = group[:, None] * GROUP - BEFORE + tl.arange(0, GROUP)[None, :]
+        listed = cols < V
+        if BEFORE // GROUP * GROUP != BEFORE:
+            listed = is_listed(cols, rows.dense, V)
+        e = tl.load(e_row + cols, mask=(at < count)[:, None] & listed, other=0.0).to(tl.float32)
         behind = tl.cumsum(shares(e, scale, dither[:, None], UNBIASED).to(tl.int64), 1)
         goal = ((packed >> BITS & (GROUP - 1)) + 1) << BITS
         earlier = (behind + (packed & (ONE - 1))[:, None] < goal[:, None]).to(tl.int32)
         place = tl.minimum(tl.sum(earlier, 1), GROUP - 1)
         e = tl.sum(tl.where(tl.arange(0, GROUP)[None, :] == place[:, None], e, 0.0), 1)
-        found = group * GROUP + place
+        found = group * GROUP - BEFORE + place
         below = tl.abs(e) < limit
         value = row_factor * tl.where(below, tl.where(e < 0.0, -limit, limit), e)
         value += tl.where((found == column) & (below == 0), residual, 0.0)
@@ -241,12 +277,15 @@ def launch_lists(
     sparse: SparseGradient,
     lists: Lists,  # of the chunk; out
     dense: DenseClasses = NONE_DENSE,
+    vocab_start: int = 0,  # of this rank
+    carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column where its class is dense, -1 elsewhere."""
     assert exponentials.stride(1) == 1 and lists.entries.stride(1) == 1
     n, num_classes = exponentials.shape
     of_dense = torch.empty_like(column)
-    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, dense, lists.lengths, of_dense)
+    first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
+    rows = SparseRows(row_sum, finished.row_factor, column, finished.residual, dense, lists.lengths, of_dense, carried)
     args = (
         exponentials,
         rows,
@@ -257,8 +296,9 @@ def launch_lists(
         exponentials.stride(0),
         lists.entries.stride(0),
         sparse.gradient_threshold,
+        first_tile,
     )
-    options = {"UNBIASED": sparse.gradient_mode == "unbiased", "TILE": sparse_gradient.TILE}
+    options = {"UNBIASED": sparse.gradient_mode == "unbiased", "BEFORE": before, "TILE": sparse_gradient.TILE}
     list_groups_kernel[(n,)](*args, **options, EVEN_V=num_classes % 8 == 0, num_warps=WARPS)
     list_entries_kernel[(n, lists.walkers)](*args, **options, BLOCK=128, num_warps=4)
     return of_dense

@@ -1,6 +1,7 @@
 """A step whose gradients are sparse, of with_grad.py or backward.py: by lists of entries or by live tiles."""
 
-from flce_ops.meta.arguments import Backward, WithGrad
+from flce_ops.math.sparse_gradient import Shard
+from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.one_pass_step import FinishRows, StepTokens
@@ -14,17 +15,27 @@ NOTES = {
 }
 
 
-def is_sparse(call: WithGrad | Backward) -> bool:
+Call = WithGrad | VocabParallelWithGrad | Backward
+
+
+def is_sparse(call: Call) -> bool:
     return any(call.sparse.products(call.output_mask))
 
 
-def sparse_notes(call: WithGrad | Backward) -> list[str]:
+def sparse_notes(call: Call) -> list[str]:
     return [NOTES[call.sparse.gradient_mode]] if is_sparse(call) else []
 
 
 def run_sparse(
-    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+    call: Call,
+    kept: Kept,
+    per_token: StepTokens,
+    gradients: Gradients,
+    finish_rows: FinishRows,
+    shard: Shard | None = None,  # of a vocabulary that ranks share
 ) -> list[slice]:
     """The chunks that it takes."""
-    run = run_tiles if call.sparse.gradient_mode == "tiles" else run_spans
-    return run(call, kept, per_token, gradients, finish_rows)
+    if call.sparse.gradient_mode == "tiles":
+        assert not isinstance(call, VocabParallelWithGrad)  # the entry refuses those
+        return run_tiles(call, kept, per_token, gradients, finish_rows)
+    return run_spans(call, kept, per_token, gradients, finish_rows, shard)

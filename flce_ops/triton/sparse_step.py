@@ -15,18 +15,23 @@ trained, all classes are dense. The device decides and the host launches both, w
 
 A span is as many tokens as fit the workspace with their lists and what orders these: all of them, unless it is small or
 the lists are long. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
+
+Of a rank that holds some classes all of this is of those; spans and chunks are the same on all ranks, which meet for
+each chunk to tell each other its row sums, and what they have of a tile of classes (sparse_carried.py).
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.slots import in_columns
-from flce_ops.math.sparse_gradient import room_of_row
-from flce_ops.meta.arguments import Backward, WithGrad
-from flce_ops.support.workspace import matrix_bytes
+from flce_ops.math.sparse_gradient import TILE, Shard, room_of_row
+from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from flce_ops.support.workspace import matrix_bytes, reserved
 from flce_ops.triton.chunks import TOKEN_BYTES, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
-from flce_ops.triton.cut import Cut, cut_beside
+from flce_ops.triton.cut import Cut, cut_beside, cut_shard
 from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_sums import launch_gather_lists
@@ -34,6 +39,8 @@ from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.one_pass_step import FinishRows, OnePassStep, StepTokens
+from flce_ops.triton.row_statistics import sum_pairs
+from flce_ops.triton.sparse_carried import launch_carried
 from flce_ops.triton.sparse_lists import Lists, launch_lists
 from flce_ops.triton.sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 
@@ -50,17 +57,20 @@ MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
 class SparseStep(OnePassStep):
     def __init__(
         self,
-        call: WithGrad | Backward,
+        call: WithGrad | VocabParallelWithGrad | Backward,
         kept: Kept,
         per_token: StepTokens,
         gradients: Gradients,
         finish_rows: FinishRows,
         room: int,
         chunks: list[slice],
+        shard: Shard | None,
     ) -> None:
         cut = Cut(None, chunks, False, 0)
         super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows)
-        self.options, self.room = call.sparse, room
+        if isinstance(call, VocabParallelWithGrad):
+            self.vocab_start, self.vocab_size = call.vocab_start, call.vocab_size
+        self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
         if call.sparse.gradient_mode == "unbiased":  # what is to be dropped is dropped, whatever it takes
@@ -86,12 +96,25 @@ class SparseStep(OnePassStep):
         """Lists besides. What a sparse gradient is made of after sees targets of dense classes alone."""
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
-        row_sum, kept = self.row_sum, tokens.kept
+        row_sum, kept = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.kept
         if chunk.start == 0 and self.dense.number is not None:
             threshold, hidden = self.options.gradient_threshold, rows.shape[1]
             launch_sparse_or_dense(exponentials, row_sum, kept, threshold, hidden, self.dense)
-        lists = self.lists_of(chunk)
-        of_dense = launch_lists(exponentials, row_sum, finished, tokens.column, kept, self.options, lists, self.dense)
+        carried = None
+        if self.shard is not None and self.options.gradient_mode == "unbiased":
+            carried = launch_carried(exponentials, row_sum, kept, self.options, self.dense, self.shard)
+        of_dense = launch_lists(
+            exponentials,
+            row_sum,
+            finished,
+            tokens.column,
+            kept,
+            self.options,
+            self.lists_of(chunk),
+            self.dense,
+            self.vocab_start,
+            carried,
+        )
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
@@ -133,22 +156,39 @@ class SparseStep(OnePassStep):
 
 
 def run_spans(
-    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
+    call: WithGrad | VocabParallelWithGrad | Backward,
+    kept: Kept,
+    per_token: StepTokens,
+    gradients: Gradients,
+    finish_rows: FinishRows,
+    shard: Shard | None,
 ) -> list[slice]:
     """The chunks that it takes."""
     num_classes, tokens = call.operands.linear_weight.shape[0], kept.order.shape[0]
+    if shard is not None:
+        num_classes = shard.rows  # of the largest: what follows is to be the same on all ranks
     slots = in_columns(call.operands.target).shape[1]
     room = room_of_row(call.sparse.gradient_threshold, num_classes, slots)
+    if shard is not None and shard.rows % TILE:
+        room += 1  # a shard begins inside a tile
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    cuts = [
-        cut_beside(list_bytes(span.stop - span.start, room), span, call.operands.linear_weight, call.output_mask)
-        for span in spans
-    ]
+    cuts = [cut_span(call, span, room, shard) for span in spans]
     chunks = [chunk for cut in cuts for chunk in cut.chunks]
-    step = SparseStep(call, kept, per_token, gradients, finish_rows, room, chunks)
+    step = SparseStep(call, kept, per_token, gradients, finish_rows, room, chunks, shard)
     for span, cut in zip(spans, cuts):
         step.run_span(span, cut)
     return chunks
+
+
+def cut_span(call: WithGrad | VocabParallelWithGrad | Backward, span: slice, room: int, shard: Shard | None) -> Cut:
+    tokens, (input, linear_weight) = span.stop - span.start, call.operands[:2]
+    nbytes = list_bytes(tokens, room)
+    if shard is None:
+        return cut_beside(nbytes, span, linear_weight, call.output_mask)
+    assert isinstance(call, VocabParallelWithGrad)
+    with reserved(nbytes):
+        cut = cut_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+    return replace(cut, chunks=[slice(span.start + c.start, span.start + c.stop) for c in cut.chunks])
 
 
 def pieces_at_most(entries: int, hidden: int) -> int:

@@ -14,11 +14,12 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, argmax_of_shards, shard_rows, statistics_of_shard
+from flce_ops.math.sparse_gradient import Shard
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.chunks import product_bytes, record_chunks, rows_of_chunks, slices, with_contiguous_vectors
-from flce_ops.triton.cut import Cut
+from flce_ops.triton.chunks import record_chunks, with_contiguous_vectors
+from flce_ops.triton.cut import cut_shard
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.finish_shard_rows import launch_finish_shard_rows, launch_shard_numbers
@@ -28,9 +29,8 @@ from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.smoothing import SmoothingTerms
+from flce_ops.triton.sparse_run import is_sparse, run_sparse, sparse_notes
 from flce_ops.triton.sum_losses import launch_sum_losses
-from flce_ops.triton.tiles import WEIGHT_TILES
-from flce_ops.triton.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -43,9 +43,7 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePass
     input, linear_weight, target, _, weight = operands
     reduction = Reduction(call.row_scale.contiguous())
     asked, logit_options, vocab_start = call.statistics, call.logits, call.vocab_start
-    shard = shard_rows(call.vocab_size, call.ranks)
-    cut = cut_shard(input, shard, call.output_mask, sum_pairs=sum_pairs(asked))
-    record_chunks(call, linear_weight, cut.chunks)
+    largest_shard = shard_rows(call.vocab_size, call.ranks)
     with torch.cuda.device_of(input):
         in_range = target.new_empty((), dtype=torch.bool)
         kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
@@ -73,32 +71,29 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePass
         statistics = own._replace(argmax=columns if asked.argmax else None)
         per_token = StepTokens(exchange.target_weight, reduction, losses, statistics)
         gradients = wanted_gradients(grads, call.output_mask)
-        step = OnePassStep(
-            operands,
-            logit_options,
-            kept,
-            per_token,
-            gradients,
-            cut,
-            finish_rows,
-            smoothing,
-            vocab_start=vocab_start,
-            vocab_size=call.vocab_size,
-        )
-        step.run_chunks(cut.chunks)
+        if is_sparse(call):
+            shard = Shard(vocab_start, largest_shard, exchange.gather)
+            chunks = run_sparse(call, kept, per_token, gradients, finish_rows, shard)
+        else:
+            cut = cut_shard(input, largest_shard, call.output_mask, sum_pairs=sum_pairs(asked))
+            chunks = cut.chunks
+            step = OnePassStep(
+                operands,
+                logit_options,
+                kept,
+                per_token,
+                gradients,
+                cut,
+                finish_rows,
+                smoothing,
+                vocab_start=vocab_start,
+                vocab_size=call.vocab_size,
+            )
+            step.run_chunks(chunks)
         if smoothing is not None and gradients.bias_sum is not None:
             smoothing.add_to_bias(gradients.bias_sum)
         exchange.finish_statistics(asked, own, target != call.ignore_index, outputs[6:])
         finish_gradients(grads, gradients, kept, place)
         launch_sum_losses(losses, reduction, kept.total, loss)
+    record_chunks(call, linear_weight, chunks, *sparse_notes(call))
     return outputs
-
-
-def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Cut:
-    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
-    (count, hidden), size = input.shape, input.dtype.itemsize
-    want_input, want_weight, _ = output_mask
-    beside = sum_bytes(shard, hidden, WEIGHT_TILES["hopper"]) if want_weight else 0  # on any device
-    fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, sum_bytes=beside, sum_pairs=sum_pairs)
-    chunks = slices(count, fitting)
-    return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, hidden, size))
