@@ -52,7 +52,8 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: whether the linear layer adds a learnable bias.
         weight: class weights, (V,); a buffer, part of the state dict.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as `linear_cross_entropy`.
-        gradient_threshold, gradient_mode, gradient_sparse: as there; the seed of a sparse gradient is forward's.
+        gradient_threshold, gradient_mode, gradient_sparse: as there; the seed of a sparse gradient and its order of
+            classes are forward's.
 
     Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
     target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair.
@@ -119,6 +120,7 @@ class LinearCrossEntropyLoss(nn.Module):
         normalizer: Tensor | float | None = None,
         shift: bool = False,
         gradient_seed: Tensor | None = None,
+        gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         linear_weight: Tensor = self.linear.weight
@@ -139,6 +141,7 @@ class LinearCrossEntropyLoss(nn.Module):
             normalizer=normalizer,
             shift=shift,
             gradient_seed=gradient_seed,
+            gradient_class_order=gradient_class_order,
             return_metrics=return_metrics,
             options=self.options,
         )
@@ -157,7 +160,7 @@ class LinearCrossEntropyHead(nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss, gradient_threshold, gradient_mode, gradient_sparse:
-            as `linear_cross_entropy`. The seed of a sparse gradient is forward's.
+            as `linear_cross_entropy`. The seed of a sparse gradient and its order of classes are forward's.
 
     Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
     target_weight of its shape, the loss. What forward takes beside them, dtypes, errors and what composes are those of
@@ -208,6 +211,7 @@ class LinearCrossEntropyHead(nn.Linear):
         normalizer: Tensor | float | None = None,
         shift: bool = False,
         gradient_seed: Tensor | None = None,
+        gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
         if target is None:
@@ -225,6 +229,7 @@ class LinearCrossEntropyHead(nn.Linear):
             normalizer=normalizer,
             shift=shift,
             gradient_seed=gradient_seed,
+            gradient_class_order=gradient_class_order,
             return_metrics=return_metrics,
         )
 

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from inputs import make_inputs
 from reference_loss import error, reference_loss
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import save_on_cpu
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -264,6 +266,26 @@ def test_one_graph_autocast_and_a_transform():
     input, weight, pair_input, *rest = (x.detach() for x in call.args)
     found = torch.func.grad(lambda pair_input: entry(input, weight, pair_input, *rest))(pair_input)
     torch.testing.assert_close(found, gradients[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_compiled_checkpoint_calls_the_operator_once_in_backward():
+    calls = []
+
+    def compiler(graph, inputs):
+        calls.append(
+            sum(node.target is flce.linear_cross_entropy_low_rank_with_grad.default for node in graph.graph.nodes)
+        )
+        return make_boxed_func(graph.forward)
+
+    def run(*args):
+        return checkpoint(entry, *args, use_reentrant=False)
+
+    call = Call()
+    loss = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(*call.args)
+    gradients = torch.autograd.grad(loss, call.leaves)
+    assert calls == [1, 1]
+    for ours, eager in zip(gradients, results(call, Call.loss)[1:], strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
     python -m benchmarks.kernels.compile_targets [--every]
 
-For each architecture one epilogue of the logits GEMM and the gradient GEMMs whose memory differs. With --every all
-epilogues, first and later chunks, and pointers where tensor maps are. Exits with an error where a kernel does not fit.
+For each architecture one epilogue of the logits GEMM, a low-rank pair by pointers, and the gradient GEMMs whose memory
+differs. With --every all epilogues, first and later chunks, and pointers where tensor maps are. Exits with an error
+where a kernel does not fit.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -125,7 +127,8 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         matrices = dict(blocks)
         if name == "codes":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": 64 if name == "low_rank" else 0}
+        rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers it has a loop of its own
+        epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
         if name == "low_rank":
             matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
             types["class_scale_ptr"] = "*fp32"
@@ -220,6 +223,8 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
 def variants(capability: int, epilogue: str, every: bool) -> Iterator[Variant]:
     yield from logits_variants(tiles_of_architecture(capability, hidden=4096), list(OPERANDS) if every else [epilogue])
     tma = data_centre_chip(capability)
+    if tma:
+        yield from logits_variants(replace(tiles_of_architecture(capability, hidden=33), tma=False), ["low_rank"])
     yield from gradient_variants(capability, tma, every)
     if tma and every:  # operands that tensor maps cannot address
         yield from gradient_variants(capability, False, every)

@@ -113,9 +113,11 @@ def input_step(tiles: Tiles, e, w):
 
 
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
-    gradient, kept = WeightGradient(grad, in_float32=False), all_kept(e.shape[0])
+    gradient, kept = WeightGradient(grad, chunks=3), all_kept(e.shape[0])
     gradient.tiles = tiles
-    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first)
+    gradient.exponents.fill_(140)  # 2^13: sums of all rounds stay finite
+    gradient.guard.zero_()
+    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first, last=False)
 
 
 def steps_of_logits(x, w, out) -> dict:

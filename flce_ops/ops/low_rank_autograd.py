@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
 from flce_ops.ops.formula import saved, wanted, where_wanted
@@ -49,12 +50,13 @@ class LowRankWithGradFormula(MadeInForward):
             return super().backward(ctx, grad_loss)
         if grad_loss is None and grad_losses is None:
             return cls.arguments.gradients()
-        call, (losses, *_) = saved(ctx, cls.arguments)
+        call, _ = saved(ctx, cls.arguments)  # a compiled checkpoint would make the losses once more for who reads them
         *needs, needs_row_scale = wanted(ctx, cls.arguments, *cls.made, "row_scale")
-        valid = call.operands.target != call.ignore_index
-        slope = torch.zeros_like(losses) if grad_losses is None else grad_losses
+        slope = grad_losses
         if grad_loss is not None:
-            slope = slope + call.reduction.scale_of_tokens(valid, losses.dtype) * grad_loss
+            valid, dtype = call.operands.target != call.ignore_index, accumulation_dtype(call.operands.input.dtype)
+            slope = call.reduction.scale_of_tokens(valid, dtype) * grad_loss
+            slope = slope if grad_losses is None else slope + grad_losses
         call.reduction, call.output_mask = Reduction(slope), needs
         gradients, losses = (cls.made_again if torch.is_grad_enabled() else made_in_backward)(call)
         grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None

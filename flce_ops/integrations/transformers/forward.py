@@ -35,6 +35,7 @@ from flce_ops.integrations.transformers.read_head import read
 ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is in force
 EVAL_LOGITS = "_flce_eval_logits"  # of an instance or a class: what the user said to patch
 METRICS = "_flce_metrics"  # likewise
+GRADIENT_THRESHOLD = "_flce_gradient_threshold"  # likewise
 TAKEN_BY_TRAINER = "_flce_logits_taken_by_trainer"  # of an instance, while Trainer takes predictions from it
 
 
@@ -116,6 +117,9 @@ class WithoutLogits:
         }
         if self.flce_metrics.names:
             options["metrics"] = self.flce_metrics
+        gradient_threshold = getattr(model, GRADIENT_THRESHOLD, 0.0)
+        if gradient_threshold:
+            options["gradient_threshold"] = gradient_threshold
         if self.flce_head.bias is not None:
             options["logits_bias"] = getattr(model, self.flce_head.bias)
         if isinstance(count, Tensor):

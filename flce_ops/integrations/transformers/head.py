@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from flce_ops.functional import linear_cross_entropy
+from flce_ops.integrations.sparse_options import sparse_options
 from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.instance_forward import (
     BoundForward,
@@ -40,6 +41,7 @@ def linear_or_loss(
     normalizer: Tensor | int | None = None,
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
     metrics: Metrics | None = None,  # filled in
+    gradient_threshold: float = 0.0,
     pair: Pair | None = None,  # an adapter's
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
@@ -53,10 +55,11 @@ def linear_or_loss(
     if logits_bias is not None:
         logits_bias = logits_bias.flatten().to(input.dtype)
         bias = logits_bias if bias is None else bias + logits_bias
-    if pair is not None and metrics is not None:
-        raise NotImplementedError(
-            "metrics are not implemented for a head with a LoRA adapter; merge the adapter, or patch without metrics"
-        )
+    for name, given in (("metrics", metrics is not None), ("gradient_threshold", gradient_threshold != 0.0)):
+        if pair is not None and given:
+            raise NotImplementedError(
+                f"{name} of patch: not implemented for a head with a LoRA adapter; merge the adapter, or patch without"
+            )
     of_head: Callable[..., Any] = linear_cross_entropy if pair is None else functools.partial(loss_of_pair, pair)
     result = of_head(
         input,
@@ -68,6 +71,7 @@ def linear_or_loss(
         softcap=softcap,
         logit_scale=logit_scale,
         normalizer=normalizer,
+        **sparse_options(gradient_threshold, input.device),
         **({} if metrics is None else {"return_metrics": metrics.names}),
     )
     if metrics is None:

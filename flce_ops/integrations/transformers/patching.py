@@ -8,8 +8,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flce_ops.entry.metrics import NAMES, checked_names
+from flce_ops.integrations.sparse_options import check_threshold
 from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.forward import ACTIVE, EVAL_LOGITS, METRICS, check_loss, forward_without_logits
+from flce_ops.integrations.transformers.forward import (
+    ACTIVE,
+    EVAL_LOGITS,
+    GRADIENT_THRESHOLD,
+    METRICS,
+    check_loss,
+    forward_without_logits,
+)
 from flce_ops.integrations.transformers.head import prepare_head, restore_head
 from flce_ops.integrations.transformers.instance_forward import (
     BoundForward,
@@ -24,8 +32,17 @@ from flce_ops.integrations.transformers.trainer import announce_predictions
 
 Model = nn.Module | type[PreTrainedModel]
 
+# What the user said, and the attribute of the instance or the class that holds it.
+OPTIONS = {"eval_logits": EVAL_LOGITS, "metrics": METRICS, "gradient_threshold": GRADIENT_THRESHOLD}
 
-def patch(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence[str] = ()) -> Model:
+
+def patch(
+    model_or_class: Model,
+    *,
+    eval_logits: bool = False,
+    metrics: Sequence[str] = (),
+    gradient_threshold: float = 0.0,
+) -> Model:
     """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
 
     With labels, the output has the loss, and in place of the logits an object that raises when it is used; without
@@ -40,6 +57,8 @@ def patch(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence
         metrics: names of `linear_cross_entropy`'s return_metrics, as ("token_accuracy", "entropy"): further fields of
             the output beside the loss. The number of a position belongs to the label that its logits predict, so that
             a causal model's last is 0. Not among the predictions that Trainer takes.
+        gradient_threshold: as `linear_cross_entropy`: unbiased sparse gradients of the head, as 2**-10. Each loss
+            draws its seed from torch's default generator.
 
     Returns:
         model_or_class.
@@ -48,17 +67,19 @@ def patch(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence
         NotImplementedError: the model does something with its logits, or has a head, that the operator cannot
             stand for.
         TypeError: not a Transformers model.
-        ValueError: a metric that there is not.
+        ValueError: a metric that there is not, or a gradient_threshold outside of [0, 1).
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
+    check_threshold("patch", gradient_threshold)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
         patched: Model = model_or_class
     else:
         patched = base_model_of(model_or_class)
         patch_instance(patched)
-    setattr(patched, EVAL_LOGITS, eval_logits)
-    setattr(patched, METRICS, names)
+    chosen = {"eval_logits": eval_logits, "metrics": names, "gradient_threshold": gradient_threshold}
+    for name, attribute in OPTIONS.items():
+        setattr(patched, attribute, chosen[name])
     announce_predictions()
     return model_or_class
 
@@ -70,8 +91,7 @@ def unpatch(model_or_class: Model) -> Model:
         if original is None:
             raise ValueError(f"{model_or_class.__name__} is not patched")
         del model_or_class.forward
-        delattr(model_or_class, EVAL_LOGITS)
-        delattr(model_or_class, METRICS)
+        forget_options(model_or_class)
         if model_or_class.forward is not original:  # unless it was inherited
             model_or_class.forward = original
         return model_or_class
@@ -81,17 +101,27 @@ def unpatch(model_or_class: Model) -> Model:
     setattr(model, ACTIVE, False)  # all that matters where a wrapper (accelerate's autocast) now holds the forward
     restore_forward(model)
     restore_head(getattr(model, head_of(type(model)).name))
-    delattr(model, EVAL_LOGITS)
-    delattr(model, METRICS)
+    forget_options(model)
     return model_or_class
 
 
+def forget_options(patched: nn.Module | type) -> None:
+    for attribute in OPTIONS.values():
+        delattr(patched, attribute)
+
+
 @contextlib.contextmanager
-def patched(model_or_class: Model, *, eval_logits: bool = False, metrics: Sequence[str] = ()) -> Iterator[Model]:
+def patched(
+    model_or_class: Model,
+    *,
+    eval_logits: bool = False,
+    metrics: Sequence[str] = (),
+    gradient_threshold: float = 0.0,
+) -> Iterator[Model]:
     """`patch` for the duration of a with block; what was patched before stays so, with the options it had."""
     inside = vars(model_or_class if isinstance(model_or_class, type) else base_model_of(model_or_class))
-    before = {"eval_logits": inside[EVAL_LOGITS], "metrics": inside[METRICS]} if EVAL_LOGITS in inside else None
-    patch(model_or_class, eval_logits=eval_logits, metrics=metrics)
+    before = {name: inside[attribute] for name, attribute in OPTIONS.items()} if EVAL_LOGITS in inside else None
+    patch(model_or_class, eval_logits=eval_logits, metrics=metrics, gradient_threshold=gradient_threshold)
     try:
         yield model_or_class
     finally:

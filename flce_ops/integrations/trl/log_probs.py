@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.functional import linear_log_probs
+from flce_ops.integrations.sparse_options import sparse_options
 from flce_ops.integrations.trl.zero3 import gathered_in_backward
 
 # N tokens, D hidden, V vocabulary
@@ -27,8 +28,11 @@ NO_CLASS = -100  # TRL's targets are classes, also where it ignores what comes o
 class ChunkedLogProbs:
     """Called as TRL calls its autograd Function."""
 
-    @staticmethod
+    gradient_threshold = 0.0
+
+    @classmethod
     def apply(
+        cls,
         hidden: Tensor,  # (N, D)
         weight: Tensor,  # (V, D)
         bias: Tensor | None,  # (V,)
@@ -56,9 +60,16 @@ class ChunkedLogProbs:
                 entropy="entropy" in outputs,
                 argmax="is_top1" in outputs,
                 return_metrics=metrics,
+                **sparse_options(cls.gradient_threshold, hidden.device),
             )
         is_top1 = None if found.argmax is None else found.argmax == targets
         return found.log_probs, found.entropy, others.get("log_sum_sq_probs"), others.get("mean_logit"), is_top1
+
+
+def log_probs_with(gradient_threshold: float) -> type[ChunkedLogProbs]:
+    if not gradient_threshold:
+        return ChunkedLogProbs
+    return type("SparseChunkedLogProbs", (ChunkedLogProbs,), {"gradient_threshold": gradient_threshold})
 
 
 def in_dtype_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

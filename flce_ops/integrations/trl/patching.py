@@ -8,8 +8,9 @@ import contextlib
 from collections.abc import Iterator
 
 from flce_ops.integrations.places import Place, Replacements
+from flce_ops.integrations.sparse_options import check_threshold
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
-from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
+from flce_ops.integrations.trl.log_probs import ChunkedLogProbs, log_probs_with
 
 LOG_PROBS = Place(
     "trl.trainer.utils",
@@ -34,17 +35,25 @@ DIVERGENCE = Place(
 REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss})
 
 
-def patch() -> None:
+def patch(*, gradient_threshold: float = 0.0) -> None:
     """Make TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers compute by this package's operators.
 
-    For the whole process: trainers made before and after. A second call does nothing.
+    For the whole process: trainers made before and after. A second call changes the option.
+
+    Args:
+        gradient_threshold: as `linear_log_probs`: unbiased sparse gradients of the head, as 2**-10, but of
+            DistillationTrainer's. Each call draws its seed from torch's default generator. An entropy that is trained
+            is refused then.
 
     Raises:
+        ValueError: a gradient_threshold outside of [0, 1).
         NotImplementedError: TRL does not have, or does not use, one of the two names as this package knows them. TRL
             is then as it was.
         ImportError: TRL is not installed.
     """
+    check_threshold("patch", gradient_threshold)
     REPLACEMENTS.put()
+    LOG_PROBS.set(log_probs_with(gradient_threshold))
 
 
 def unpatch() -> None:
@@ -53,12 +62,14 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
-    """`patch` for the duration of a with block; if TRL was patched before, it stays so."""
-    before = bool(REPLACEMENTS.originals)
-    patch()
+def patched(*, gradient_threshold: float = 0.0) -> Iterator[None]:
+    """`patch` for the duration of a with block; if TRL was patched before, it stays so, with the option it had."""
+    before = LOG_PROBS.get() if REPLACEMENTS.originals else None
+    patch(gradient_threshold=gradient_threshold)
     try:
         yield
     finally:
-        if not before:
+        if before is None:
             unpatch()
+        else:
+            LOG_PROBS.set(before)
