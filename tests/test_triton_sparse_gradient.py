@@ -14,8 +14,9 @@ from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, r
 from flce_ops.triton import backward, launch_backward, launch_with_grad, replay, with_grad
 from flce_ops.triton.chunks import slices
 from flce_ops.triton.class_order import launch_class_order
+from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
 from flce_ops.triton.finish_rows import FinishedRows
-from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
+from flce_ops.triton.gather_sums import launch_gather_lists
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
 
@@ -103,18 +104,30 @@ def test_lists_by_class_and_their_sums(add, poisoned_memory):
     token, column = matrix.T.nonzero()[:, 1], matrix.T.nonzero()[:, 0]
     assert torch.equal(entries & 0xFFFFFFFF, token)
     assert torch.equal((entries >> 32).int().view(torch.float32), matrix[token, column])
-    assert (total > classes.length).any() and (total <= classes.length).any()
+    assert (total > classes.piece).any() and (total <= classes.piece).any()
     assert 1 < classes.pieces[-1] <= 30
 
     table, out = torch.randn(n, hidden), torch.randn(num_classes, hidden)
     expected = matrix.double().T @ table.double() + (out if add else 0.0)
-    launch_gather_classes(classes, None, sums, table, out, add=add)
+    launch_gather_lists(classes, sums, table, out, add=add, columns=1024)
     assert error(out, expected) < 1e-6
 
-    weight = torch.randn(hidden, num_classes).T
-    rows = torch.randn(n, hidden)
-    expected = matrix.double() @ weight.double() + (rows if add else 0.0)
-    launch_gather_rows(lists, weight, rows, add=add)
+
+@pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
+def test_sums_of_token_lists_of_which_some_are_cut(add, poisoned_memory):
+    n, num_classes, hidden, room = 23, 40, 300, 37
+    lists = random_lists(n, num_classes, room)
+    whole = n // 2
+    lists.entries[whole] = torch.randn(room).view(torch.int32).long() << 32 | torch.randperm(num_classes)[:room]
+    lists.lengths[[0, whole]] = torch.tensor([0, room], dtype=torch.int32)
+    lengths = lists.lengths
+    cut = CutLists(lists.entries, lengths, None, torch.empty((), dtype=torch.int32), torch.empty_like(lengths))
+    launch_cut_lists(cut, shortest=8, pieces=1000)
+    assert cut.piece == 8 and cut.pieces[whole] - cut.pieces[whole - 1] == -(-room // 8)
+    sums = torch.full((int(cut.pieces[-1]), hidden), torch.nan)
+    weight, rows = torch.randn(hidden, num_classes).T, torch.randn(n, hidden)
+    expected = dense_lists(lists, num_classes).double() @ weight.double() + (rows if add else 0.0)
+    launch_gather_lists(cut, sums, weight, rows, add=add, columns=256, room=room)
     assert error(rows, expected) < 1e-6
 
 

@@ -17,14 +17,18 @@ serves a row's tile of TILE classes (systematic sampling): with u uniform in [0,
     C_ij = u + sum_k q_ik                  over the classes k <= j of the tile
     kept where floor(C_ij) > floor(C_ij - q_ij)
 
-so a tile keeps the sum of its q, rounded up or down. Different tokens and tiles are independent. q is counted in units
-of 2^-26: sums of integers do not depend on their order, so neither do the entries that are kept. A second random number
-of the tile is added before a q is cut to an integer, so that those far below one unit are kept as often as they should.
+so a tile keeps the sum of its q, rounded up or down, and grad_input's error loses what rows of linear_weight have in
+common (docs/numerics.md: what other draws would gain). Different tokens and tiles are independent. q is counted in
+units of 2^-26: sums of integers do not depend on their order, so neither do the entries that are kept. A second random
+number of the tile is added before a q is cut to an integer, so that those far below one unit are kept as often as they
+should.
 
 u is a function of the seed, the token's place in the call and the tile: not of chunks, of the order in which anything
 runs, nor of other tokens. Ranks that share the vocabulary tell each other the sum of q in a tile that they share, so
 they keep what one device would. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
-entries. The function is the finaliser of MurmurHash3, applied three times.
+entries. That is of the draws: of blocks of classes that many tokens keep a Triton step makes the exact gradient instead
+(triton/sparse_or_dense.py), each rank of its own blocks, and ATen none. The function is the finaliser of MurmurHash3,
+applied three times.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,13 +11,13 @@ the room for them.
 """
 
 import itertools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sparse_lists import Lists
@@ -28,15 +28,6 @@ WORD = tl.constexpr(32)
 WORDS_OF_GROUP = tl.constexpr(8)
 GROUP = tl.constexpr(256)  # tokens
 BLOCK_V = 16
-
-
-class Classes(NamedTuple):
-    """Lists of classes. Those longer than a piece are cut."""
-
-    entries: Tensor  # (n R,) int64, class by class: a float32 value above its token
-    behind: Tensor  # (V,) int32, where they end
-    length: Tensor  # () int32, of a piece
-    pieces: Tensor  # (V,) int32, of this class and of those before it; one that is not cut has none
 
 
 @Kernel
@@ -68,7 +59,7 @@ def mark_kernel(
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
     bit = tl.full((BLOCK,), 1, tl.int32) << (row % WORD)
-    for start in range(0, count, BLOCK):
+    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         entries = tl.load(entries_ptr + row.to(tl.int64) * R + at, mask=at < count, other=0)
         tl.atomic_or(bits_ptr + (entries & 0xFFFFFFFF) * W + row // WORD, bit, mask=at < count, sem="relaxed")
@@ -100,43 +91,12 @@ def count_kernel(
 
 @Kernel
 @triton.jit
-def close_classes_kernel(
-    count_ptr,  # (n,)
-    total_ptr,  # (V,)
-    classes,  # Classes, out but for the entries
-    n,
-    V,
-    shortest,  # piece
-    P,  # pieces at most
-    BLOCK: tl.constexpr,
-):
-    """One program. sum ceil(total / length) of classes with total > length is at most 2 / length of all entries."""
-    entries = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, n, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        entries += tl.load(count_ptr + i, mask=i < n, other=0)
-    length = tl.maximum(tl.cdiv(2 * tl.sum(entries, 0), P), shortest)
-    tl.store(classes.length, length)
-    behind = tl.zeros((), tl.int32)
-    pieces = tl.zeros((), tl.int32)
-    for start in range(0, V, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        total = tl.load(total_ptr + v, mask=v < V, other=0)
-        cut = tl.where(total > length, tl.cdiv(total, length), 0)
-        tl.store(classes.behind + v, behind + tl.cumsum(total, 0), mask=v < V)
-        tl.store(classes.pieces + v, pieces + tl.cumsum(cut, 0), mask=v < V)
-        behind += tl.sum(total, 0)
-        pieces += tl.sum(cut, 0)
-
-
-@Kernel
-@triton.jit
 def scatter_kernel(
     entries_ptr,  # (n, R)
     count_ptr,  # (n,)
     bits_ptr,  # (V, W)
     prefix_ptr,  # (V, G)
-    classes,  # Classes; the entries are out
+    classes,  # CutLists; the entries are out
     kept,  # Kept
     R,
     W,
@@ -151,7 +111,7 @@ def scatter_kernel(
     lower = ((tl.full((), 1, tl.int64) << (row % WORD)) - 1).to(tl.uint32)
     earlier = tl.where(word < own, tl.full((), 0xFFFFFFFF, tl.uint32), tl.where(word == own, lower, 0))
     token = tl.load(kept.order + row).to(tl.int64)
-    for start in range(0, count, BLOCK):
+    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < count
         entries = tl.load(entries_ptr + row.to(tl.int64) * R + at, mask=mask, other=0)
@@ -178,7 +138,7 @@ def launch_class_order(
     shortest: int,  # piece
     pieces: int,  # at most
     hidden: int,
-) -> tuple[Classes, Tensor]:  # (P, D) float32
+) -> tuple[CutLists, Tensor]:  # (P, D) float32
     """The lists of classes, and memory for the sums of their pieces: that of the bits, as all is one allocation."""
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
@@ -192,9 +152,9 @@ def launch_class_order(
     sums = shared[: pieces * hidden].view(torch.float32).view(pieces, hidden)
     prefix = memory[ends[1] : ends[1] + sizes[2]].view(num_classes, groups)
     total, behind, cut = count.new_empty(3, num_classes).unbind()
-    classes = Classes(entries, behind, count.new_empty(()), cut)
+    classes = CutLists(entries, total, behind, count.new_empty(()), cut)
     clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
-    mark_kernel[(n,)](*lists, bits, room, words, BLOCK=256, num_warps=4)
+    mark_kernel[(n, lists.walkers)](*lists, bits, room, words, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
         bits,
         prefix,
@@ -206,6 +166,6 @@ def launch_class_order(
         BLOCK_V=BLOCK_V,
         num_warps=4,
     )
-    close_classes_kernel[(1,)](count, total, classes, n, num_classes, shortest, pieces, BLOCK=8192, num_warps=16)
-    scatter_kernel[(n,)](*lists, bits, prefix, classes, kept, room, words, groups, BLOCK=128, num_warps=4)
+    launch_cut_lists(classes, shortest, pieces)
+    scatter_kernel[(n, lists.walkers)](*lists, bits, prefix, classes, kept, room, words, groups, BLOCK=128, num_warps=4)
     return classes, sums

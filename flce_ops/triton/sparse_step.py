@@ -5,8 +5,8 @@
     lists[rows]         = the entries of G = c E that are kept, of the other classes                sparse_lists.py
     grad_linear_weight += E.T @ (c rows), grad_input[rows] = c (E @ linear_weight): the GEMMs of an exact step, over
                           the dense classes alone                                                    live_tiles.py
-    grad_input[rows]   += sum of value linear_weight[class] over a row's list                        gather_sums.py
     after the last chunk of a span
+        grad_input (+)= sum of value linear_weight[class] over a token's list         cut_lists.py, gather_sums.py
         the lists by class                                                                           class_order.py
         grad_linear_weight (+)= sum of value input[token] over a class's list                        gather_sums.py
 
@@ -32,8 +32,9 @@ from flce_ops.support.workspace import matrix_bytes, reserved
 from flce_ops.triton.chunks import TOKEN_BYTES, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
 from flce_ops.triton.cut import Cut, cut_beside, cut_shard
+from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.gather_sums import launch_gather_classes, launch_gather_rows
+from flce_ops.triton.gather_sums import launch_gather_lists
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
@@ -45,7 +46,10 @@ from flce_ops.triton.sparse_or_dense import NONE_DENSE, empty_dense, launch_spar
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
-PIECE = 256  # entries of a class beyond which it is cut: 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256)
+# Entries beyond which a list is cut. Of classes 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256). Of tokens of which
+# 3 in 100 keep 2,000 to 3,000 at 2^-12, a step of 3.7 ms; with 512 4.1, 1024 4.7, uncut 5.2 (8192x1024x50304).
+PIECE = 256
+TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # of a program that gathers
 PIECES_BYTES = 64 << 20  # of their float32 sums
 MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
 
@@ -81,6 +85,8 @@ class SparseStep(OnePassStep):
         order = self.kept.order
         self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n))
         self.run_chunks(cut.chunks)
+        if self.sparse_input:
+            self.gather_input(span)
         if self.sparse_weight:
             self.gather_weight(span)
 
@@ -120,13 +126,20 @@ class SparseStep(OnePassStep):
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
     ) -> None:
-        has_dense = self.dense.number is not None
-        if has_dense or not self.sparse_input:
+        if self.dense.number is not None or not self.sparse_input:
             tokens = tokens if self.sparse_input else tokens._replace(column=self.column)
             super().write_input(chunk, tokens, pieces, finished, product)
-        if self.sparse_input:
-            table, out = self.operands.linear_weight, self.grad_input[chunk]
-            launch_gather_rows(self.lists_of(chunk), table, out, add=has_dense)
+
+    def gather_input(self, span: slice) -> None:
+        """Of all chunks at once: what the last, long lists take is waited for once."""
+        entries, lengths = self.lists
+        out = self.grad_input[span]
+        lists = CutLists(entries, lengths, None, lengths.new_empty(()), torch.empty_like(lengths))
+        at_most = pieces_at_most(entries.numel(), out.shape[1])
+        launch_cut_lists(lists, PIECE, at_most)
+        sums = lengths.new_empty(at_most, out.shape[1], dtype=torch.float32)
+        table, add = self.operands.linear_weight, self.dense.number is not None
+        launch_gather_lists(lists, sums, table, out, add=add, columns=TOKEN_COLUMNS, room=self.room)
 
     def gather_weight(self, span: slice) -> None:
         out = self.weight_gradient.out
@@ -135,7 +148,8 @@ class SparseStep(OnePassStep):
         kept = self.kept.of(span)
         classes, sums = launch_class_order(self.lists, num_classes, kept, shortest=PIECE, pieces=at_most, hidden=hidden)
         table, add = self.operands.input, span.start > 0
-        launch_gather_classes(classes, self.dense.is_dense, sums, table, out, add=add)
+        is_dense = self.dense.is_dense
+        launch_gather_lists(classes, sums, table, out, add=add, columns=CLASS_COLUMNS, is_dense=is_dense)
 
     def lists_of(self, chunk: slice) -> Lists:
         return self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
