@@ -31,7 +31,7 @@ def where(rows: Rows) -> str:
 
 
 def table(rows: Rows) -> str:
-    """dX, dW of gradients, the value alone of metrics: the largest over the paths of a dtype."""
+    """Of gradients, of metrics their value: the largest over the paths of a dtype."""
     body = []
     for name in dict.fromkeys(row["objective"] for row in rows):
         cells = []
@@ -46,8 +46,8 @@ def table(rows: Rows) -> str:
 def largest(rows: Rows, whose: str, columns: tuple[str, ...]) -> str:
     if not rows:
         return ""
-    numbers = (max(float(row[f"{whose}_{column}"]) for row in rows) for column in columns)
-    return ", ".join(f"{number:.1e}".replace("e-0", "e-") for number in numbers)
+    number = max(float(row[f"{whose}_{column}"]) for row in rows for column in columns)
+    return f"{number:.1e}".replace("e-0", "e-")
 
 
 TABLES = {"objective errors": tables}
