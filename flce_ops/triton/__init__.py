@@ -45,6 +45,7 @@
     sparse_run.py, sparse_backward.py         which of the two; rows whose slopes backward brings
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
+            kl_div_cut.py                     how they take the tokens, in chunks and parts
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
         divergence_rows.py                    sums of rows, divergences and G from those of both models
             row_divergence.py                 the divergence of an entry and its derivative
