@@ -17,12 +17,12 @@ from flce_ops.distributed.sparse_seed import BETWEEN_RANKS
 R = Replicate()
 
 
-def sparse(mode="unbiased", of="both", seed=5):
+def sparse(mode="unbiased", of="both", seed=5, device="cpu"):
     return {
         "gradient_threshold": 2.0**-7,
         "gradient_mode": mode,
         "gradient_sparse": of,
-        "gradient_seed": torch.tensor(seed),
+        "gradient_seed": torch.tensor(seed, device=device),
     }
 
 
@@ -58,10 +58,10 @@ def sharded_vocabulary(device):
         for chosen, options in CASES if vocab == 4507 else CASES[:1]:
             inputs = batch(device, vocab=vocab, dtype=torch.float64, bias=True, weight=True, token_weight=True)
             placed = place(inputs, mesh, [R], [Shard(0)])
-            found = gradients(placed, **sparse(**chosen), **options)
+            found = gradients(placed, **sparse(**chosen, device=device), **options)
             path = flce_ops.last_path()
             assert path.op == "linear_cross_entropy_vocab_parallel_with_grad" and "a sparse gradient" in path.reason
-            expected = gradients(inputs, **sparse(**chosen), **options)
+            expected = gradients(inputs, **sparse(**chosen, device=device), **options)
             same(found, expected)
             exact = gradients(inputs, **options)
             assert max(error(ours, dense) for ours, dense in zip(expected[1], exact[1])) > 1e-2
@@ -75,7 +75,7 @@ def test_a_compiled_and_a_checkpointed_step_on_a_sharded_vocabulary_keep_them_to
 def compiled_and_checkpointed(device):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, vocab=307, dtype=torch.float64)
-    expected = gradients(inputs, **sparse())
+    expected = gradients(inputs, **sparse(device=device))
     placed = place(inputs, mesh, [R], [Shard(0)])
 
     def checkpointed(*args, **options):
@@ -83,9 +83,9 @@ def compiled_and_checkpointed(device):
 
     compiled = torch.compile(flce_ops.linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for function in (checkpointed, compiled):
-        same(gradients(placed, function, **sparse()), expected)
+        same(gradients(placed, function, **sparse(device=device)), expected)
     with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
-        loss = flce_ops.linear_cross_entropy(*placed.args, **sparse())
+        loss = flce_ops.linear_cross_entropy(*placed.args, **sparse(device=device))
         torch.autograd.grad(loss, placed.input, create_graph=True)
 
 
@@ -109,12 +109,12 @@ def sharded_tokens(device):
     for function in (losses, losses_of_tokens, log_probs):
         inputs = batch(device, vocab=307, dtype=torch.float64)
         placed = place(inputs, mesh, [Shard(1)], [R])
-        _, (grad_input, grad_weight) = gradients(placed, function, **sparse())
+        _, (grad_input, grad_weight) = gradients(placed, function, **sparse(device=device))
         own = inputs.clone()
         for name in ("input", "target"):
             part = getattr(inputs, name).detach().chunk(2, 1)[rank].contiguous()
             setattr(own, name, part.requires_grad_(name == "input"))
-        _, expected = gradients(own, function, **sparse(seed=5 + rank * BETWEEN_RANKS))
+        _, expected = gradients(own, function, **sparse(seed=5 + rank * BETWEEN_RANKS, device=device))
         assert error(grad_input.to_local(), expected[0]) < 1e-12
         assert error(grad_weight.to_local(), expected[1]) < 1e-12
 
@@ -129,20 +129,24 @@ def refused(device):
     inputs = batch(device, vocab=37)
     placed = place(inputs, mesh, [R], [Shard(0)])
     several = distribute_tensor(inputs.target.unsqueeze(-1).expand(-1, -1, 2).contiguous(), mesh, [R])
-    ones = distribute_tensor(torch.ones(several.shape), mesh, [R])
+    ones = distribute_tensor(torch.ones(several.shape, device=device), mesh, [R])
     over_shards = "linear_cross_entropy: the sparse gradient over a sharded vocabulary, but for a scalar loss"
     with pytest.raises(NotImplementedError, match=over_shards):
-        flce_ops.linear_cross_entropy(*placed.args, reduction="none", **sparse())
+        flce_ops.linear_cross_entropy(*placed.args, reduction="none", **sparse(device=device))
     with pytest.raises(NotImplementedError, match=over_shards):
-        flce_ops.linear_cross_entropy(*placed.args[:2], several, target_weight=ones, **sparse())
+        flce_ops.linear_cross_entropy(*placed.args[:2], several, target_weight=ones, **sparse(device=device))
     with pytest.raises(NotImplementedError, match="linear_log_probs: the sparse gradient over a sharded vocabulary"):
-        flce_ops.linear_log_probs(*placed.args, **sparse())
+        flce_ops.linear_log_probs(*placed.args, **sparse(device=device))
     with pytest.raises(NotImplementedError, match="linear_policy_loss: the sparse gradient over a sharded vocabulary"):
-        flce_ops.linear_policy_loss(*placed.args[:3], torch.ones(inputs.target.shape), **sparse())
+        flce_ops.linear_policy_loss(
+            *placed.args[:3], torch.ones_like(inputs.target, dtype=torch.float32), **sparse(device=device)
+        )
     with pytest.raises(NotImplementedError, match="of mode 'tiles' over a sharded vocabulary"):
-        flce_ops.linear_cross_entropy(*placed.args, **sparse("tiles"))
+        flce_ops.linear_cross_entropy(*placed.args, **sparse("tiles", device=device))
     with pytest.raises(NotImplementedError, match="of DTensors with gradient_class_order"):
-        flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=torch.arange(37), **sparse())
+        flce_ops.linear_cross_entropy(
+            *placed.args, gradient_class_order=torch.arange(37, device=device), **sparse(device=device)
+        )
     with pytest.raises(ValueError, match="expects gradient_seed"):
         flce_ops.linear_cross_entropy(*placed.args, gradient_threshold=0.1)
 
@@ -166,8 +170,7 @@ def bfloat16_shards(device):
         placed = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(operands, (R, Shard(0)))]
         sums = [torch.zeros_like(gradient) for gradient in truth]
         for seed in range(16):
-            chosen = sparse(seed=seed) | {"gradient_seed": torch.tensor(seed, device=device)}
-            loss = flce_ops.linear_cross_entropy(*placed, target, **chosen)
+            loss = flce_ops.linear_cross_entropy(*placed, target, **sparse(seed=seed, device=device))
             path = flce_ops.last_path()
             assert path.implementation == "triton" and "a sparse gradient" in path.reason, path
             for total, gradient in zip(sums, torch.autograd.grad(loss, placed)):
