@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..report import REPOSITORY
-from . import clients, given_logits, objective_errors, objectives, steps, training
+from . import clients, given_logits, objective_errors, objectives, sparse, steps, training
 
 TABLES: dict[str, Callable[[], str]] = {
     **steps.TABLES,
@@ -14,6 +14,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **objective_errors.TABLES,
     **given_logits.TABLES,
     **clients.TABLES,
+    **sparse.TABLES,
     **training.TABLES,
 }
 

@@ -122,8 +122,8 @@ def written_over_where_donated(op: torch._ops.OpOverload, in_place: torch._ops.O
     """Have Inductor, where it is loaded, run `in_place(tensors, factor)` for `op(tensors, factor, leaf) -> tensors`.
 
     For those of the tensors that are large and donated, saved by forward for this one backward, which has no other use
-    for them. AOTAutograd refuses retain_graph of a backward that has any. The others are multiplied into new memory. Inductor's
-    pass for operators that write over arguments copies every input of a graph first.
+    for them. AOTAutograd refuses retain_graph of a backward that has any. The others are multiplied into new memory.
+    Inductor's pass for operators that write over arguments copies every input of a graph first.
     """
     compiler: Any = sys.modules.get("torch._inductor.lowering")
     if compiler is None or op in compiler.lowerings:
