@@ -33,9 +33,8 @@ def where(rows: Rows) -> str:
 def table(rows: Rows) -> str:
     """Of gradients, of metrics their value: the largest over the paths of a dtype."""
     body = []
-    for name in sorted(
-        {row["objective"] for row in rows}, key=lambda name: (name.startswith("`"), name)
-    ):  # metrics last
+    names = {row["objective"] for row in rows}
+    for name in sorted(names, key=lambda name: (name.startswith("`"), name)):  # metrics last
         cells = []
         for dtype in DTYPES:
             of_dtype = [row for row in rows if (row["objective"], row["dtype"]) == (name, dtype)]
