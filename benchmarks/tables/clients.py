@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .markdown import Rows, markdown, rows_of
+from .markdown import Rows, error, markdown, rows_of
 
 CLIENTS = {"trl": "TRL {}", "transformers": "Transformers, `model({}=...)`"}
 HEADS = {"own": "its own", "flce_ops": "`patch`", "flce_ops_retaining": "`patch`, all retained", "liger": "Liger's"}
@@ -28,7 +28,7 @@ def figures(row: dict[str, str]) -> list[str]:
     if row["reason"]:
         return [row["reason"], "", "", "", ""]
     cells = [text for part in ("step", "head") for text in time_and_memory(row, part)]
-    errors = ", ".join(f"{float(row[column]):.1e}".replace("e-0", "e-") for column in ("err_dx", "err_dw"))
+    errors = ", ".join(error(row[column]) for column in ("err_dx", "err_dw"))
     return [*cells, errors]
 
 

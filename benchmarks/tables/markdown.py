@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..report import REPOSITORY
 
-H200 = REPOSITORY / "benchmarks" / "results" / "nvidia-h200"
+RESULTS = REPOSITORY / "benchmarks" / "results"
 Rows = Sequence[dict[str, str]]
 
 
-def rows_of(name: str) -> list[dict[str, str]]:
-    """Of a CSV of the H200, by its name."""
-    with (H200 / f"{name}.csv").open(newline="") as file:
+def rows_of(name: str, device: str = "nvidia-h200") -> list[dict[str, str]]:
+    """Of a committed CSV, by its name; none where the device has no such file."""
+    path = RESULTS / device / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def shape_of(row: dict[str, str]) -> str:
+    return f"{row['N']}x{row['D']}x{row['V']}"
+
+
+def error(value: float | str) -> str:
+    """1.7e-3."""
+    return f"{float(value):.1e}".replace("e-0", "e-")
+
+
+def span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The least to the largest; one of them where both read the same, nothing of nothing."""
+    return " to ".join(dict.fromkeys(form(end(values)) for end in (min, max))) if values else ""
 
 
 def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-
-from ..report import REPOSITORY
-from .markdown import Rows, markdown
+from .markdown import Rows, error, markdown, rows_of
 
 NAMES = {"nvidia-h200": "One H200", "amd-epyc": "A CPU"}
 DTYPES = ("bfloat16", "float16", "float32")
@@ -13,14 +10,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def tables() -> str:
     """What is one GPU's first."""
-    folder, parts = REPOSITORY / "benchmarks" / "results", []
-    for device, name in NAMES.items():
-        path = folder / device / "objective_errors.csv"
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            parts.append(f"{name}, {where(rows)}:\n\n{table(rows)}")
-    return "\n\n".join(parts)
+    by_name = {name: rows_of("objective_errors", device) for device, name in NAMES.items()}
+    return "\n\n".join(f"{name}, {where(rows)}:\n\n{table(rows)}" for name, rows in by_name.items() if rows)
 
 
 def where(rows: Rows) -> str:
@@ -47,8 +38,7 @@ def table(rows: Rows) -> str:
 def largest(rows: Rows, whose: str, columns: tuple[str, ...]) -> str:
     if not rows:
         return ""
-    number = max(float(row[f"{whose}_{column}"]) for row in rows for column in columns)
-    return f"{number:.1e}".replace("e-0", "e-")
+    return error(max(float(row[f"{whose}_{column}"]) for row in rows for column in columns))
 
 
 TABLES = {"objective errors": tables}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..modes import KINDS, METRICS
-from .markdown import Rows, markdown, rows_of
+from .markdown import Rows, error, markdown, rows_of, shape_of, span
 
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
 Step = tuple[str, str, str]  # mode, provider, dtype
@@ -55,10 +53,6 @@ ROOM = "ours_retained"  # the provider with room for the logits of all tokens
 
 def shapes_of(rows: Rows) -> list[str]:
     return list(dict.fromkeys(shape_of(row) for row in rows))
-
-
-def shape_of(row: dict[str, str]) -> str:
-    return f"{row['N']}x{row['D']}x{row['V']}"
 
 
 def found(rows: Rows, shape: str, step: Step) -> dict[str, str] | None:
@@ -140,14 +134,9 @@ def errors(rows: Rows) -> str:
         for provider in ("ours", "torch_compile"):
             steps = {ours(mode, provider=provider) for mode in modes}
             timed = [row for row in rows if row["ms"] and (row["mode"], row["provider"], row["dtype"]) in steps]
-            cells += [spread([row[column] for row in timed]) for column in ("err_dx", "err_dw")]
+            cells += [span([float(row[column]) for row in timed], error) for column in ("err_dx", "err_dw")]
         body.append((name, *cells))
     return markdown(["relative error", "flce_ops dX", "dW", "torch.compile dX", "dW"], body)
-
-
-def spread(values: Sequence[str]) -> str:
-    ends = [f"{end(map(float, values)):.1e}".replace("e-0", "e-") for end in (min, max)] if values else []
-    return " to ".join(dict.fromkeys(ends))
 
 
 TABLES = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .markdown import Rows, markdown, rows_of
-from .steps import shape_of
+from .markdown import Rows, error, markdown, rows_of, shape_of
 
 STEPS = {
     "ours": "exact",
@@ -32,8 +31,7 @@ def table(rows: Rows) -> str:
             row = timed[prior, shape, provider]
             cells.append(f"{float(row['x_floor']):.2f}")
             if prior == "trained":
-                errors = (f"{float(row[column]):.1e}".replace("e-0", "e-") for column in ("err_dx", "err_dw"))
-                cells.append(", ".join(errors))
+                cells.append(", ".join(error(row[column]) for column in ("err_dx", "err_dw")))
         body.append((name, *cells))
     return f"Commit {rows[0]['commit']}, 8192 tokens.\n\n{markdown(heading, body)}"
 

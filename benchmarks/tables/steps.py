@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .. import loads
 from ..shapes import GROUPS
-from .markdown import Rows, markdown, rows_of
+from .markdown import Rows, error, markdown, rows_of, shape_of, span
 
 NAMES = {
     "ours": "**flce_ops**",
@@ -26,10 +26,6 @@ SHAPES = tuple(map(str, GROUPS["key"]))
 def found(rows: Rows) -> dict[tuple[str, str], dict[str, str]]:
     """(NxDxV, provider) -> the row, where it has a time."""
     return {(shape_of(row), row["provider"]): row for row in rows if row["mode"] == "fwd_bwd" and row["ms"]}
-
-
-def shape_of(row: dict[str, str]) -> str:
-    return f"{row['N']}x{row['D']}x{row['V']}"
 
 
 def named(rows: Rows) -> dict[str, str]:
@@ -65,13 +61,13 @@ def errors_of(rows: Rows, providers: Sequence[str], shapes: Sequence[str]) -> st
     timed, names, body = found(rows), named(rows), []
     for provider in providers:
         measured = [timed[shape, provider] for shape in dict.fromkeys(shapes) if (shape, provider) in timed]
-        body.append((names[provider], *(spread(measured, column) for column in ("err_dx", "err_dw"))))
+        body.append(
+            (
+                names[provider],
+                *(span([float(row[column]) for row in measured], error) for column in ("err_dx", "err_dw")),
+            )
+        )
     return markdown(["relative error, bf16", "dX", "dW"], body)
-
-
-def spread(rows: Rows, column: str) -> str:
-    ends = (f"{end(float(row[column]) for row in rows):.1e}".replace("e-0", "e-") for end in (min, max))
-    return " to ".join(dict.fromkeys(ends))
 
 
 LOADS_OF_README = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from .markdown import Rows, markdown, rows_of
+from .markdown import Rows, markdown, rows_of, span
 
 EXACT = "exact"
 LABELS = {
@@ -36,7 +36,7 @@ def above_exact(rows: Rows, setting: str, column: str) -> list[float]:
 
 
 def between(values: Sequence[float], form: str) -> str:
-    return " to ".join(dict.fromkeys(format(end(values), form) for end in (min, max)))
+    return span(values, lambda value: format(value, form))
 
 
 def losses(runs: Rows) -> str:
