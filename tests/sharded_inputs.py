@@ -5,6 +5,7 @@ Mesh dimensions are called by what they shard: "dp" tokens, "tp" the vocabulary.
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
+import pytest
 import torch
 from inputs import Inputs, make_inputs
 from process_pool import worlds
@@ -23,6 +24,9 @@ FLOAT = 4  # bytes of a float32
 R = Replicate()
 ANY = worlds(2, 4, 8)
 SQUARE = worlds(4, 8)  # two mesh dimensions
+EVERY_SPLIT = pytest.mark.parametrize(  # of a vocabulary over the ranks
+    "vocab", [V, 64, 9, 3], ids=["prime", "even", "last rank short or empty", "ranks without classes"]
+)
 
 # every argument that changes the loss, so that a factor which misses one shard shows
 OPTIONS = [

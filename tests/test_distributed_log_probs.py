@@ -9,7 +9,23 @@ from collectives import RecordCollectives
 from inputs import Inputs, make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error
-from sharded_inputs import ANY, FLOAT, SQUARE, TOLERANCE, B, D, R, T, V, batch, full, mesh_of, place, to_device
+from sharded_inputs import (
+    ANY,
+    EVERY_SPLIT,
+    FLOAT,
+    SQUARE,
+    TOLERANCE,
+    B,
+    D,
+    R,
+    T,
+    V,
+    batch,
+    full,
+    mesh_of,
+    place,
+    to_device,
+)
 from test_log_probs import BOTH, FLOATS, dense
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,9 +66,7 @@ def check_same_as_one_process(placed: Inputs, inputs: Inputs, names=FLOATS, tole
 
 
 @pytest.mark.parametrize("world", ANY)
-@pytest.mark.parametrize(
-    "vocab", [V, 64, 9, 3], ids=["prime", "even", "last rank short or empty", "ranks without classes"]
-)
+@EVERY_SPLIT
 def test_sharded_vocabulary_gives_the_rows_and_gradients_of_one_process(world, vocab):
     run_in_world(world, sharded_vocabulary, vocab)
 

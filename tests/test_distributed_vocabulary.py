@@ -11,6 +11,7 @@ from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run_reference
 from sharded_inputs import (
     ANY,
+    EVERY_SPLIT,
     FLOAT,
     OPTIONS,
     SQUARE,
@@ -34,9 +35,7 @@ import flce_ops
 
 
 @pytest.mark.parametrize("world", ANY)
-@pytest.mark.parametrize(
-    "vocab", [V, 64, 9, 3], ids=["prime", "even", "last rank short or empty", "ranks without classes"]
-)
+@EVERY_SPLIT
 def test_sharded_vocabulary_gives_the_loss_and_gradients_of_one_process(world, vocab):
     run_in_world(world, sharded_vocabulary, vocab)
 
