@@ -1,8 +1,9 @@
 """cross_entropy of plain tensors: picks the path, flattens the tokens, reduces in ATen over N numbers.
 
-loss_and_argmax -> mean_in_one_pass -> ..._with_grad_ | ..._with_grad                  a training step's loss
-                -> weighted_loss -> ..._with_grad_ | ..._with_grad | ..._forward       another scalar loss
-                -> weighted_losses -> ..._forward                                      reduction="none"
+loss_and_argmax -> losses_with_grad       ..._with_grad_ | ..._with_grad
+                -> losses_from_forward    ..._forward, then differentiable ATen
+
+Around both stands plain.py's loss_of_tokens.
 """
 
 from functools import partial
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors_are_equal, token_losses
+from flce_ops.entry.plain import loss_of_tokens, token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
-from flce_ops.entry.weighted import WithGrad, weighted_loss, weighted_losses
+from flce_ops.entry.weighted import WithGrad
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, quotient
+from flce_ops.math.reduction import Reduction
 from flce_ops.ops.paths import path_of_given_logits
 
 # N tokens, V vocabulary
@@ -32,22 +32,9 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
     problem = token_losses(
         call, LogitOperands(logits, call.target.reshape(tokens), call.weight), Statistics(argmax=argmax)
     )
-    token_weight = call.token_weight
-    if token_weight is not None:
-        token_weight = token_weight.reshape(tokens).to(accumulation_dtype(logits.dtype))
-    if call.reduction == "none":
-        losses, largest = weighted_losses(problem, problem.valid, token_weight, losses_from_forward)
-        return losses.reshape(shape), largest.reshape(shape) if argmax else None
-    with_grad = one_pass_of(logits, handed_over or copied)
-    if with_grad is not None and token_factors_are_equal(call):
-        loss, largest = mean_in_one_pass(call, problem, with_grad)
-    else:
-        denominator = denominator_of(call, problem)
-        loss, total, largest = weighted_loss(
-            problem, problem.valid, token_weight, denominator, losses_from_forward, with_grad
-        )
-        loss = quotient(loss, total, denominator)
-    return loss, largest.reshape(shape) if argmax else None
+    with_grad = None if call.reduction == "none" else one_pass_of(logits, handed_over or copied)
+    loss, largest = loss_of_tokens(call, problem, losses_from_forward, with_grad)
+    return loss.reshape(shape) if call.reduction == "none" else loss, largest.reshape(shape) if argmax else None
 
 
 def rows_of(logits: Tensor, tokens: int) -> tuple[Tensor, bool]:

@@ -10,24 +10,15 @@ as features of input and of linear_weight, which is copied, through the ordinary
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.plain import (
-    denominator_of,
-    loss_and_statistics,
-    mean_in_one_pass,
-    token_factors_are_equal,
-    token_losses,
-)
+from flce_ops.entry.plain import loss_and_statistics, loss_of_tokens, token_losses
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
-from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, quotient
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
 from flce_ops.ops.autocast import autocast_operands
@@ -66,7 +57,8 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
         input, linear_weight, *_ = operands.concatenated
         return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
     made_in_forward = path == "one pass" and call.reduction != "none"
-    loss = loss_of_rows(head, problem, functools.partial(losses_of_pair, rows, made_in_forward))
+    with_grad = functools.partial(losses_of_pair, rows, made_in_forward)
+    loss, _ = loss_of_tokens(head, problem, lambda problem: with_grad(problem, Reduction(None))[1:], with_grad)
     return loss.reshape(shape) if call.reduction == "none" else loss
 
 
@@ -99,25 +91,6 @@ def check_pair(call: LowRankCrossEntropy) -> None:
             f"{OP}: low_rank_input has {call.low_rank_input.shape[-1]} features, but low_rank_weight has {rank}; "
             "expected one rank r"
         )
-
-
-def loss_of_rows(
-    call: CrossEntropy, problem: TokenLosses, with_grad: Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, None]]
-) -> Tensor:  # () or (N,)
-    if token_factors_are_equal(call):
-        return mean_in_one_pass(call, problem, with_grad)[0]
-    valid, token_weight = problem.valid, call.token_weight
-    if token_weight is not None:
-        token_weight = token_weight.reshape(valid.shape).to(accumulation_dtype(call.input.dtype))
-
-    def from_forward(problem: TokenLosses) -> tuple[Tensor, None]:
-        return with_grad(problem, Reduction(None))[1:]
-
-    if call.reduction == "none":
-        return weighted_losses(problem, valid, token_weight, from_forward)[0]
-    denominator = denominator_of(call, problem)
-    loss, total, _ = weighted_loss(problem, valid, token_weight, denominator, from_forward, with_grad)
-    return quotient(loss, total, denominator)
 
 
 def losses_of_pair(

@@ -1,8 +1,8 @@
 """The loss of plain tensors: picks the path, flattens the tokens, reduces over N numbers.
 
-loss_and_statistics -> mean_in_one_pass -> ..._with_grad               a training step's loss, divided by the operator
-                    -> weighted_loss -> ..._with_grad | ..._forward    another scalar loss, reduced in ATen
-                    -> weighted_losses -> ..._forward                  reduction="none"
+loss_of_tokens -> ..._with_grad                                   a training step's loss, divided by the operator
+               -> weighted_loss -> ..._with_grad | ..._forward    another scalar loss, reduced in ATen
+               -> weighted_losses -> ..._forward                  reduction="none"
 """
 
 import math
@@ -15,7 +15,7 @@ from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.class_order import check_class_order, in_order_of_ids, put_in_class_order
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
-from flce_ops.entry.weighted import WithGrad, weighted_loss, weighted_losses
+from flce_ops.entry.weighted import FromForward, WithGrad, weighted_loss, weighted_losses
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
@@ -58,20 +58,29 @@ def of_classes_in_order(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
     problem = token_losses(call, Operands(input, call.linear_weight, target, call.linear_bias, call.weight), asked)
     problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
     with_grad = None if call.reduction == "none" else one_pass_of(problem)
+    loss, statistics = loss_of_tokens(call, problem, losses_from_forward, with_grad)
+    statistics = statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
+    return loss.reshape(shape) if call.reduction == "none" else loss, statistics
+
+
+def loss_of_tokens(
+    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss,
+    problem: TokenLosses,
+    from_forward: FromForward,
+    with_grad: WithGrad | None,  # None where backward makes the gradients, or nothing does
+) -> tuple[Tensor, Any]:
+    """The loss, () or (N,), and what else is asked for."""
     if with_grad is not None and token_factors_are_equal(call):
-        loss, statistics = mean_in_one_pass(call, problem, with_grad)
-        return loss, statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
-    accumulate = accumulation_dtype(input.dtype)
-    valid = problem.valid
-    token_weight = None if call.token_weight is None else call.token_weight.reshape(tokens).to(accumulate)
-
+        loss, _, besides = with_grad(problem, reduction_in_operator(call, problem))
+        return loss, besides
+    valid, token_weight = problem.valid, call.token_weight
+    if token_weight is not None:
+        token_weight = token_weight.reshape(valid.shape[0]).to(accumulation_dtype(problem.operands[0].dtype))
     if call.reduction == "none":
-        losses, statistics = weighted_losses(problem, valid, token_weight, losses_from_forward)
-        return losses.reshape(shape), statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
-
+        return weighted_losses(problem, valid, token_weight, from_forward)
     denominator = denominator_of(call, problem)
-    loss, total, statistics = weighted_loss(problem, valid, token_weight, denominator, losses_from_forward, with_grad)
-    return quotient(loss, total, denominator), statistics.changed(lambda of_tokens: of_tokens.reshape(shape))
+    loss, total, besides = weighted_loss(problem, valid, token_weight, denominator, from_forward, with_grad)
+    return quotient(loss, total, denominator), besides
 
 
 def token_factors_are_equal(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss) -> bool:
@@ -85,14 +94,6 @@ def one_pass_of(problem: TokenLosses) -> WithGrad | None:
     known = options_in_situation(problem.loss, problem.logits)
     known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
     return losses_with_grad if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known) else None
-
-
-def mean_in_one_pass(
-    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses, with_grad: WithGrad
-) -> tuple[Tensor, Any]:
-    """The loss, and what `with_grad` gives besides."""
-    loss, _, besides = with_grad(problem, reduction_in_operator(call, problem))
-    return loss, besides
 
 
 def reduction_in_operator(call: CrossEntropy | LogitsCrossEntropy | PolicyLoss, problem: TokenLosses) -> Reduction:

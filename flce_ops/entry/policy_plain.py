@@ -3,7 +3,7 @@
 plain_composite -> losses_with_grad       one pass: linear_policy_loss_with_grad
                 -> losses_from_forward    the forward operator's log-probabilities, then differentiable ATen
 
-Around both stand plain.py's mean and weighted.py's weights.
+Around both stands plain.py's loss_of_tokens.
 """
 
 from functools import partial
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_head, check_normalizer, check_ranges, check_reduction
-from flce_ops.entry.plain import denominator_of, mean_in_one_pass, token_factors_are_equal
+from flce_ops.entry.plain import loss_of_tokens
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
-from flce_ops.entry.weighted import weighted_loss, weighted_losses
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import LossOptions, Operands, TokenLosses
 from flce_ops.math.policy import policy_losses
 from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, quotient
+from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
@@ -64,17 +63,7 @@ def loss_and_log_probs(call: PolicyLoss, operands: Operands, tokens: PolicyToken
         input, linear_weight, linear_bias, sparse=call.sparse.gradient_threshold != 0.0
     ):
         with_grad = partial(losses_with_grad, tokens=tokens, options=options)
-        if token_factors_are_equal(call):
-            return mean_in_one_pass(call, problem, with_grad)
-    valid = problem.valid
-    token_weight = call.token_weight
-    if token_weight is not None:
-        token_weight = token_weight.reshape(valid.shape[0]).to(accumulation_dtype(input.dtype))
-    if call.reduction == "none":
-        return weighted_losses(problem, valid, token_weight, from_forward)
-    denominator = denominator_of(call, problem)
-    loss, total, log_probs = weighted_loss(problem, valid, token_weight, denominator, from_forward, with_grad)
-    return quotient(loss, total, denominator), log_probs
+    return loss_of_tokens(call, problem, from_forward, with_grad)
 
 
 def losses_with_grad(

@@ -22,7 +22,7 @@ def multiply_by_upstream(
     grads = [grad if want else None for grad, want in zip(made, output_mask)]
     here = [grad for grad in grads if grad is not None]
     if is_batched(factor):  # is_grads_batched: a batch of factors
-        products = [grad * factor for grad in here]
+        products = multiply(here, factor)
     elif any(type(tensor) is not Tensor for tensor in (factor, *here)):
         # A subclass is a tracer (functional, fake). AOTAutograd refuses a second derivative only where the backward
         # graph reads a tensor that requires one; gradients made in forward do not, and would be differentiated as
@@ -31,7 +31,7 @@ def multiply_by_upstream(
         written_over_where_donated(op, in_place)
         products = op(here, factor, leaf)
     elif graph_is_kept_after_this_backward():
-        products = [grad * factor for grad in here]
+        products = multiply(here, factor)
     else:
         multiply_in_place(here, factor)
         products = here
@@ -39,8 +39,8 @@ def multiply_by_upstream(
     return [None if grad is None else next(found) for grad in grads]
 
 
-def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor) -> list[Tensor]:
-    """The operator of traced graphs; `leaf` ties them to it."""
+def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None) -> list[Tensor]:
+    """Out of place; also the operator of traced graphs, which `leaf` ties to it."""
     return [grad * factor for grad in made]
 
 

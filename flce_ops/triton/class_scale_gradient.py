@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.columns import PROGRAMS, ROWS_AT_LEAST, weighted_column_sum
+from flce_ops.triton.columns import BLOCKS, grid_of_sums, weighted_column_sum
 from flce_ops.triton.finish_rows import Tokens
 from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import kept_rows
@@ -112,9 +112,7 @@ def logit_products(
 ) -> Tensor:  # (V,), for `gradient_of_scale`
     assert input.stride(1) == 1
     rows, classes = exponentials.shape
-    block_r, block_c = 32, 128
-    column_blocks = triton.cdiv(classes, block_c)
-    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+    column_blocks, splits = grid_of_sums(rows, classes)
     partial = torch.empty(splits, classes, dtype=torch.float32, device=exponentials.device)
     logit_products_kernel[(column_blocks, splits)](
         exponentials,
@@ -136,8 +134,7 @@ def logit_products(
         *linear_weight.stride(),
         triton.cdiv(rows, splits),
         RANK=pair.rank,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
+        **BLOCKS,
         BLOCK_D=64,
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
         num_warps=4,

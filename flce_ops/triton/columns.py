@@ -12,6 +12,7 @@ from flce_ops.triton.replay import Kernel
 
 PROGRAMS = 1024  # some eight a multiprocessor
 ROWS_AT_LEAST = 128  # of a slice
+BLOCKS = {"BLOCK_R": 32, "BLOCK_C": 128}
 
 
 @Kernel
@@ -56,6 +57,12 @@ def weighted_column_sum_kernel(
     tl.store(partial_ptr + split.to(tl.int64) * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
+def grid_of_sums(rows: int, columns: int) -> tuple[int, int]:
+    """Blocks of columns, and slices of the rows for each: programs that keep a GPU's memory busy."""
+    column_blocks = triton.cdiv(columns, BLOCKS["BLOCK_C"])
+    return column_blocks, max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+
+
 def weighted_column_sum(
     matrix: Tensor,  # (n, C)
     factor: Tensor | None,  # (n,) float32; None for 1
@@ -65,9 +72,7 @@ def weighted_column_sum(
 ) -> Tensor:  # (C,) float32
     """In two steps, as many parts as keep a GPU's memory busy. Their sum is the sum of a matrix again."""
     rows, columns = matrix.shape
-    block_r, block_c = 32, 128
-    column_blocks = triton.cdiv(columns, block_c)
-    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+    column_blocks, splits = grid_of_sums(rows, columns)
     partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
     weighted_column_sum_kernel[(column_blocks, splits)](
         matrix,
@@ -79,8 +84,7 @@ def weighted_column_sum(
         *matrix.stride(),
         triton.cdiv(rows, splits),
         GATHERED=gathered,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
+        **BLOCKS,
         num_warps=4,
     )
     return partial[0] if splits == 1 else weighted_column_sum(partial, None)
