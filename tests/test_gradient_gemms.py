@@ -21,6 +21,7 @@ from flce_ops.triton.parts import float32_memory, steps_and_parts
 from flce_ops.triton.spread_rows import launch_spread_rows
 from flce_ops.triton.target_rows import launch_target_rows
 from flce_ops.triton.tiles import INPUT_TILES, WEIGHT_TILES
+from flce_ops.triton.turned_tiles import launch_turned_tiles
 from flce_ops.triton.weight_gradient import WeightGradient
 
 MiB = 2**20
@@ -290,7 +291,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory adds where tensor maps are")
 @pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
-@pytest.mark.parametrize("d", [512, 520])
+@pytest.mark.parametrize("d", [512, 520, 640])  # 520, 640: turned tiles
 def test_rows_that_outgrow_their_unit_are_made_again(growth, d):
     """Where the memory adds: those rows only, of those tiles only."""
     e = torch.rand(1280, 600, device="cuda") * torch.logspace(-15, 9, 600, device="cuda")
@@ -318,7 +319,8 @@ def by_tensor_maps(monkeypatch):
         return builder.create_masked_store(pointers, there, mask, None, None)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
-    monkeypatch.setitem(WEIGHT_TILES, "interpreter", replace(WEIGHT_TILES["interpreter"], tma=True))
+    tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)  # a tile that turned tiles take, too
+    monkeypatch.setitem(WEIGHT_TILES, "interpreter", tiles)
 
 
 @interpreter
@@ -354,3 +356,20 @@ def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     others = (torch.arange(80) < 5) | (torch.arange(80) > 6)
     assert not found[:, 5:7].isfinite().any()
     assert error(found[:, others], exact[:, others]) <= 4e-3
+
+
+@interpreter
+@pytest.mark.parametrize("v, d", [(24, 72), (200, 96), (296, 144)])  # ends of a block, of a pair, of a group
+def test_a_last_block_of_features_that_is_half_full_is_multiplied_by_turned_tiles(v, d, by_tensor_maps, monkeypatch):
+    turned = []
+
+    def launch(*args, **options):
+        turned.append(options["tiles"])
+        launch_turned_tiles(*args, **options)
+
+    monkeypatch.setattr("flce_ops.triton.weight_gradient.launch_turned_tiles", launch)
+    e, x = torch.rand(128, v), torch.randn(128, d)
+    e[100:], x[100:] = 0.0, 0.0
+    found, exact = summed_over_chunks(e, x, 4, torch.float16, 100)
+    assert len(turned) == 2  # neither the first chunk nor the last
+    assert error(found, exact) <= 1.02 * error(exact.half(), exact) + 5e-4

@@ -33,37 +33,20 @@ from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.sum_units import (
+    LARGEST_SUM,
+    NO_ROOM,
+    ROOM,
+    exponent_of,
+    in_units,
+    largest_of_rows,
+    power_of_two,
+)
 from flce_ops.triton.target import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from flce_ops.triton.tiles import Tiles
+from flce_ops.triton.turned_tiles import fits_turned_tiles, launch_turned_tiles
 
 # n tokens of a chunk, D hidden, V vocabulary
-
-
-# A unit is at most 2^ROOM times the largest number of its row. With more room small numbers lose bits; with less,
-# classes that are a target in a later chunk first outgrow their unit more often.
-ROOM = tl.constexpr(6)
-# Where each chunk chooses anew: the largest is below 2^15, whatever is above 2^-27 of it has 11 bits.
-NO_ROOM = tl.constexpr(-13)
-LARGEST_SUM = 2**15  # in units: half of float16's largest number
-
-
-@triton.jit
-def largest_of_rows(tile):
-    """Of what is finite: nan and inf stand for themselves in any unit."""
-    tile = tl.abs(tile)
-    return tl.max(tl.where(tile < float("inf"), tile, 0.0), 1)
-
-
-@triton.jit
-def exponent_of(largest, room: tl.constexpr):
-    """Of the unit: as float32 has it, even, and such that units and their inverses are normal numbers."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + room
-    return tl.minimum(tl.maximum(exponent, 28), 250) & -2
-
-
-@triton.jit
-def power_of_two(exponent):
-    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @Kernel
@@ -173,15 +156,11 @@ def weight_gradient_kernel(
                 if class_factor_ptr is not None:
                     outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
                 acc += outer
-        if not FIRST:
-            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
         if MEMORY_ADDS:
-            acc *= power_of_two(254 - exponent)
-            exceeds = (tl.max(tl.abs(acc), 1) > room)[:, None]
-            tl.store(exponent_places[:, None], (exponent + 1).to(tl.uint8), mask=class_mask[:, None] & exceeds)
-            tl.atomic_max(guard_ptr + tl.zeros_like(exponent), 1, mask=exceeds)
-            acc = tl.where(exceeds, 0.0, acc)
-        elif FIRST and not LAST:
+            acc = in_units(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
+        elif not FIRST:
+            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
+        elif not LAST:
             exponent = exponent_of(largest_of_rows(acc), UNIT_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= tl.where(whole, 1.0, power_of_two(254 - exponent))[:, None]
@@ -264,9 +243,26 @@ class WeightGradient:
         live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
+        every = live.number is None and self.blocks.number is None
+        if not (first or last) and every and fits_turned_tiles(rows, self.tiles):
+            self.launch_turned(columns, exponentials, rows, kept)
+        else:
+            self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
         if self.tiles.tma and not (first or last):
             self.launch(columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
+
+    def launch_turned(self, columns: slice, exponentials: Tensor, rows: Tensor, kept: Kept) -> None:
+        launch_turned_tiles(
+            self.sum[columns],
+            self.exponents[:, columns],
+            self.guard,
+            exponentials,
+            rows,
+            kept,
+            room=self.room,
+            first_rows=self.first_rows,
+            tiles=self.tiles,
+        )
 
     def launch(
         self,
