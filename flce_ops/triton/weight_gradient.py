@@ -12,6 +12,10 @@ bfloat16's 8, so that it is the last rounding that counts.
     first chunk     sum = products / unit        unit: a power of two for each row of a tile, one byte: 2^4 to 2^6 times
     a later one     sum += products / unit       its largest number, so that sums may grow to 2^19 times that
     last chunk      out = sum unit + products
+    only chunk      out = products
+
+The host does not know how many tokens are kept. So where there are several chunks the first is launched as the only
+one, too; that of the two launches which it is not leaves at once, as do the later chunks where no token is left.
 
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
 1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
@@ -69,7 +73,7 @@ def weight_gradient_kernel(
     D,
     V,
     room,  # units that the products of a chunk may have
-    first_rows,  # of the first chunk; where all kept tokens are among them, its products are the result
+    first_rows,  # of the first chunk: it is the only one where all kept tokens are among them
     stride_exponentials_n,
     stride_rows_n,
     stride_out_v,
@@ -99,9 +103,9 @@ def weight_gradient_kernel(
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
-    whole = tl.load(kept.total) <= first_rows
-    if not FIRST:
-        tiles = tl.where(whole, 0, tiles)
+    if not ADDS:
+        only = tl.load(kept.total) <= first_rows
+        tiles = tl.where(only, tiles, 0) if FIRST and LAST else tl.where(only, 0, tiles)
     if ADDS or not (FIRST or LAST):
         tiles = tl.where(count > 0, tiles, 0)
     if MARKED:
@@ -163,7 +167,7 @@ def weight_gradient_kernel(
         elif not LAST:
             exponent = exponent_of(largest_of_rows(acc), UNIT_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
-            acc *= tl.where(whole, 1.0, power_of_two(254 - exponent))[:, None]
+            acc *= power_of_two(254 - exponent)[:, None]
         # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
         left_features = feature_start + tl.arange(0, HALF_N)
@@ -191,14 +195,7 @@ def weight_gradient_kernel(
             mask = left_mask if half == 0 else right_mask
             if ADDS:
                 part += tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0).to(tl.float32)
-            if LAST:
-                part = part.to(RESULT_TYPE)
-            elif FIRST and RESULT_TYPE != SUM_TYPE:
-                result = part.to(RESULT_TYPE).to(tl.int16, bitcast=True)
-                part = tl.where(whole, result, part.to(SUM_TYPE).to(tl.int16, bitcast=True))
-                part = part.to(SUM_TYPE, bitcast=True)
-            else:
-                part = part.to(SUM_TYPE)
+            part = part.to(RESULT_TYPE if LAST else SUM_TYPE)
             if MEMORY_ADDS:
                 # one addend a number: the order of tiles does not matter
                 map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
@@ -243,13 +240,19 @@ class WeightGradient:
         live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
+        arguments = columns, exponentials, rows, kept, live
+        if first and not last:
+            self.launch(*arguments, first=True, last=True)
+        if first or last:
+            self.launch(*arguments, first=first, last=last)
+            return
         every = live.number is None and self.blocks.number is None
-        if not (first or last) and every and fits_turned_tiles(rows, self.tiles):
+        if every and fits_turned_tiles(rows, self.tiles):
             self.launch_turned(columns, exponentials, rows, kept)
         else:
-            self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
-        if self.tiles.tma and not (first or last):
-            self.launch(columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
+            self.launch(*arguments)
+        if self.tiles.tma:
+            self.launch(*arguments, marked=True)
 
     def launch_turned(self, columns: slice, exponentials: Tensor, rows: Tensor, kept: Kept) -> None:
         launch_turned_tiles(
@@ -272,9 +275,9 @@ class WeightGradient:
         kept: Kept,
         live: Steps,
         *,
-        first: bool,
-        last: bool,
-        marked: bool,
+        first: bool = False,
+        last: bool = False,
+        marked: bool = False,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
         out, total, tiles = self.out[columns], self.sum[columns], self.tiles
@@ -288,7 +291,7 @@ class WeightGradient:
             matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if self.exponents is None else self.exponents[:, columns]
+        exponents = None if first and last else self.exponents[:, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
@@ -296,7 +299,7 @@ class WeightGradient:
             total,
             out,
             exponents,
-            self.guard,
+            None if exponents is None else self.guard,
             None if self.class_factor is None else self.class_factor[columns],
             self.outer if first else None,
             kept,
