@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAPS = sorted(
-    str(path.relative_to(ROOT)) for folder in ("flce_ops", "tests/fuzz") for path in (ROOT / folder).rglob("__init__.py")
-)
-MAPS.remove("flce_ops/__init__.py")  # the package's own parts are DESIGN.md's, which test_layers.py reads
+FOLDERS = ("flce_ops/*", "flce_ops/integrations/*", "tests/fuzz")  # flce_ops itself: DESIGN.md, test_layers.py
+MAPS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/__init__.py"))
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -1,7 +1,8 @@
 """Checks and allocated outputs of each inner operator.
 
 One function per operator, registered as its fake kernel and called by every real kernel before any work, so that
-shapes, dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Of this package it imports math and support alone.
+shapes, dtypes and refusals cannot drift apart between eager, compiled and meta tensors. Of this package it imports math
+and support alone.
 
 arguments.py, call.py            each operator's arguments as a class; a class as a schema and as a call
 checks.py                        refusals of operands that operators share
