@@ -21,6 +21,11 @@ H200 = ROOT / "benchmarks" / "results" / "nvidia-h200"
 PATTERNS = ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/results/*/*.md")
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern))
 COLUMNS = 120
+SOURCES = [
+    f"/{path.relative_to(ROOT)}"
+    for folder in ("flce_ops", "tests", "benchmarks", "examples", "docs")
+    for path in (ROOT / folder).rglob("*.py")
+]
 # What cannot be broken: a line that a program prints so, and lines of a map of files, one a file.
 UNBROKEN = {"docs/planner.md": r"FSDP: gathering the weight"}
 
@@ -55,8 +60,10 @@ def test_files_that_a_document_names_exist(document):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text)
     missing = [link for link in links if "://" not in link and not (folder / link).exists()]
     if document not in ("CHANGELOG.md", "benchmarks/NOTES.md"):  # what was there at the time
-        named = re.findall(r"\b(?:flce_ops|tests|examples|docs)/[\w/]+\.(?:py|md|csv)\b", text)
+        named = re.findall(r"\b(?:flce_ops|tests|examples|docs)/[\w/]+\.(?:md|csv)\b", text)
         missing += [name for name in named if not (ROOT / name).exists()]
+        sources = re.findall(r"(?<![\w/*.])(?:\w+/)*\w+\.py\b", text)  # `entry/plain.py` too, as in maps
+        missing += [name for name in sources if not any(source.endswith(f"/{name}") for source in SOURCES)]
     assert not missing
 
 

@@ -1,6 +1,8 @@
 """Imports of the package go one way: the layers of DESIGN.md, without an exception, and no circle of files."""
 
 import graphlib
+import re
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,13 @@ def graph():
 
 def test_every_module_has_a_layer(graph):
     assert graph.find_children("flce_ops") == {f"flce_ops.{name}" for layer in LAYERS for name in layer}
+
+
+def test_the_diagram_of_the_design_is_these_layers():
+    text = (Path(__file__).resolve().parent.parent / "DESIGN.md").read_text()
+    (diagram,) = re.findall(r"do not import each other:\n\n(.*?)\n\n", text, re.DOTALL)
+    rows = re.findall(r"^ {4}(\w+(?: \| \w+)*)", diagram, re.MULTILINE)
+    assert [set(row.split(" | ")) for row in rows] == [layer for layer in LAYERS if layer != {"version"}]
 
 
 def test_imports_only_go_down(graph):

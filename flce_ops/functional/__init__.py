@@ -1,6 +1,13 @@
 """The public functions: what the arguments mean, and the call of the entry operator.
 
 linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_ops/entry/
+
+loss.py         linear_cross_entropy
+log_probs.py    linear_log_probs
+kl_div.py       linear_kl_div
+policy.py       linear_policy_loss
+logits.py       cross_entropy of given logits
+entry_of.py     the operator that each calls
 """
 
 from flce_ops.functional.kl_div import linear_kl_div

@@ -1,1 +1,12 @@
-"""What is not mathematics: memory, which path ran, devices, torch's private names, caches."""
+"""What is not mathematics: memory, which path ran, devices, torch's private names, caches.
+
+workspace.py              how much memory a call may use beside its results
+table.py, path.py         a table of paths; which one ran and why
+target_range.py           a class index outside the vocabulary is an error
+readable.py               layouts of matrices that BLAS reads without a copy
+differentiated.py         whether a derivative may be asked for
+exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
+vendor.py                 whose GPU it is
+torch_private.py          every private name of torch
+compile_cache.py          torch.compile's caches, keyed by this package's code
+"""

@@ -6,7 +6,6 @@
             copy_rows.py
         one_pass_step.py                      the chunks of both
         chunks.py                             rows at a time
-        retained_gradient.py, logit_codes.py  backward of rows whose logits forward kept
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
         kept_tokens.py                        the tokens that count, and how many, on the device

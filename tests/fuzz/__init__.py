@@ -6,6 +6,7 @@
     oracle.py    the same functions on dense logits
     run.py       outputs, first and second derivatives of either
     judge.py     whether ours are as near to the float64 result as plain torch's
+    report.py    many cases: those that fail by likely cause, the first of each reduced
     triton_on_cpu.py   the Triton kernels in place of the ATen ones, in Triton's interpreter
 
 Each case runs three times along one graph: ours, plain torch in the same dtypes (the yardstick), plain torch in float64
