@@ -38,6 +38,7 @@ class Cut:
     chunks: list[slice]  # of the other tokens
     recompute: bool
     product_bytes: int  # workspace for float32 products with linear_weight
+    few: int = 0  # of no more kept tokens one chunk is made instead of these (few_tokens.py)
 
     @property
     def most_chunks(self) -> int:
@@ -52,8 +53,9 @@ class Cut:
     def notes(self) -> list[str]:
         """For flce_ops.last_path()."""
         lead = "the first chunk's exponentials wait in grad_linear_weight"
+        few = f"up to {self.few} kept tokens in one chunk"
         recompute = "recomputing the logits: the workspace is small"
-        return [lead] * (self.lead is not None) + [recompute] * self.recompute
+        return [lead] * (self.lead is not None) + [few] * bool(self.few) + [recompute] * self.recompute
 
 
 def cut_tokens(
@@ -239,4 +241,4 @@ def best_cut(problem: Problem) -> Cut:
     if others == "recompute":
         return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
-    return Cut(lead, chunks, False, room)
+    return Cut(lead, chunks, False, room, few=0 if lead is None else problem.fitting())
