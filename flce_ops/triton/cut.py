@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.workspace import get_workspace, reserved
-from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
+from flce_ops.triton.chunks import MULTIPLE, padded, product_bytes, rows_of_chunks, slices
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.parts import steps_and_parts
 from flce_ops.triton.target import input_tiles_for, multiprocessors, weight_tiles_for
@@ -241,4 +241,12 @@ def best_cut(problem: Problem) -> Cut:
     if others == "recompute":
         return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
-    return Cut(lead, chunks, False, room, few=0 if lead is None else problem.fitting())
+    return Cut(lead, chunks, False, room, few_rows(problem, lead, chunks))
+
+
+def few_rows(problem: Problem, lead: Lead | None, chunks: list[slice]) -> int:
+    """Of a chunk that takes no more memory than these."""
+    if lead is None:
+        return 0
+    in_workspace = lead.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE
+    return max(in_workspace, chunks[0].stop - chunks[0].start if chunks else 0)
