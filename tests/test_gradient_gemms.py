@@ -21,6 +21,7 @@ from flce_ops.triton.parts import float32_memory, steps_and_parts
 from flce_ops.triton.spread_rows import launch_spread_rows
 from flce_ops.triton.target_rows import launch_target_rows
 from flce_ops.triton.tiles import INPUT_TILES, WEIGHT_TILES
+from flce_ops.triton.turned_tiles import launch_turned_tiles
 from flce_ops.triton.weight_gradient import WeightGradient
 
 MiB = 2**20
@@ -128,6 +129,23 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count):
         gradient.add(slice(0, v), e[rows], x[rows], kept_of(count, n, start), first=start == 0, last=start == n)
     exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
     assert error(out, exact) <= 5e-7
+
+
+@interpreter
+@pytest.mark.parametrize("count", [0, 1, 64])
+def test_tokens_that_the_first_chunk_holds_are_rounded_once(count):
+    """Bit for bit what one chunk gives."""
+    n, d, v = 64, 70, 67
+    e, x = torch.rand(2 * n, v).half(), torch.randn(2 * n, d).half()
+    x[count:] = e[count:] = 0.0
+    made = []
+    for size in (n, 2 * n):
+        made.append(torch.full((v, d), torch.nan, dtype=torch.half))
+        gradient = WeightGradient(made[-1], chunks=2 * n // size)
+        for start in range(0, 2 * n, size):
+            rows, first, last = slice(start, start + size), start == 0, start + size == 2 * n
+            gradient.add(slice(0, v), e[rows], x[rows], kept_of(count, size, start), first=first, last=last)
+    assert torch.equal(*made)
 
 
 @interpreter
@@ -290,7 +308,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory adds where tensor maps are")
 @pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
-@pytest.mark.parametrize("d", [512, 520])
+@pytest.mark.parametrize("d", [512, 520, 640])  # 520, 640: turned tiles
 def test_rows_that_outgrow_their_unit_are_made_again(growth, d):
     """Where the memory adds: those rows only, of those tiles only."""
     e = torch.rand(1280, 600, device="cuda") * torch.logspace(-15, 9, 600, device="cuda")
@@ -318,7 +336,8 @@ def by_tensor_maps(monkeypatch):
         return builder.create_masked_store(pointers, there, mask, None, None)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
-    monkeypatch.setitem(WEIGHT_TILES, "interpreter", replace(WEIGHT_TILES["interpreter"], tma=True))
+    tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)  # a tile that turned tiles take, too
+    monkeypatch.setitem(WEIGHT_TILES, "interpreter", tiles)
 
 
 @interpreter
@@ -354,3 +373,20 @@ def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     others = (torch.arange(80) < 5) | (torch.arange(80) > 6)
     assert not found[:, 5:7].isfinite().any()
     assert error(found[:, others], exact[:, others]) <= 4e-3
+
+
+@interpreter
+@pytest.mark.parametrize("v, d", [(24, 72), (200, 96), (296, 144)])  # ends of a block, of a pair, of a group
+def test_a_last_block_of_features_that_is_half_full_is_multiplied_by_turned_tiles(v, d, by_tensor_maps, monkeypatch):
+    turned = []
+
+    def launch(*args, **options):
+        turned.append(options["tiles"])
+        launch_turned_tiles(*args, **options)
+
+    monkeypatch.setattr("flce_ops.triton.weight_gradient.launch_turned_tiles", launch)
+    e, x = torch.rand(128, v), torch.randn(128, d)
+    e[100:], x[100:] = 0.0, 0.0
+    found, exact = summed_over_chunks(e, x, 4, torch.float16, 100)
+    assert len(turned) == 2  # neither the first chunk nor the last
+    assert error(found, exact) <= 1.02 * error(exact.half(), exact) + 5e-4

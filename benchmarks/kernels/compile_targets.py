@@ -32,6 +32,7 @@ from flce_ops.triton.tiles import (
     data_centre_chip,
     tiles_of_architecture,
 )
+from flce_ops.triton.turned_tiles import turned_tiles_kernel
 from flce_ops.triton.weight_gradient import weight_gradient_kernel
 
 # the pointers of each epilogue, what may be absent being absent
@@ -75,7 +76,9 @@ def source(
     types: Mapping[str, Any],  # of the other arguments but integers; "constexpr" for what is absent
 ) -> ASTSource:
     unit = {name: 1 for name in kernel.arg_names if name.startswith("stride_") and name.endswith("_d")}
-    values = {**constants, **unit, "USE_TMA": tiles.tma, "PROGRAMS": 132, "PRECISION": "tf32"}
+    values = {**constants, **unit, "PROGRAMS": 132, "PRECISION": "tf32"}
+    if "USE_TMA" in kernel.arg_names:
+        values["USE_TMA"] = tiles.tma
     signature: dict[str, Any] = {}
     for place, name in enumerate(kernel.arg_names):
         if name in values:
@@ -193,6 +196,27 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
+def turned_variant(tiles: Tiles) -> Variant:
+    narrow, wide = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n]
+    blocks = {
+        "exponentials_map": ("bf16", narrow),
+        "rows_map": ("bf16", wide),
+        "rows_turned_map": ("bf16", narrow),
+        "exponentials_turned_map": ("bf16", wide),
+        "sum_map": ("fp16", [tiles.block_m, tiles.block_m]),
+    }
+    types = {"exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
+    constants = {
+        "WHOLE": 3,
+        "BLOCK": tiles.block_m,
+        "BLOCK_K": tiles.block_k,
+        "GROUP": tiles.group,
+        "FLATTEN": tiles.flatten,
+    }
+    of_kernel = source(turned_tiles_kernel, tiles, constants, blocks, types)
+    return Variant("weight, later, turned", of_kernel, tiles, tiles.num_stages)
+
+
 def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
     """All of V at once, which is finished where it is made, or one piece of several."""
     blocks = {
@@ -212,6 +236,8 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
             for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
                 if (every or chunk in ("later", "main_grad")) and (tma or not marked):
                     yield weight_variant(tiles, chunk)
+    if capability == 90:
+        yield turned_variant(WEIGHT_TILES["hopper"])
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

@@ -21,6 +21,8 @@
         retained_gradient.py                  G of logits that forward retained, in place of that GEMM
             logit_codes.py                    their 16 bits
         weight_gradient.py                    E.T @ (c input), summed over chunks
+            sum_units.py                      in which units
+            turned_tiles.py                   where the last block of features is at most half full
         input_gradient.py                     E @ linear_weight
             parts.py                          in how many parts of the vocabulary
         gradients.py                          which of them are made

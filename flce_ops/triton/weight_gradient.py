@@ -12,6 +12,10 @@ bfloat16's 8, so that it is the last rounding that counts.
     first chunk     sum = products / unit        unit: a power of two for each row of a tile, one byte: 2^4 to 2^6 times
     a later one     sum += products / unit       its largest number, so that sums may grow to 2^19 times that
     last chunk      out = sum unit + products
+    only chunk      out = products
+
+The host does not know how many tokens are kept. So where there are several chunks the first is launched as the only
+one, too; that of the two launches which it is not leaves at once, as do the later chunks where no token is left.
 
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
 1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
@@ -33,37 +37,20 @@ from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.sum_units import (
+    LARGEST_SUM,
+    NO_ROOM,
+    ROOM,
+    exponent_of,
+    in_units,
+    largest_of_rows,
+    power_of_two,
+)
 from flce_ops.triton.target import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from flce_ops.triton.tiles import Tiles
+from flce_ops.triton.turned_tiles import fits_turned_tiles, launch_turned_tiles
 
 # n tokens of a chunk, D hidden, V vocabulary
-
-
-# A unit is at most 2^ROOM times the largest number of its row. With more room small numbers lose bits; with less,
-# classes that are a target in a later chunk first outgrow their unit more often.
-ROOM = tl.constexpr(6)
-# Where each chunk chooses anew: the largest is below 2^15, whatever is above 2^-27 of it has 11 bits.
-NO_ROOM = tl.constexpr(-13)
-LARGEST_SUM = 2**15  # in units: half of float16's largest number
-
-
-@triton.jit
-def largest_of_rows(tile):
-    """Of what is finite: nan and inf stand for themselves in any unit."""
-    tile = tl.abs(tile)
-    return tl.max(tl.where(tile < float("inf"), tile, 0.0), 1)
-
-
-@triton.jit
-def exponent_of(largest, room: tl.constexpr):
-    """Of the unit: as float32 has it, even, and such that units and their inverses are normal numbers."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) + room
-    return tl.minimum(tl.maximum(exponent, 28), 250) & -2
-
-
-@triton.jit
-def power_of_two(exponent):
-    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @Kernel
@@ -86,7 +73,7 @@ def weight_gradient_kernel(
     D,
     V,
     room,  # units that the products of a chunk may have
-    first_rows,  # of the first chunk; where all kept tokens are among them, its products are the result
+    first_rows,  # of the first chunk: it is the only one where all kept tokens are among them
     stride_exponentials_n,
     stride_rows_n,
     stride_out_v,
@@ -116,9 +103,9 @@ def weight_gradient_kernel(
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
-    whole = tl.load(kept.total) <= first_rows
-    if not FIRST:
-        tiles = tl.where(whole, 0, tiles)
+    if not ADDS:
+        only = tl.load(kept.total) <= first_rows
+        tiles = tl.where(only, tiles, 0) if FIRST and LAST else tl.where(only, 0, tiles)
     if ADDS or not (FIRST or LAST):
         tiles = tl.where(count > 0, tiles, 0)
     if MARKED:
@@ -173,18 +160,14 @@ def weight_gradient_kernel(
                 if class_factor_ptr is not None:
                     outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
                 acc += outer
-        if not FIRST:
-            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
         if MEMORY_ADDS:
-            acc *= power_of_two(254 - exponent)
-            exceeds = (tl.max(tl.abs(acc), 1) > room)[:, None]
-            tl.store(exponent_places[:, None], (exponent + 1).to(tl.uint8), mask=class_mask[:, None] & exceeds)
-            tl.atomic_max(guard_ptr + tl.zeros_like(exponent), 1, mask=exceeds)
-            acc = tl.where(exceeds, 0.0, acc)
-        elif FIRST and not LAST:
+            acc = in_units(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
+        elif not FIRST:
+            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
+        elif not LAST:
             exponent = exponent_of(largest_of_rows(acc), UNIT_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
-            acc *= tl.where(whole, 1.0, power_of_two(254 - exponent))[:, None]
+            acc *= power_of_two(254 - exponent)[:, None]
         # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
         left_features = feature_start + tl.arange(0, HALF_N)
@@ -212,14 +195,7 @@ def weight_gradient_kernel(
             mask = left_mask if half == 0 else right_mask
             if ADDS:
                 part += tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0).to(tl.float32)
-            if LAST:
-                part = part.to(RESULT_TYPE)
-            elif FIRST and RESULT_TYPE != SUM_TYPE:
-                result = part.to(RESULT_TYPE).to(tl.int16, bitcast=True)
-                part = tl.where(whole, result, part.to(SUM_TYPE).to(tl.int16, bitcast=True))
-                part = part.to(SUM_TYPE, bitcast=True)
-            else:
-                part = part.to(SUM_TYPE)
+            part = part.to(RESULT_TYPE if LAST else SUM_TYPE)
             if MEMORY_ADDS:
                 # one addend a number: the order of tiles does not matter
                 map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
@@ -264,9 +240,32 @@ class WeightGradient:
         live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        self.launch(columns, exponentials, rows, kept, live, first=first, last=last, marked=False)
-        if self.tiles.tma and not (first or last):
-            self.launch(columns, exponentials, rows, kept, live, first=False, last=False, marked=True)
+        arguments = columns, exponentials, rows, kept, live
+        if first and not last:
+            self.launch(*arguments, first=True, last=True)
+        if first or last:
+            self.launch(*arguments, first=first, last=last)
+            return
+        every = live.number is None and self.blocks.number is None
+        if every and fits_turned_tiles(rows, self.tiles):
+            self.launch_turned(columns, exponentials, rows, kept)
+        else:
+            self.launch(*arguments)
+        if self.tiles.tma:
+            self.launch(*arguments, marked=True)
+
+    def launch_turned(self, columns: slice, exponentials: Tensor, rows: Tensor, kept: Kept) -> None:
+        launch_turned_tiles(
+            self.sum[columns],
+            self.exponents[:, columns],
+            self.guard,
+            exponentials,
+            rows,
+            kept,
+            room=self.room,
+            first_rows=self.first_rows,
+            tiles=self.tiles,
+        )
 
     def launch(
         self,
@@ -276,9 +275,9 @@ class WeightGradient:
         kept: Kept,
         live: Steps,
         *,
-        first: bool,
-        last: bool,
-        marked: bool,
+        first: bool = False,
+        last: bool = False,
+        marked: bool = False,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
         out, total, tiles = self.out[columns], self.sum[columns], self.tiles
@@ -292,7 +291,7 @@ class WeightGradient:
             matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if self.exponents is None else self.exponents[:, columns]
+        exponents = None if first and last else self.exponents[:, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = min(grid_tiles, multiprocessors(rows))
         weight_gradient_kernel[(programs,)](
@@ -300,7 +299,7 @@ class WeightGradient:
             total,
             out,
             exponents,
-            self.guard,
+            None if exponents is None else self.guard,
             None if self.class_factor is None else self.class_factor[columns],
             self.outer if first else None,
             kept,
