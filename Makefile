@@ -28,7 +28,7 @@ demo: $(INSTALLED) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
 
 # one or two quick files of each part
-CHECKED := layers paths documents bad_input double_backward dependent_operands scalars zero_denominators chunks \
+CHECKED := layers maps paths documents bad_input double_backward dependent_operands scalars zero_denominators chunks \
     graphs workspace vendor modules kl_div_errors saturated_softcap small_batches transformers_refusals plan
 
 check: lint types

@@ -76,6 +76,15 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def quick_collections():
+    """Each row starts with a gc.collect(), which costs a quarter of a second where earlier tests have left a heap."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def poisoned_memory():
     """Every torch.empty is filled with nan (integers with their maximum): what a kernel does not write shows."""

@@ -11,8 +11,8 @@ import torch
 from fresh_process import run_script
 from inputs import make_inputs
 from reference_loss import error
+from test_export import exported
 from torch._inductor import aoti_compile_and_package, aoti_load_package
-from torch.export import Dim, export
 
 import flce_ops
 from flce_ops import decompositions
@@ -49,21 +49,6 @@ def packages_load(request):
     on_cuda = request.node.callspec.params.get("device") == "cuda" if hasattr(request.node, "callspec") else True
     if on_cuda and not any_cuda_package_loads():
         pytest.skip("an AOTInductor package of nn.Linear does not load here either")
-
-
-class Loss(torch.nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.options = options
-
-    def forward(self, input, linear_weight, target, linear_bias):
-        return flce_ops.linear_cross_entropy(input, linear_weight, target, linear_bias, **self.options)
-
-
-def exported(inputs, **options):
-    n = Dim("n", min=2)
-    shapes = {"input": {0: n}, "linear_weight": None, "target": {0: n}, "linear_bias": None}
-    return export(Loss(**options), inputs.args, dynamic_shapes=shapes)
 
 
 def run_without_flce_ops(package, args, expected) -> subprocess.CompletedProcess:

@@ -2,67 +2,30 @@
 
 import csv
 import functools
-import gc
-import importlib
 import math
-import sys
-import sysconfig
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from toy_problem import CPU, TOY, dense_entropy, dense_losses, make_toy, rows_of, run_toy
 
 from benchmarks import (
-    corpus,
-    cross_entropy,
-    host_step,
     kl_div,
     loads,
-    lora,
-    main_grad,
-    objective_errors,
-    objectives,
-    overhead,
     plot,
     providers,
     run,
     soft,
-    trained,
 )
 from benchmarks.__main__ import main
-from benchmarks.data import IGNORE_INDEX, is_usual, load_problem, make_problem, shape_of
+from benchmarks.data import IGNORE_INDEX, is_usual, make_problem
 from benchmarks.errors import errors_of, make_reference
 from benchmarks.memory import MIB, peak_bytes
 from benchmarks.modes import MODES, prepare, step_of
 from benchmarks.providers.torch_dense import dense_loss
 from benchmarks.shapes import GROUPS, Shape, parse_shapes
-from benchmarks.tables import objective_errors as error_tables
 from flce_ops import last_path
 
-CPU = torch.device("cpu")
-TOY = Shape(60, 33, 501)  # N tokens, D hidden, V vocabulary
-FIGURE = {"device": "cpu", "shape": (8, 8, 16), "dtype": "float32", "calls": 9}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """Each row starts with a gc.collect(), which costs a quarter of a second where earlier tests have left a heap."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def make_toy(mode="fwd_bwd", dtype=torch.float32):
-    problem = make_problem(TOY, dtype=dtype, device=CPU, seed=0)
-    prepare(problem, MODES[mode])
-    return problem
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def test_every_mark_is_of_a_load_that_the_run_measures(tmp_path, monkeypatch):
@@ -120,11 +83,6 @@ def test_the_command_writes_a_row_per_shape_mode_and_provider_and_plots_come_fro
     pictures = plot.main([str(path)])
     assert {picture.name for picture in pictures} >= {"run_time_fwd_bwd.png", "run_memory_none.png", "run_sweep_N.png"}
     assert all(picture.stat().st_size > 1000 for picture in pictures)
-
-
-def run_toy(tmp_path, *options):
-    argv = ["--modes", "fwd_bwd,none", "--rounds", "1", "--ms", "1", "--dtype", "float32", "--device", "cpu"]
-    return rows_of(main([*argv, "--seed", "3", "--out", str(tmp_path), *options]))
 
 
 def test_shares_of_ignored_tokens_are_rows_of_their_own_and_the_floor_is_the_kept_tokens(tmp_path, capsys):
@@ -324,309 +282,3 @@ def test_the_reference_is_in_float64_whatever_the_inputs_are():
     for dtype in (torch.bfloat16, torch.float32):
         problem = make_toy(dtype=dtype)
         assert {part.dtype for part in make_reference(problem, MODES["fwd_bwd"])} == {torch.float64}
-
-
-# ---------------------------------------------------------------- a trained model's operands
-
-
-STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
-TINY = ["--vocabulary", "400", "--hidden", "32", "--layers", "1", "--context", "32", "--sequences", "8"]
-TINY += ["--tokens", "100", "--steps", "20", "--rate", "1e-2", "--device", "cpu", "--text"]
-TINY += [str(STANDARD_LIBRARY / package) for package in ("asyncio", "email", "json")]
-
-
-@pytest.fixture(scope="module")
-def trained_file(tmp_path_factory):
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("safetensors")
-    return trained.main([str(tmp_path_factory.mktemp("trained") / "tiny.safetensors"), *TINY])
-
-
-def test_a_trained_models_operands_are_data_of_their_own(trained_file, tmp_path, capsys):
-    providers = ["--providers", "floor,ours,torch_eager", "--ignored", "0.02,0.5"]
-    rows = run_toy(tmp_path, "--data", f"trained:{trained_file}", *providers)
-    assert len(rows) == 2 * 2 * 3
-    for row in rows:
-        assert (row["N"], row["D"], row["V"], row["prior"], row["reason"]) == ("100", "32", "400", "trained", "")
-        assert not is_usual(row)
-        # Twenty steps on the prior are enough to be below the log of the vocabulary.
-        assert 3 < float(row["loss"]) < torch.tensor(400.0).log()
-        if row["provider"] != "floor":
-            assert max(float(row["err_loss"]), float(row["err_dx"]), float(row["err_dw"])) < 1e-5
-    assert "100x32x400" in capsys.readouterr().out
-    pytest.importorskip("matplotlib")
-    (path,) = tmp_path.glob("*/run.csv")
-    assert "run_time_fwd_bwd_trained.png" in {picture.name for picture in plot.main([str(path)])}
-
-
-def test_a_trained_models_file_says_what_it_is_and_the_same_seed_and_steps_make_it_again(trained_file, tmp_path):
-    from safetensors import safe_open
-
-    again = trained.main([str(tmp_path / "again.safetensors"), *TINY])
-    assert shape_of(again) == Shape(100, 32, 400)
-    first, second = (load_problem(path, dtype=torch.bfloat16, device=CPU, seed=0) for path in (trained_file, again))
-    assert torch.equal(first.input, second.input) and torch.equal(first.linear_weight, second.linear_weight)
-    assert torch.equal(first.target, second.target) and (first.target == IGNORE_INDEX).sum() > 0
-    with safe_open(again, framework="pt") as file:
-        assert file.get_tensor("target").min() >= 0 and file.get_tensor("input").dtype == torch.bfloat16
-        assert {"steps", "seed", "held_out_loss", "commit"} <= set(trained.facts_of(again))
-
-
-def test_training_text_is_cut_where_it_is_one_file_and_counts_once(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for i in range(60):
-        (folder / f"{i}.py").write_text(f"number = {i // 2}\n")  # each twice
-    (folder / "picture.png").write_bytes(b"no text")
-    single = tmp_path / "single"
-    single.write_bytes(bytes(range(97, 123)) * 10_000)
-    documents = list(corpus.documents_of([folder, single], {".py"}))
-    assert len(documents) == 60 + 4 and sum(len(d.read()) for d in documents if d.path == single) == 260_000
-    found = corpus.read_corpus(documents, most_bytes=10**6, seed=0)
-    texts = [*found.training, *found.held_out]
-    assert len(texts) == len(set(texts)) == 30 + 4 and len(found.held_out) == 1
-    assert found == corpus.read_corpus(documents, most_bytes=10**6, seed=0)
-    assert found != corpus.read_corpus(documents, most_bytes=10**6, seed=1)
-    with pytest.raises(ValueError, match="expected a file or a folder"):
-        list(corpus.documents_of([tmp_path / "nothing"], {".py"}))
-
-
-def test_too_little_text_for_the_vocabulary_is_said(tmp_path):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "short.txt").write_text("a short text " * 3)
-    with pytest.raises(ValueError, match="expected 400 tokens, the text gave"):
-        trained.main([str(tmp_path / "file"), *TINY, "--text", str(tmp_path / "short.txt")])
-
-
-def test_a_trained_models_data_has_its_own_shape(trained_file, tmp_path, capsys):
-    for options in (["--shapes", "toy"], ["--prior", "ordered"]):
-        with pytest.raises(SystemExit):
-            main(["--data", f"trained:{trained_file}", *options])
-    for data in ("synthetic", f"trained:{tmp_path / 'missing'}"):
-        with pytest.raises(SystemExit):
-            main(["--data", data])
-    assert "python -m benchmarks.trained makes one" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- peers
-
-
-def test_every_provider_without_a_step_is_a_row_with_its_reason(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    settings = run.Settings(CPU, torch.bfloat16, rounds=1, ms=1, seed=0)
-    here = run.Environment("cpu", "", "", "")
-    rows = run.measure(TOY, MODES["fwd_bwd"], list(providers.FILES), settings, here, out_of_time=lambda: False)
-    assert [row.provider for row in rows] == list(providers.FILES)
-    assert all((row.ms is None) == bool(row.reason) for row in rows)
-    reasons = {row.provider: row.reason for row in rows}
-    assert {reasons[name] for name in ("liger_cutedsl", "liger_cutedsl_scaled", "liger_cutile")} == {
-        "needs a Hopper GPU"
-    }
-
-
-def test_a_library_that_a_peer_needs_is_named(monkeypatch):
-    from benchmarks.providers import liger
-
-    monkeypatch.setitem(liger.NEEDS, "not_a_package.inside", "a-distribution")
-    monkeypatch.setitem(liger.NEEDS, "not_a_module", "another")
-    with pytest.raises(providers.Unavailable, match="^needs a-distribution and another$"):
-        liger._need("not_a_package.inside", "torch", "not_a_module")
-
-
-def install_fake(monkeypatch, name, **contents):
-    """A module where an import of `name` finds it, and its packages."""
-    words = name.split(".")
-    for i in range(1, len(words) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(words[:i]), ModuleType(".".join(words[:i])))
-    for key, value in contents.items():
-        setattr(sys.modules[name], key, value)
-
-
-def dense_losses(input, linear_weight, target):
-    return torch.nn.functional.cross_entropy(input @ linear_weight.T, target, reduction="none")
-
-
-def dense_entropy(input, linear_weight):
-    return torch.distributions.Categorical(logits=input @ linear_weight.T).entropy()
-
-
-def assert_right(step, problem, mode):
-    errors = errors_of(step(), problem, make_reference(problem, mode))
-    assert max(error for error in errors if error is not None) < 1e-5
-
-
-LOSSES = {
-    name: mode
-    for name, mode in MODES.items()
-    if name not in ("log_probs", "soft64") and not mode.options and not mode.kind
-}
-
-
-@pytest.mark.parametrize("mode", LOSSES.values(), ids=LOSSES)
-def test_ligers_losses_per_token_are_averaged_over_the_kept(monkeypatch, mode):
-    from benchmarks.providers import liger
-
-    class Scaled:
-        @staticmethod
-        def apply(input, linear_weight, target, temperature, ignore_index):
-            assert (temperature, ignore_index) == (1.0, IGNORE_INDEX)
-            return dense_losses(input, linear_weight, target)
-
-    monkeypatch.setattr(liger, "_need", lambda *modules: None)
-    path = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
-    install_fake(monkeypatch, path, LigerFusedScaledCrossEntropySM90Function=Scaled)
-    problem = make_toy(mode.name)
-    assert_right(step_of(liger._cutedsl_scaled(problem, mode), problem, mode), problem, mode)
-
-
-ONE_CLASS = {**LOSSES, "log_probs": MODES["log_probs"]}
-
-
-@pytest.mark.parametrize("mode", ONE_CLASS.values(), ids=ONE_CLASS)
-def test_trls_log_probabilities_of_the_kept_rows_are_put_back(monkeypatch, mode):
-    class LogProbs:
-        @staticmethod
-        def apply(hidden, weight, bias, targets, temperature, chunk, softcap, scale, outputs):
-            assert (bias, temperature, chunk, softcap, scale) == (None, 1.0, 32768, None, 1.0)
-            assert outputs == (("entropy",) if mode.name == "log_probs" else ())
-            assert (targets >= 0).all()
-            return -dense_losses(hidden, weight, targets), dense_entropy(hidden, weight), None, None, None
-
-    install_fake(monkeypatch, "trl.trainer.utils", _CHUNKED_LOGPROB_CHUNK_SIZE=32768)
-    install_fake(monkeypatch, "trl.kernels.chunked_logprob", ChunkedLogProbFunction=LogProbs)
-    monkeypatch.setitem(sys.modules, "trl.trainer", ModuleType("trl.trainer"))
-    problem = make_toy(mode.name)
-    assert_right(providers.provide("trl", problem, mode), problem, mode)
-
-
-@pytest.mark.parametrize("mode", [MODES["none"], MODES["log_probs"]], ids=["none", "log_probs"])
-def test_verls_heads_take_ignored_tokens_without_a_cotangent(monkeypatch, mode):
-    def heads(hidden, weight, targets, temperature, reduction):
-        assert (temperature, reduction) == (1.0, "none")
-        return -dense_losses(hidden, weight, targets), dense_entropy(hidden, weight)
-
-    install_fake(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=heads)
-    problem = make_toy(mode.name)
-    assert_right(providers.provide("verl", problem, mode), problem, mode)
-    with pytest.raises(providers.Unavailable, match="per token"):
-        providers.provide("verl", problem, MODES["fwd_bwd"])
-
-
-def test_a_package_is_found_without_running_its_init(monkeypatch, tmp_path):
-    from benchmarks.providers.verl import import_packages_without_their_init
-
-    inner = tmp_path / "wants_ray" / "inner"
-    inner.mkdir(parents=True)
-    for folder in (inner.parent, inner):
-        (folder / "__init__.py").write_text("import not_a_package")
-    (inner / "kernels.py").write_text("FOUND = True")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    import_packages_without_their_init("wants_ray", "wants_ray.inner")
-    assert importlib.import_module("wants_ray.inner.kernels").FOUND
-
-
-def test_overhead_compares_two_checkouts_in_turn(tmp_path, monkeypatch):
-    turns = []
-
-    def figures_of(checkout, cuda):
-        turns.append(checkout)
-        slower = 10.0 * (checkout != overhead.REPOSITORY)
-        yield from ({**FIGURE, "mode": mode, "us": [slower + 3.0, slower + 2.0]} for mode in ("eager", "no_grad"))
-
-    monkeypatch.setattr(overhead, "figures_of", figures_of)
-    path, other = tmp_path / "overhead.csv", tmp_path / "other"
-    overhead.main(["--device", "cpu", "--against", f"{other}", "--processes", "2", "--out", f"{path}"])
-    assert turns == [other, overhead.REPOSITORY, overhead.REPOSITORY, other]
-    rows = rows_of(path)
-    assert [(row["mode"], row["us"]) for row in rows] == [
-        ("eager", "12"),
-        ("eager", "2"),
-        ("no_grad", "12"),
-        ("no_grad", "2"),
-    ]
-    assert {row["commit"] for row in rows[::2]} == {"unknown"}
-
-
-def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeypatch):
-    monkeypatch.setattr(host_step, "MODES", ("eager", "no_grad"))  # compiling takes seconds
-    monkeypatch.setattr(host_step, "ROUNDS", 2)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    training, without_gradients = host_step.cpu_figures()
-    assert len(training.us) == 2 and min(training.us) > 0
-    assert training.calls > without_gradients.calls > 0
-
-
-def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_path):
-    for compiled in ("torch_compile", "dora_compile"):  # seconds
-        monkeypatch.delitem(lora.PROVIDERS, compiled)
-    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
-    lora.main(["--shapes", "37x24x131", "--ranks", "3", "--dtype", "float32", *quick])
-    (path,) = tmp_path.rglob("lora.csv")
-    rows = {row["provider"]: row for row in rows_of(path)}
-    assert list(rows) == ["floor", *(ours := ["ours", "ours_dora", "ours_merged", "dora_merged"])]
-    assert all(float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 for row in rows.values())
-    for name in ours:
-        assert all(float(rows[name][error]) < 1e-5 for error in ("err_loss", "err_dx", "err_da", "err_db"))
-
-
-def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path):
-    """Ours beside dense torch, in float32; a peer that is not installed is a reason."""
-    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
-    cross_entropy.main(["--shapes", "16x501:float32", "--providers", "ours,torch_eager", *quick])
-    (logits,) = tmp_path.rglob("cross_entropy.csv")
-    with logits.open(newline="") as file:
-        assert {row["provider"]: float(row["err_grad"]) < 1e-5 for row in csv.DictReader(file) if row["err_grad"]} == {
-            "ours": True,
-            "torch_eager": True,
-        }
-
-
-def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
-    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
-    main_grad.main(["--shapes", "8x8x101", *quick])
-    (path,) = tmp_path.rglob("main_grad.csv")
-    with path.open(newline="") as file:
-        rows = {row["provider"]: row for row in csv.DictReader(file)}
-    assert list(rows) == list(main_grad.PROVIDERS)
-    assert all(float(row["err_dw"]) < 0.02 and float(row["peak_MiB"]) > 0 for row in rows.values())
-    assert float(rows["main_grad"]["err_dw"]) < float(rows["autograd"]["err_dw"])
-
-
-def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(tmp_path, capsys, monkeypatch):
-    """Ours beside bare GEMMs; a peer that is not installed is a reason, and no line of a table."""
-    named = ("fwd_bwd", "none", "policy", "softcap_smoothing", "metrics", "kl_forward")
-    monkeypatch.setattr(objectives, "LINES", [line for line in objectives.LINES if line[0] in named])
-    quick = ["--shapes", "24x16x101", "--rounds", "1", "--ms", "1", "--processes", "0", "--device", "cpu"]
-    chosen = "floor,ours,verl"
-    rows = rows_of(objectives.main([*quick, "--providers", chosen, "--out", str(tmp_path)]))
-    assert len(rows) == len(objectives.units_of(chosen)) == 6 + 2 + 2 + 3
-    for row in rows:
-        if row["provider"] == "verl":
-            assert row["reason"] and not row["ms"]
-        elif row["provider"] == "ours":
-            of_four = row["mode"].startswith("kl")
-            floor = next(r for r in rows if r["provider"] == "floor" and r["mode"].startswith("kl") == of_four)
-            assert float(row["x_floor"]) == pytest.approx(float(row["ms"]) / float(floor["ms"]), rel=1e-4)
-            half = row["dtype"] == "float16"
-            assert float(row["err_loss"]) < 5e-3 and float(row["err_dx"]) < (2e-3 if half else 6e-2)
-    table = capsys.readouterr().out
-    assert '| `reduction="none"`: float16 over bfloat16 | 1.10 |' in table and "verl's head" not in table
-
-
-def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
-    monkeypatch.delitem(objective_errors.PATHS, "compiled")
-    quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
-    with objective_errors.main(quick).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = list(dict.fromkeys(row["objective"] for row in rows))
-    assert len(names) == 17 + 6 and len(rows) == 17 * (3 + 1) + 6 * 3
-    for row in rows:
-        # what is left beside 64 classes of 501 is a difference of near numbers: docs/log_probs.md
-        numbers = ["err_value"] if "tail" in row["objective"] else ["err_value", "err_dx", "err_dw"]
-        for name in numbers:
-            if row[name]:
-                ours, plain = float(row[name]), float(row[name.replace("err", "torch")])
-                assert ours <= (1e-3 if "tail" in row["objective"] else 1e-7) + 3 * plain, row
-    table = error_tables.table(rows)
-    assert len(table.splitlines()) == 2 + 17 + 6 and "| divergence, jsd, of probabilities | " in table

@@ -34,6 +34,13 @@ def local_part(tensor: torch.Tensor, layout: Placement) -> torch.Tensor:  # (B, 
     return tensor.detach().chunk(parts, 1)[dist.get_rank() % parts].clone()
 
 
+def assert_exact(loss, hidden, layout: Placement, linear, exact):
+    """The loss of all ranks, and after backward the gradients of this rank's `hidden` and of `linear`."""
+    assert error(loss, exact["loss"]) < TOLERANCE
+    assert error(hidden.grad, local_part(exact["input"], layout)) < TOLERANCE
+    assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
+
+
 @pytest.mark.parametrize("world", ANY)
 @pytest.mark.parametrize("layout", [Replicate(), Shard(1)], ids=["replicated input", "sequence parallel"])
 def test_vocab_parallel_gives_the_loss_and_gradients_of_one_process(world, layout):
@@ -63,10 +70,8 @@ def vocab_parallel(device, layout):
             assert type(loss) is torch.Tensor
             loss.backward()
             exact = run_reference(inputs, **options)
-            assert error(loss, exact["loss"]) < TOLERANCE
-            assert error(hidden.grad, local_part(exact["input"], layout)) < TOLERANCE
             linear = module if head else module.linear
-            assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
+            assert_exact(loss, hidden, layout, linear, exact)
             assert error(full(linear.bias.grad), exact["linear_bias"]) < TOLERANCE
             assert linear.weight.placements == (Shard(0),)
 
@@ -122,9 +127,7 @@ def colwise_parallel(device):
         loss = parent["head"](hidden, target=inputs.target)
         loss.backward()
         exact = run_reference(inputs)
-        assert error(loss, exact["loss"]) < TOLERANCE
-        assert error(hidden.grad, local_part(exact["input"], layout)) < TOLERANCE
-        assert error(full(parent["head"].weight.grad), exact["linear_weight"]) < TOLERANCE
+        assert_exact(loss, hidden, layout, parent["head"], exact)
 
 
 @pytest.mark.parametrize("world", worlds(2, 4))
@@ -174,9 +177,7 @@ def compiled_head(device):
             step = torch.compile(step, fullgraph=True, backend="aot_eager")
         loss = step(hidden, inputs.target)
         loss.backward()
-        assert error(loss, exact["loss"]) < TOLERANCE
-        assert error(hidden.grad, local_part(exact["input"], Shard(1))) < TOLERANCE
-        assert error(full(head.weight.grad), exact["linear_weight"]) < TOLERANCE
+        assert_exact(loss, hidden, Shard(1), head, exact)
 
 
 @pytest.mark.parametrize("world", worlds(2))
@@ -207,9 +208,7 @@ def other_modules_compiled(device):
         loss = step(hidden, inputs.target)
         loss.backward()
         exact = run_reference(inputs, **options)
-        assert error(loss, exact["loss"]) < TOLERANCE
-        assert error(hidden.grad, local_part(exact["input"], Shard(1))) < TOLERANCE
-        assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
+        assert_exact(loss, hidden, Shard(1), linear, exact)
 
 
 @pytest.mark.parametrize("world", worlds(2))

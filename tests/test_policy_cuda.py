@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference_loss import error
 from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy
+from test_cuda_contract import captured
 from test_policy import CAPPED, KL, OBJECTIVES, SAMPLED
 
 import flce_ops
@@ -84,17 +85,9 @@ def test_a_cuda_graph_and_no_host_synchronisation():
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     graph.replay()
-    for found, truth in zip(captured, expected, strict=True):
+    for found, truth in zip(results, expected, strict=True):
         assert torch.equal(found, truth)
 
 

@@ -6,8 +6,7 @@ import statistics
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from test_memory import LargestTensor
 
 import flce_ops
 from examples import distill, grpo, multi_token_prediction, pretrain_loop
@@ -99,15 +98,6 @@ def test_the_pretraining_loop_learns(bf16):
 
 
 # ---------------------------------------------------------------- multi-token prediction
-
-
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
-        return out
 
 
 def dense_multi_token_loss(model: multi_token_prediction.MultiTokenModel, tokens: torch.Tensor) -> torch.Tensor:

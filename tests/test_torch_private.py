@@ -133,8 +133,8 @@ def test_written_over_where_donated_gives_inductor_a_lowering():
     assert issubclass(ir.DonatedBuffer, ir.InputBuffer)
 
 
-def test_graph_is_kept_after_this_backward_reads_retain_graph():
-    seen = []
+def seen_in_backward(seen, look):
+    """The identity, whose backward adds look(gradient) to `seen`."""
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -143,31 +143,27 @@ def test_graph_is_kept_after_this_backward_reads_retain_graph():
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append(torch_private.graph_is_kept_after_this_backward())
+            seen.append(look(grad))
             return grad
 
-    loss = Probe.apply(torch.ones(1, requires_grad=True)).sum()
+    return Probe.apply
+
+
+def test_graph_is_kept_after_this_backward_reads_retain_graph():
+    seen: list[bool] = []
+    probe = seen_in_backward(seen, lambda grad: torch_private.graph_is_kept_after_this_backward())
+    loss = probe(torch.ones(1, requires_grad=True)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
     assert seen == [True, False]
 
 
 def test_is_batched_knows_the_batches_of_is_grads_batched():
-    seen = []
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(torch_private.is_batched(grad))
-            return grad
-
+    seen: list[bool] = []
+    probe = seen_in_backward(seen, torch_private.is_batched)
     x = torch.ones((), requires_grad=True)
-    torch.autograd.grad(Probe.apply(x), x, torch.ones(3), is_grads_batched=True)
-    torch.autograd.grad(Probe.apply(x), x)
+    torch.autograd.grad(probe(x), x, torch.ones(3), is_grads_batched=True)
+    torch.autograd.grad(probe(x), x)
     assert seen == [True, False]
 
 

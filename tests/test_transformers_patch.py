@@ -6,12 +6,12 @@ import inspect
 import pickle
 
 import pytest
+from test_memory import LargestTensor
 
 pytest.importorskip("transformers")
 
 import torch
 from tiny_models import NUM_ITEMS, TOKENS, VOCAB, check_same, has_logits, loss_and_gradients, make_batch, make_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import MistralForCausalLM
 
@@ -219,15 +219,6 @@ def test_all_labels_ignored_gives_nan_and_zero_gradients_as_unpatched():
     loss, gradients = loss_and_gradients(patch(model), **batch)
     assert loss.isnan()
     assert all(gradient.count_nonzero() == 0 for gradient in gradients.values())
-
-
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
-        return out
 
 
 def test_no_tensor_has_the_size_of_the_logits():

@@ -21,7 +21,7 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 APART = 512  # bytes between the addresses while capturing; a tensor map wants 16
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do what they like meanwhile
-# What Triton 3.6 to 3.9 say of a launch that is a function, a grid and parameters; tests/test_replay.py looks for them.
+# What Triton 3.6 to 3.9 say of a launch that is a function, a grid and parameters; tests/test_driver_launch.py looks.
 PLAIN = {
     "num_ctas": 1,
     "global_scratch_size": 0,

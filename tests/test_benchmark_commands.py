@@ -1,0 +1,121 @@
+"""Commands beside `python -m benchmarks`, at toy size on a CPU: what they write, and the tables made of it."""
+
+import pytest
+import torch
+from toy_problem import rows_of
+
+from benchmarks import (
+    cross_entropy,
+    host_step,
+    lora,
+    main_grad,
+    objective_errors,
+    objectives,
+    overhead,
+)
+from benchmarks.tables import objective_errors as error_tables
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+FIGURE = {"device": "cpu", "shape": (8, 8, 16), "dtype": "float32", "calls": 9}
+
+
+def test_overhead_compares_two_checkouts_in_turn(tmp_path, monkeypatch):
+    turns = []
+
+    def figures_of(checkout, cuda):
+        turns.append(checkout)
+        slower = 10.0 * (checkout != overhead.REPOSITORY)
+        yield from ({**FIGURE, "mode": mode, "us": [slower + 3.0, slower + 2.0]} for mode in ("eager", "no_grad"))
+
+    monkeypatch.setattr(overhead, "figures_of", figures_of)
+    path, other = tmp_path / "overhead.csv", tmp_path / "other"
+    overhead.main(["--device", "cpu", "--against", f"{other}", "--processes", "2", "--out", f"{path}"])
+    assert turns == [other, overhead.REPOSITORY, overhead.REPOSITORY, other]
+    rows = rows_of(path)
+    assert [(row["mode"], row["us"]) for row in rows] == [
+        ("eager", "12"),
+        ("eager", "2"),
+        ("no_grad", "12"),
+        ("no_grad", "2"),
+    ]
+    assert {row["commit"] for row in rows[::2]} == {"unknown"}
+
+
+def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeypatch):
+    monkeypatch.setattr(host_step, "MODES", ("eager", "no_grad"))  # compiling takes seconds
+    monkeypatch.setattr(host_step, "ROUNDS", 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    training, without_gradients = host_step.cpu_figures()
+    assert len(training.us) == 2 and min(training.us) > 0
+    assert training.calls > without_gradients.calls > 0
+
+
+def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_path):
+    for compiled in ("torch_compile", "dora_compile"):  # seconds
+        monkeypatch.delitem(lora.PROVIDERS, compiled)
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    lora.main(["--shapes", "37x24x131", "--ranks", "3", "--dtype", "float32", *quick])
+    (path,) = tmp_path.rglob("lora.csv")
+    rows = {row["provider"]: row for row in rows_of(path)}
+    assert list(rows) == ["floor", *(ours := ["ours", "ours_dora", "ours_merged", "dora_merged"])]
+    assert all(float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 for row in rows.values())
+    for name in ours:
+        assert all(float(rows[name][error]) < 1e-5 for error in ("err_loss", "err_dx", "err_da", "err_db"))
+
+
+def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    chosen = "ours,ours_in_place,torch_eager"
+    cross_entropy.main(["--shapes", "16x501:float32", "--providers", chosen, *quick])
+    (csv_path,) = tmp_path.rglob("cross_entropy.csv")
+    copy, *steps = rows_of(csv_path)
+    assert copy["provider"] == "copy" and [row["provider"] for row in steps] == chosen.split(",")
+    assert all(float(row["err_grad"]) < 1e-6 for row in steps)
+
+
+def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    main_grad.main(["--shapes", "8x8x101", *quick])
+    (path,) = tmp_path.rglob("main_grad.csv")
+    rows = {row["provider"]: row for row in rows_of(path)}
+    assert list(rows) == list(main_grad.PROVIDERS)
+    assert all(float(row["err_dw"]) < 0.02 and float(row["peak_MiB"]) > 0 for row in rows.values())
+    assert float(rows["main_grad"]["err_dw"]) < float(rows["autograd"]["err_dw"])
+
+
+def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(tmp_path, capsys, monkeypatch):
+    """Ours beside bare GEMMs; a peer that is not installed is a reason, and no line of a table."""
+    named = ("fwd_bwd", "none", "policy", "softcap_smoothing", "metrics", "kl_forward")
+    monkeypatch.setattr(objectives, "LINES", [line for line in objectives.LINES if line[0] in named])
+    quick = ["--shapes", "24x16x101", "--rounds", "1", "--ms", "1", "--processes", "0", "--device", "cpu"]
+    chosen = "floor,ours,verl"
+    rows = rows_of(objectives.main([*quick, "--providers", chosen, "--out", str(tmp_path)]))
+    assert len(rows) == len(objectives.units_of(chosen)) == 6 + 2 + 2 + 3
+    for row in rows:
+        if row["provider"] == "verl":
+            assert row["reason"] and not row["ms"]
+        elif row["provider"] == "ours":
+            of_four = row["mode"].startswith("kl")
+            floor = next(r for r in rows if r["provider"] == "floor" and r["mode"].startswith("kl") == of_four)
+            assert float(row["x_floor"]) == pytest.approx(float(row["ms"]) / float(floor["ms"]), rel=1e-4)
+            half = row["dtype"] == "float16"
+            assert float(row["err_loss"]) < 5e-3 and float(row["err_dx"]) < (2e-3 if half else 6e-2)
+    table = capsys.readouterr().out
+    assert '| `reduction="none"`: float16 over bfloat16 | 1.10 |' in table and "verl's head" not in table
+
+
+def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
+    monkeypatch.delitem(objective_errors.PATHS, "compiled")
+    quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
+    rows = rows_of(objective_errors.main(quick))
+    names = list(dict.fromkeys(row["objective"] for row in rows))
+    assert len(names) == 17 + 6 and len(rows) == 17 * (3 + 1) + 6 * 3
+    for row in rows:
+        # what is left beside 64 classes of 501 is a difference of near numbers: docs/log_probs.md
+        numbers = ["err_value"] if "tail" in row["objective"] else ["err_value", "err_dx", "err_dw"]
+        for name in numbers:
+            if row[name]:
+                ours, plain = float(row[name]), float(row[name.replace("err", "torch")])
+                assert ours <= (1e-3 if "tail" in row["objective"] else 1e-7) + 3 * plain, row
+    table = error_tables.table(rows)
+    assert len(table.splitlines()) == 2 + 17 + 6 and "| divergence, jsd, of probabilities | " in table

@@ -1,0 +1,144 @@
+"""linear_kl_div keeps the field's conventions: beta, temperature, symmetry; teachers whose probabilities are given."""
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_divergence import (
+    KINDS,
+    RAGGED,
+    clone,
+    dense_divergence,
+    make_pair,
+    run,
+    run_reference,
+    with_kl_div,
+)
+from reference_loss import error
+from test_kl_div import REDUCTIONS
+
+import flce_ops
+
+# ---------------------------------------------------------------- conventions of the field
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_beta_zero_is_forward_and_beta_one_is_reverse(device, reduction):
+    pair = make_pair(device=device)
+    for beta, kind in ((0.0, "forward"), (1.0, "reverse"), (0, "forward"), (1, "reverse")):
+        found = run(flce_ops.linear_kl_div, pair, kind="jsd", beta=beta, reduction=reduction)
+        expected = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+        for name in expected:
+            assert torch.equal(found[name], expected[name]), name
+
+
+def test_beta_weighs_the_teacher(device):
+    """0.9 of the teacher in the mixture: nearer to reverse KL over (1 - beta) than to forward KL over beta."""
+    pair = make_pair(device=device, dtype=torch.float64, close=True)
+    values = {
+        kind: flce_ops.linear_kl_div(**pair, kind=kind, beta=0.999).item() for kind in ("forward", "reverse", "jsd")
+    }
+    assert abs(values["jsd"] / 0.001 / values["reverse"] - 1) < 0.02
+    found = dense_divergence(with_kl_div, **pair, kind="jsd", beta=0.999)
+    assert error(found, torch.tensor(values["jsd"], dtype=torch.float64, device=device)) < 1e-10
+
+
+def test_the_half_jsd_is_symmetric_and_bounded(device):
+    pair = make_pair((50, 16, 16, 101), device=device, target=False, requires_grad=False)
+    there = flce_ops.linear_kl_div(**pair, kind="jsd", reduction="none")
+    swapped = {
+        "input": pair["teacher_input"],
+        "linear_weight": pair["teacher_weight"],
+        "teacher_input": pair["input"],
+        "teacher_weight": pair["linear_weight"],
+    }
+    assert error(flce_ops.linear_kl_div(**swapped, kind="jsd", reduction="none"), there) < 1e-6
+    assert 0 < there.min() and there.max() < 0.6932
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_equal_to_its_teacher_has_divergence_zero_and_no_gradient(device, kind):
+    pair = make_pair(device=device, target=False)
+    pair["teacher_input"], pair["teacher_weight"] = pair["input"].detach(), pair["linear_weight"].detach()
+    found = run(flce_ops.linear_kl_div, pair, kind=kind)
+    scale = run_reference(make_pair(device=device, target=False), kind=kind)["input"].norm()
+    assert found["loss"].abs() < 1e-6
+    assert found["input"].norm() < 1e-5 * scale
+
+
+def test_the_temperature_squared_is_the_users(device):
+    pair = make_pair(device=device, dtype=torch.float64, target=False)
+    T = 2.0
+    student, teacher = (
+        F.linear(pair[i], pair[w]) for i, w in (("input", "linear_weight"), ("teacher_input", "teacher_weight"))
+    )
+    expected = T * T * F.kl_div(F.log_softmax(student / T, -1), F.softmax(teacher / T, -1), reduction="batchmean")
+    assert error(T * T * flce_ops.linear_kl_div(**pair, logit_scale=1 / T), expected) < 1e-13
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_temperature_over_capped_logits(device, kind):
+    """The docstring's recipe: logit_scale / T together with softcap / T."""
+    pair = make_pair(device=device, dtype=torch.float64, requires_grad=False, target=False)
+    T, cap = 2.0, 3.0
+    logits = [
+        cap * torch.tanh(F.linear(pair[i], pair[w]) / cap) / T
+        for i, w in (("input", "linear_weight"), ("teacher_input", "teacher_weight"))
+    ]
+    expected = with_kl_div(kind, 0.5, *(F.log_softmax(z, -1) for z in logits)).mean()
+    options = {"logit_scale": 1 / T, "softcap": cap / T, "teacher_softcap": cap / T}
+    assert error(flce_ops.linear_kl_div(**pair, kind=kind, **options), expected) < 1e-13
+
+
+# ---------------------------------------------------------------- given probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+def test_exact_zeros_in_teacher_probs(device, kind, reduction, dtype):
+    """0 log 0 = 0: F.kl_div's convention. One-hot rows among them: cross-entropy."""
+    pair = make_pair(device=device, dtype=dtype, probs=True)
+    probs = pair["teacher_probs"]
+    probs[:, ::3] = 0.0
+    probs[::4] = F.one_hot(torch.arange(probs.shape[0])[::4] % probs.shape[1], probs.shape[1]).to(dtype)
+    expected = run_reference(pair, kind=kind, reduction=reduction)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for name in expected:
+        assert found[name].isfinite().all()
+        assert error(found[name], expected[name]) < tolerance, name
+
+
+def test_one_hot_probabilities_are_cross_entropy(device):
+    pair = make_pair(device=device, dtype=torch.float64, probs=True)
+    V = pair["linear_weight"].shape[0]
+    pair["teacher_probs"] = F.one_hot(pair["target"].clamp_min(0), V).double()
+    found = run(flce_ops.linear_kl_div, pair)
+    again = clone(pair)
+    loss = flce_ops.linear_cross_entropy(again["input"], again["linear_weight"], again["target"])
+    loss.backward()
+    assert error(found["loss"], loss) < 1e-14
+    for name in ("input", "linear_weight"):
+        assert error(found[name], again[name].grad) < 1e-14
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_probabilities_that_do_not_add_up_to_one(device, kind, reduction):
+    """A truncated top-k, or probabilities rounded to bfloat16: still the sums of the definition and their gradient."""
+    pair = make_pair(device=device, dtype=torch.float64, probs=True)
+    pair["teacher_probs"] = pair["teacher_probs"] * torch.rand(RAGGED[0], 1, device=device)
+    expected = run_reference(pair, kind=kind, reduction=reduction)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-13, name
+
+
+def test_reverse_is_infinite_where_given_probabilities_forbid_what_the_student_does(device):
+    pair = make_pair(device=device, probs=True, target=False, requires_grad=False)
+    pair["teacher_probs"][3, 5] = 0.0
+    found = flce_ops.linear_kl_div(**pair, kind="reverse", reduction="none")
+    assert found[3] == torch.inf
+    assert found[torch.arange(len(found)) != 3].isfinite().all()

@@ -1,0 +1,120 @@
+"""linear_kl_div: GEMM passes, temporary memory, leading dimensions and strides."""
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+import pytest
+import torch
+from reference_divergence import KINDS, leaves, make_pair, run_reference
+from reference_loss import error
+from test_kl_div_operator import REDUCTIONS, WAYS
+from test_memory import SMALL_CHANGE, MiB, peak_on_cpu, peak_on_cuda
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+from flce_ops.aten import kl_div as reference
+from flce_ops.aten.chunks import rows_per_chunk as rows_of_cross_entropy
+from flce_ops.aten.gradients import ROUNDED_CHUNKS_ON_CPU
+
+
+@pytest.mark.parametrize(
+    "options, gradient, student, teacher",
+    [
+        ({}, True, 3, 1),
+        ({"reduction": "none"}, True, 4, 2),
+        ({}, False, 1, 1),
+        ({"probs": True}, True, 3, 0),
+    ],
+    ids=["training step", "reduction none", "no gradient", "given probabilities"],
+)
+def test_gemm_passes(device, options, gradient, student, teacher):
+    options = dict(options)
+    pair = make_pair((40, 16, 8, 61), device=device, probs=options.pop("probs", False), requires_grad=gradient)
+    with FlopCounterMode(display=False) as counter:
+        loss = flce_ops.linear_kl_div(**pair, kind="jsd", **options)
+        if gradient:
+            loss.sum().backward()
+    assert counter.get_total_flops() == 2 * 40 * 61 * (16 * student + 8 * teacher)
+
+
+@pytest.mark.parametrize("way, student, teacher", [("reentrant", 4, 2), ("non_reentrant", 5, 3), ("selective", 4, 2)])
+def test_gemm_passes_under_checkpointing(device, way, student, teacher):
+    pair = make_pair((40, 16, 8, 61), device=device)
+
+    def block(input):
+        return flce_ops.linear_kl_div(**{**pair, "input": input})
+
+    with FlopCounterMode(display=False) as counter:
+        checkpoint(block, pair["input"], **WAYS[way]).backward()
+    assert counter.get_total_flops() == 2 * 40 * 61 * (16 * student + 8 * teacher)
+
+
+N, D, E, V = 2048, 16, 24, 2003  # float32 logits: 16 MiB
+WORKSPACE = 6 * MiB  # for more than the 128 rows that are always held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("kind, softcap", [*((kind, None) for kind in KINDS), ("jsd", 5.0)])
+def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, reduction, dtype):
+    pair = make_pair((N, D, E, V), device=device, dtype=dtype, bias=True)
+
+    def step():
+        loss = flce_ops.linear_kl_div(**pair, kind=kind, reduction=reduction, softcap=softcap, teacher_softcap=softcap)
+        torch.autograd.grad(loss.sum(), list(leaves(pair).values()))
+
+    with flce_ops.workspace(WORKSPACE):
+        peak = (peak_on_cpu if device == "cpu" else peak_on_cuda)(step)
+    assert flce_ops.last_path().chunks > 2  # half matrices on a GPU, float32 ones elsewhere
+    results = sum(leaf.numel() * leaf.element_size() for leaf in leaves(pair).values())
+    assert peak - results <= WORKSPACE + SMALL_CHANGE, f"{(peak - results) / MiB:.1f} MiB"
+    assert peak - results > WORKSPACE / 4, "chunks far smaller than the workspace allows"
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_need_one_chunk(monkeypatch, reduction):
+    """More matrices than linear_cross_entropy's, so more chunks: they are what the rule for the sum counts."""
+    dtypes = []
+
+    class Watched(reference.GradientAccumulator):
+        def finish(self):
+            dtypes.append(self.weight_sum.dtype)
+            super().finish()
+
+    monkeypatch.setattr(reference, "GradientAccumulator", Watched)
+    pair = make_pair((2000, 16, 8, 509), dtype=torch.bfloat16)
+    with flce_ops.workspace(2000 * (509 * 2 + 200)):
+        assert rows_of_cross_entropy(pair["input"], 509) == 2000
+        flce_ops.linear_kl_div(**pair, kind="jsd", reduction=reduction).sum().backward()
+        assert flce_ops.last_path().chunks > ROUNDED_CHUNKS_ON_CPU
+    assert dtypes == [torch.float32]
+
+
+def test_teacher_states_are_not_held_until_backward(device):
+    """Gradients are made in forward, so a freed teacher is free."""
+    import weakref
+
+    pair = make_pair(device=device)
+    loss = flce_ops.linear_kl_div(**pair)
+    teacher = weakref.ref(pair["teacher_input"])
+    del pair["teacher_input"]
+    assert teacher() is None
+    loss.backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_leading_dimensions_and_strides(device, reduction):
+    pair = make_pair((24, 11, 7, 31), device=device, dtype=torch.float64, bias=True, token_weight=True)
+    expected = run_reference(pair, reduction=reduction)
+    shaped = dict(pair)
+    for name in ("input", "teacher_input", "target", "token_weight"):
+        tensor = pair[name].detach()
+        shaped[name] = tensor.view(2, 3, 4, *tensor.shape[1:]).requires_grad_(pair[name].requires_grad)
+    wide = torch.zeros(11, 31, dtype=torch.float64, device=device).copy_(pair["linear_weight"].detach().T)
+    shaped["linear_weight"] = wide.T.requires_grad_()
+    loss = flce_ops.linear_kl_div(**shaped, reduction=reduction)
+    assert loss.shape == ((2, 3, 4) if reduction == "none" else ())
+    loss.sum().backward()
+    assert error(loss.flatten() if reduction == "none" else loss, expected["loss"]) < 1e-13
+    for name in ("input", "linear_weight", "token_weight"):
+        assert error(shaped[name].grad.reshape(expected[name].shape), expected[name]) < 1e-13

@@ -1,0 +1,58 @@
+"""Megatron's convention around main_grad, its hook written as it stands there."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, run_reference
+from test_main_grad import D, N, V
+from torch import nn
+
+import flce_ops
+from flce_ops.integrations import megatron
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_convention_of_megatron(tied, overlap):
+    """Its hook, written as it stands there: adds .grad unless the flag is set, and wants one where it overlaps."""
+    inputs = make_inputs((N, D, V))
+    weight = nn.Parameter(inputs.linear_weight.detach().clone())
+    weight.main_grad = torch.zeros_like(weight)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = tied
+    seen = []
+
+    def hook(*unused):
+        assert not overlap or weight.grad is not None
+        if weight.grad is not None and (not weight.grad_added_to_main_grad or weight.zero_out_wgrad):
+            weight.main_grad.add_(weight.grad.data)
+        weight.grad = None
+        seen.append(weight.grad_added_to_main_grad)
+
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(hook)
+
+    def hidden_of(weight, input):
+        return torch.tanh(weight[inputs.target.clamp(min=0)] + input) if tied else input
+
+    for _ in range(2):
+        megatron.linear_cross_entropy(hidden_of(weight, inputs.input), weight, inputs.target).backward()
+    plain = inputs.linear_weight.detach().clone().requires_grad_()
+    flce_ops.linear_cross_entropy(hidden_of(plain, inputs.input), plain, inputs.target).backward()
+    assert error(weight.main_grad, 2 * plain.grad) < 1e-6 and seen == [True, True]
+
+
+def test_without_megatrons_flag_autograd_gets_no_gradient():
+    inputs = make_inputs((N, D, V))
+    weight = inputs.linear_weight
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="expected linear_weight.main_grad, which Megatron's .* got none"):
+            megatron.linear_cross_entropy(*inputs.args)
+        weight.main_grad = None  # as Megatron's FSDP leaves it
+    weight.main_grad = torch.zeros_like(weight, requires_grad=False)
+    megatron.linear_cross_entropy(*inputs.args).backward()
+    assert weight.grad is None and error(weight.main_grad, run_reference(inputs)["linear_weight"]) < 1e-6
+    with torch.no_grad():
+        megatron.linear_cross_entropy(inputs.input, weight.detach(), inputs.target)

@@ -1,0 +1,84 @@
+"""The Triton kernels of given logits, in Triton's interpreter, against float64."""
+
+# N tokens, V vocabulary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inputs import scalars
+from reference_loss import error
+from test_cross_entropy import OPTIONS, make_logits
+
+from flce_ops.aten import cross_entropy as aten
+
+# ---------------------------------------------------------------- the Triton kernels, interpreted
+
+# of the interpreter, which has no fused multiplication and addition: twice what was seen
+TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("shape", "padded", "options"),
+    [  # a block has 32 numbers in float32, 64 in float16; up to 2 are held, without a softcap
+        ((3, 131), 0, {}),
+        ((3, 203), 3, {"label_smoothing": 0.1}),
+        ((3, 131), 3, OPTIONS[1]),
+        ((3, 64), 0, OPTIONS[3]),
+        ((4, 50), 3, {"logit_scale": -0.7}),
+        ((4, 5), 0, OPTIONS[3]),
+        ((3, 2), 1, OPTIONS[1]),
+    ],
+)
+def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memory):
+    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    logits, target, made = make_logits(shape, dtype=dtype, options=options)
+    for absent in ("token_weight", "temperature"):
+        made.pop(absent, None)
+    weight = made.pop("weight", None)
+    memory = F.pad(logits, (0, padded), value=torch.nan)
+    logits = memory[:, : shape[1]]
+    exact, clean = logits.double(), logits.clone()
+    logits[target < 0] = torch.nan
+    numbers = scalars(made)
+    of_logits = {name: numbers[name] for name in ("softcap", "logit_scale") if name in numbers}
+
+    def same(found, right):
+        assert error(found, right) <= TOLERANCE[dtype]
+
+    asked = {"logit_sum": True, "argmax": True, **of_logits}
+    found, right = (f(x, target, weight, **asked) for f, x in ((triton.launch_forward, logits), (aten.forward, exact)))
+    for number, expected in zip(found[:4], right[:4]):
+        assert error(number, expected) <= TOLERANCE[torch.float32]
+    cotangents = [torch.randn(shape[0]) for _ in range(3)]
+    same(
+        triton.launch_backward(*cotangents, logits, target, weight, found[1], found[4], **of_logits),
+        aten.backward(*cotangents, exact, target, weight, right[1], right[4], **of_logits),
+    )
+    scale = torch.rand(shape[0]).where(target >= 0, 0.0)
+    found = triton.launch_with_grad(logits, target, weight, scale, argmax=True, **numbers)
+    right = aten.with_grad(exact, target, weight, scale.double(), argmax=True, **numbers)
+    for number, expected in zip(found, right):
+        same(number, expected)
+    for divisor in (None, torch.tensor(2.5)):
+        mean = triton.launch_with_grad(logits, target, weight, None, divisor, argmax=True, **numbers)
+        divisor = None if divisor is None else divisor.double()
+        right = aten.with_grad(exact, target, weight, None, divisor, argmax=True, **numbers)
+        for number, expected in zip(mean, right):
+            same(number, expected)
+    neighbours = memory[:, shape[1] :].clone()
+    triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
+    assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
+    assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+def test_bfloat16_logits_are_unpacked_as_they_are():
+    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
+    found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
+    right = aten.forward(logits.double(), target, None, logit_sum=True, argmax=True)
+    for number, expected in zip(found[:4], right[:4]):
+        assert error(number, expected) <= TOLERANCE[torch.float32]
