@@ -36,6 +36,7 @@
             target.py, tiles.py               the device; tile shapes
     sparse_step.py                            the chunks of a step whose logit gradient is sparse
         sparse_lists.py                       the entries that are kept, token by token
+            sparse_draws.py                   their random numbers
             cut_lists.py                      long ones in pieces, a program each
         sparse_carried.py                     what ranks tell each other of a tile of classes that they share
         sparse_or_dense.py                    the classes of which these are many, and have GEMMs

@@ -203,17 +203,24 @@ def launch_exponentials(
     combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **blocks)
     exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)
     sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=True, **blocks)
-    max_logit = columns = None
-    if argmax:
-        max_logit = sums.row_max.amax(0)
-        # no column where the maximum is nan
-        last = linear_weight.shape[0] - 1
-        columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-
-    def over_tiles(part: Tensor | None) -> Tensor | None:
-        return None if part is None else weighted_column_sum(part, None)
-
-    found = map(over_tiles, (sums.squares, sums.total))
+    max_logit, columns = argmax_over_tiles(sums, linear_weight.shape[0]) if argmax else (None, None)
     return RowSums(
-        row_sum, reference_logit, over_tiles(sums.logit_sum), over_tiles(sums.expected), max_logit, columns, *found
+        row_sum,
+        reference_logit,
+        over_tiles(sums.logit_sum),
+        over_tiles(sums.expected),
+        max_logit,
+        columns,
+        over_tiles(sums.squares),
+        over_tiles(sums.total),
     )
+
+
+def over_tiles(part: Tensor | None) -> Tensor | None:  # (T, n) -> (n,)
+    return None if part is None else weighted_column_sum(part, None)
+
+
+def argmax_over_tiles(sums: ExpSum, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
+    """The largest logit and its class, the first of equals; the last class where the maximum is nan."""
+    max_logit, last = sums.row_max.amax(0), num_classes - 1
+    return max_logit, sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
