@@ -50,7 +50,7 @@ class ForwardNumbers(NamedTuple):
     lse_rest: Tensor
 
 
-class LossNumbers(NamedTuple):
+class LossResults(NamedTuple):
     losses: Tensor
     argmax: Tensor | None
 
@@ -63,7 +63,7 @@ def rows_kernel(
     target_ptr,  # (N,)
     reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without grad_logits
     kept,  # Count
-    outputs,  # ForwardNumbers, or with grad_logits LossNumbers
+    outputs,  # ForwardNumbers, or with grad_logits LossResults
     class_weight_ptr,  # (V,) float32
     loss,  # RowLoss; None without grad_logits
     logit_options,  # LogitOptions
