@@ -13,10 +13,12 @@
         gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
+            tile_sums.py                      numbers of a row for each tile, added up
         finish_rows.py                        per row, after that GEMM
             row_loss.py                       the loss of a row and its derivatives
         finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
         row_statistics.py                     by-products of rows
+        two_sum.py                            a number in two float32
         gradient_factors.py                   per row, before the GEMM of backward, where lse is known
         retained_gradient.py                  G of logits that forward retained, in place of that GEMM
             logit_codes.py                    their 16 bits
