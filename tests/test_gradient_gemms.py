@@ -31,7 +31,8 @@ interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 def kept_of(count, n, start=0, device="cpu"):
     """The first `count` places of all chunks hold tokens; n of the places are this chunk's."""
     order = torch.arange(n, dtype=torch.int32, device=device)
-    return Kept(order, torch.tensor(count, dtype=torch.int32, device=device), start)
+    total = torch.tensor(count, dtype=torch.int32, device=device)
+    return Kept(order, total, start, total)
 
 
 @interpreter

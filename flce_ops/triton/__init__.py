@@ -10,6 +10,7 @@
         recompute.py                          tokens of with_grad in a small workspace
         kept_tokens.py                        the tokens that count, and how many, on the device
             count_tokens.py                   how many alone
+            few_tokens.py                     one chunk for them where they are few
         gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
