@@ -15,6 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
+    """A name, and what is known of it."""
+
     module: str
     name: str  # dotted where it is a class's
     arguments: tuple[str, ...]  # of what is there, in order

@@ -175,9 +175,9 @@ def finish_divergence_kernel(
     if results.student_kl is not None:
         tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
     if results.shift is not None:
-        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask, BLOCK_N)
+        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask)
     if results.teacher_shift is not None:
-        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask, BLOCK_N)
+        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask)
 
 
 @Kernel

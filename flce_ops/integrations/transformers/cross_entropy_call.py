@@ -23,6 +23,8 @@ from flce_ops.integrations.transformers.instance_forward import has_another_forw
 
 @dataclass(frozen=True)
 class CrossEntropy:
+    """Which loss the call computes."""
+
     ignore_index: int = -100
     module: str | None = None  # attribute of the model that computes it, whose ignore_index holds
 
