@@ -19,6 +19,7 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step, target
 from flce_ops.triton.cut import cut_tokens
+from flce_ops.triton.few_tokens import choose_cut
 from flce_ops.triton.lead import lead_chunk
 
 if torch.cuda.is_available():
@@ -100,6 +101,34 @@ def test_rows_far_above_their_reference_are_rescued_in_every_slice():
     assert truth[1].max() > 100
     for ours, in_one_piece, exact in zip(found[1:4], whole[1:4], truth[1:4], strict=True):
         assert error(ours, exact) <= 1.1 * error(in_one_piece, exact) + 1e-7
+
+
+@pytest.mark.usefixtures("quarter")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("more", [None, -1, 0, 1, 20])
+def test_few_kept_tokens_take_one_chunk(more, smoothing, poisoned_memory, monkeypatch):
+    """None kept, and so many more than the chunk holds; gradients and statistics, those of ignored tokens too."""
+    n, *_ = shape = 75, 64, 275
+    launched = []
+
+    def choose(kept, rows):
+        launched.append((int(kept.total), rows))
+        return choose_cut(kept, rows)
+
+    monkeypatch.setattr(one_pass_step, "choose_cut", choose)
+    args = operands(shape, torch.float32, {"bias": True})
+    with flce_ops.workspace(WORKSPACE):
+        few = cut_tokens(args[0], args[1], [True] * 3, smoothed=bool(smoothing)).few
+        count = 0 if more is None else few + more
+        assert 0 < few and count < n
+        args[2].copy_(torch.where(torch.randperm(n) < count, args[2].clamp(min=0), -100))
+        options = {"output_mask": [True] * 3, "label_smoothing": smoothing}
+        options |= dict.fromkeys(("argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit"), True)
+        row_scale = torch.rand(n)
+        found = flce_ops.triton.launch_with_grad(*args, row_scale, **options)
+        assert f"up to {few} kept tokens in one chunk" in flce_ops.last_path().reason
+    assert launched == [(count, few)]
+    assert_close(found, aten.with_grad(*double(*args, row_scale), **options), torch.float32)
 
 
 @pytest.mark.parametrize("workspace", [48 * MiB, 64 * MiB, 128 * MiB, 512 * MiB])

@@ -347,7 +347,7 @@ def test_refusals_of_the_operator():
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-2}], ids=str)
 def test_small_class_scales_take_no_digits_in_float16(options, device):
-    """Of a mean without a loss scale c_j G_ij is below the smallest normal number; plain torch rounds G, then c_j W_j."""
+    """c_j G_ij of a mean without a loss scale is subnormal; plain torch rounds G, and c_j W_j."""
     options = options | {"class_scale": True}
     call = Call((300, 96, 1009), rank=8, dtype=torch.float16, device=device, options=options)
     with torch.no_grad():

@@ -45,7 +45,7 @@ OPERANDS = {
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
     "low_rank": EXP_SUM,
 }
-KEPT = Kept("*i32", "*i32", "i32")
+KEPT = Kept("*i32", "*i32", "i32", "*i32")
 EVERY_STEP, EVERY_BLOCK = Steps("constexpr", "constexpr", "i32", "i32"), Blocks("constexpr", "constexpr")
 LIVE_STEPS, DENSE_BLOCKS = Steps("*i32", "*i32", "i32", "i32"), Blocks("*i32", "*i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")

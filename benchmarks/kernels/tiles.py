@@ -71,7 +71,8 @@ def measure(step, ms: float) -> float:
 
 def all_kept(n: int) -> Kept:
     order = torch.arange(n, device="cuda", dtype=torch.int32)
-    return Kept(order, torch.full((), n, device="cuda", dtype=torch.int32), 0)
+    total = torch.full((), n, device="cuda", dtype=torch.int32)
+    return Kept(order, total, 0, total)
 
 
 def candidate_step(tiles: LogitsTiles, epilogue: str, store: bool, x, w, out):

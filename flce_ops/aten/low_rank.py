@@ -67,6 +67,8 @@ def with_pair(
 
 
 class PairGradients:
+    """Where the G of chunks goes: gradients of input and linear_bias, of the pair, and of the class scale."""
+
     def __init__(self, call: LowRankWithGrad, grads: Sequence[Tensor], rows: int) -> None:
         grad_input, grad_pair_input, grad_pair_weight, grad_bias, self.grad_scale = grads
         want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask

@@ -85,7 +85,7 @@ def rows_of_chunk(
     )
 
 
-class Gradients(Protocol):
+class Accumulator(Protocol):
     """Where the G of chunks goes: a GradientAccumulator, or several."""
 
     def add_bias(self, grad_logits: Tensor) -> None: ...
@@ -101,7 +101,7 @@ def loss_and_gradients(
     call: WithGrad | LowRankWithGrad,
     operands: Operands,
     products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their u (n, V), which become G
-    gradients: Gradients,
+    gradients: Accumulator,
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
     target_weight: Tensor | None = None,  # (N, K)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.workspace import get_workspace, reserved
-from flce_ops.triton.chunks import MULTIPLE, product_bytes, rows_of_chunks, slices
+from flce_ops.triton.chunks import MULTIPLE, padded, product_bytes, rows_of_chunks, slices
 from flce_ops.triton.lead import Lead, lead_chunk
 from flce_ops.triton.parts import steps_and_parts
 from flce_ops.triton.target import input_tiles_for, multiprocessors, weight_tiles_for
@@ -38,6 +38,7 @@ class Cut:
     chunks: list[slice]  # of the other tokens
     recompute: bool
     product_bytes: int  # workspace for float32 products with linear_weight
+    few: int = 0  # of no more kept tokens one chunk is made instead of these (few_tokens.py)
 
     @property
     def most_chunks(self) -> int:
@@ -52,8 +53,9 @@ class Cut:
     def notes(self) -> list[str]:
         """For flce_ops.last_path()."""
         lead = "the first chunk's exponentials wait in grad_linear_weight"
+        few = f"up to {self.few} kept tokens in one chunk"
         recompute = "recomputing the logits: the workspace is small"
-        return [lead] * (self.lead is not None) + [recompute] * self.recompute
+        return [lead] * (self.lead is not None) + [few] * bool(self.few) + [recompute] * self.recompute
 
 
 def cut_tokens(
@@ -239,4 +241,12 @@ def best_cut(problem: Problem) -> Cut:
     if others == "recompute":
         return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
     room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
-    return Cut(lead, chunks, False, room)
+    return Cut(lead, chunks, False, room, few_rows(problem, lead, chunks))
+
+
+def few_rows(problem: Problem, lead: Lead | None, chunks: list[slice]) -> int:
+    """Of a chunk that takes no more memory than these."""
+    if lead is None:
+        return 0
+    in_workspace = lead.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE
+    return max(in_workspace, chunks[0].stop - chunks[0].start if chunks else 0)

@@ -14,7 +14,7 @@ from flce_ops.triton.finish_rows import (
     store_factors,
     sums_of_rows,
 )
-from flce_ops.triton.kept_tokens import kept_rows
+from flce_ops.triton.kept_tokens import kept_rows, written_rows
 from flce_ops.triton.logits_gemm import LN2, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_policy import Policy, token_policy
@@ -48,7 +48,7 @@ def finish_policy_rows_kernel(
     row_sum, at_target, reference_logit, target_logit, hit = sums_of_rows(tokens, sums, i, mask)
     log_prob = ((target_logit - reference_logit) - tl.log2(row_sum)) * LN2
     token = tl.load(tokens.kept.order + i, mask=i < n, other=0)
-    tl.store(tokens.losses + token, tl.where(mask, log_prob, 0.0), mask=i < n)  # 0 where ignored
+    tl.store(tokens.losses + token, tl.where(mask, log_prob, 0.0), mask=written_rows(tokens.kept, i, n))
     scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
     _, slope = token_policy(log_prob, token, mask, scale, policy, OBJECTIVE, ESTIMATOR)
     factor = -slope * number_at(logit_scale_ptr) / row_sum

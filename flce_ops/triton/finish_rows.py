@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.triton.exponentials import RowSums
-from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss, row_loss
@@ -98,7 +98,7 @@ def store_losses(
 @triton.jit
 def store_and_scale(tokens, token, i, n, mask, value, d_lse, d_target, logit_scale_ptr):
     """Stores the losses; as store_losses."""
-    tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)  # 0 where ignored
+    tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=written_rows(tokens.kept, i, n))
     row_scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
     scaled = row_scale * d_lse
     no_gradient = (d_lse == 0.0) & (d_target == 0.0)

@@ -28,15 +28,22 @@ class Kept(NamedTuple):
     order: Tensor  # (n,) int32
     total: Tensor  # () int32, kept tokens of all chunks
     start: int
+    taken: Tensor  # () int32, the total; or minus how many places other chunks see to (few_tokens.py)
 
     def of(self, rows: slice) -> "Kept":
-        return Kept(self.order[rows], self.total, self.start + rows.start)
+        return self._replace(order=self.order[rows], start=self.start + rows.start)
 
 
 @triton.jit
 def kept_rows(kept, n):
     """How many of a chunk's n rows hold a token."""
-    return tl.minimum(tl.maximum(tl.load(kept.total) - kept.start, 0), n)
+    return tl.minimum(tl.maximum(tl.load(kept.taken) - kept.start, 0), n)
+
+
+@triton.jit
+def written_rows(kept, i, n):
+    """Which of a chunk's rows it writes numbers of tokens for, 0 where ignored."""
+    return (i < n) & (kept.start + i + tl.load(kept.taken) >= 0)
 
 
 @Kernel
@@ -127,4 +134,4 @@ def keep_tokens(
     keep_tokens_kernel[(1,)](
         target, order, place, count, in_range, tokens, ignore_index, num_classes, BLOCK=4096, num_warps=8
     )
-    return Kept(order, count, 0), place
+    return Kept(order, count, 0, count), place

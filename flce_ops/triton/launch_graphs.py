@@ -23,7 +23,7 @@ import torch
 from flce_ops.triton.driver_launch import RELAXED, DriverLaunches, check, driver
 
 LAUNCHES_AT_LEAST = 4  # of fewer a graph is no faster
-LAUNCHES_AT_MOST = 64  # a step of more does not wait for the host
+LAUNCHES_AT_MOST = 96  # a step of more does not wait for the host
 ADDRESSES_AT_MOST = 8  # of a kind that are remembered: a loop that has more of them is launched as it was
 GRAPHS_AT_MOST = 32  # of all kinds
 IDLE_SECONDS = 10.0  # after which a graph makes room for another

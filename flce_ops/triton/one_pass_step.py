@@ -10,6 +10,7 @@
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 """
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
+from flce_ops.triton.few_tokens import choose_cut
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
 from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradients import Gradients
@@ -78,6 +80,7 @@ class OnePassStep:
         self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
         self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
         self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
+        self.tokens = operands.input.shape[0]  # that the chunks are cut of
         self.gradients = gradients
         self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
@@ -90,6 +93,9 @@ class OnePassStep:
     def run(self, recompute: Recompute) -> list[slice]:
         """The lead chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
         lead, chunks = [], self.cut.chunks
+        if self.cut.few:
+            few, self.kept = choose_cut(self.kept, self.cut.few)
+            self.run_only(few)
         if self.cut.lead is not None:
             self.run_lead(self.cut.lead)
             lead = [slice(0, self.cut.lead.rows)]
@@ -100,6 +106,14 @@ class OnePassStep:
         else:
             self.run_chunks(chunks)
         return lead + chunks
+
+    def run_only(self, few: Kept) -> None:
+        """All kept tokens in one chunk, where they are few."""
+        only = copy.copy(self)
+        only.tokens, only.kept = self.cut.few, few
+        gradient = self.weight_gradient
+        only.weight_gradient = WeightGradient(gradient.out, chunks=1, outer=(gradient.class_factor, gradient.outer))
+        only.run_chunks([slice(0, self.cut.few)])
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:
@@ -162,9 +176,7 @@ class OnePassStep:
         )
         self.row_sum, self.reference = sums.exponentials, sums.reference_logit
         finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
-        if statistics.argmax is not None:
-            store_by_token(statistics.argmax, columns, kept)
-        launch_row_statistics(sums, statistics, kept, self.vocab_size)
+        launch_row_statistics(sums._replace(argmax=columns), statistics, kept, self.vocab_size)
         for cols, piece in pieces:
             launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
             if self.bias_sum is not None:
@@ -177,7 +189,7 @@ class OnePassStep:
         """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
         if self.weight_gradient is None:
             return
-        start, count = tokens.kept.start, self.operands.input.shape[0]
+        start, count = tokens.kept.start, self.tokens
         last = start + rows.shape[0] == count
         few = count <= TOKENS_AT_MOST and start == 0 and last and len(pieces) == 1
         rest = torch.empty_like(rows) if few else None
@@ -221,9 +233,3 @@ class OnePassStep:
             return self.per_token.losses[:0]
         later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
         return later if later.shape[0] >= numbers else self.per_token.losses.new_empty(numbers)
-
-
-def store_by_token(out: Tensor, values: Tensor, kept: Kept) -> None:
-    """out[order_i] = values_i of the kept tokens, -1 of the others."""
-    held = torch.arange(values.shape[0], device=values.device) < kept.total - kept.start
-    out.index_copy_(0, kept.order.long(), torch.where(held, values, -1))

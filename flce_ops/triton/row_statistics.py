@@ -17,7 +17,7 @@ import triton.language as tl
 
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.triton.exponentials import RowSums
-from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
 from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel
 
@@ -41,11 +41,13 @@ def row_statistics_kernel(
     V,
     BLOCK_N: tl.constexpr,
 ):
-    """0 where ignored."""
+    """0 where ignored, argmax -1."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = i < n
+    inside = written_rows(kept, i, n)
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=inside, other=0)
+    if statistics.argmax is not None:
+        tl.store(statistics.argmax + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     log2_sum = tl.log2(row_sum)
     if statistics.lse is not None:
@@ -63,9 +65,9 @@ def row_statistics_kernel(
 
 
 def launch_row_statistics(sums: RowSums, statistics: TokenStatistics, kept: Kept, num_classes: int) -> None:
-    """`statistics` of all tokens, `sums` of those of `kept`. The argmax is the caller's."""
-    if any(out is not None for out in statistics[1:]):
+    """`statistics` of all tokens, `sums` of those of `kept`."""
+    if any(out is not None for out in statistics):
         n = kept.order.shape[0]
         row_statistics_kernel[(triton.cdiv(n, BLOCK_N),)](
-            sums, statistics._replace(argmax=None), kept, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2
+            sums, statistics, kept, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.target import multiprocessors
 
 # n rows, C columns
 
@@ -29,19 +30,20 @@ def scale_rows_kernel(
     stride_out_n,
     BLOCK_C: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = cols < C
     count = kept_rows(kept, n)
-    # not (cols < C) & (row < ...): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
-    mask = cols < tl.where(row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, C, 0)
-    factor = tl.where(row < count, tl.load(factor_ptr + row), 0.0)
-    value = tl.load(matrix_ptr + row * stride_matrix_n + cols, mask=mask, other=0.0).to(tl.float32) * factor
-    rounded = value.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * stride_out_n + cols, rounded, mask=mask)
-    if rest_ptr is not None:
-        rounded = rounded.to(tl.float32)
-        rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded)  # not inf - inf
-        tl.store(rest_ptr + row * stride_out_n + cols, rest.to(rest_ptr.dtype.element_ty), mask=mask)
+    end = tl.minimum(tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, n)
+    for place in range(tl.program_id(0), end, tl.num_programs(0)):
+        row = tl.cast(place, tl.int64)
+        factor = tl.where(row < count, tl.load(factor_ptr + row), 0.0)
+        value = tl.load(matrix_ptr + row * stride_matrix_n + cols, mask=mask, other=0.0).to(tl.float32) * factor
+        rounded = value.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * stride_out_n + cols, rounded, mask=mask)
+        if rest_ptr is not None:
+            rounded = rounded.to(tl.float32)
+            rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded)  # not inf - inf
+            tl.store(rest_ptr + row * stride_out_n + cols, rest.to(rest_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, kept: Kept, rest: Tensor | None) -> None:
@@ -49,6 +51,9 @@ def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, kept: Kept, r
     assert matrix.stride(1) == out.stride(1) == 1 and (rest is None or rest.stride() == out.stride())
     rows, columns = matrix.shape
     block = min(2048, triton.next_power_of_2(columns))
-    scale_rows_kernel[(rows, triton.cdiv(columns, block))](
+    blocks = triton.cdiv(columns, block)
+    # some 16 programs a multiprocessor: one for each row took 4 us to leave where no row of 4096 is kept
+    programs = min(rows, triton.cdiv(16 * multiprocessors(matrix), blocks))
+    scale_rows_kernel[(programs, blocks)](
         matrix, factor, out, rest, kept, rows, columns, matrix.stride(0), out.stride(0), BLOCK_C=block, num_warps=4
     )

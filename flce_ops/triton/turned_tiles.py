@@ -61,7 +61,7 @@ def turned_tiles_kernel(
     depth = tl.cdiv(count, BLOCK_K)
     class_blocks = tl.cdiv(V, BLOCK)
     tiles = class_blocks * WHOLE + tl.cdiv(class_blocks, 2)
-    tiles = tl.where((count > 0) & (tl.load(kept.total) > first_rows), tiles, 0)
+    tiles = tl.where((count > 0) & (tl.load(kept.taken) > first_rows), tiles, 0)
     group_tiles: tl.constexpr = GROUP * WHOLE + GROUP // 2
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         first = (tile // group_tiles) * GROUP

@@ -104,8 +104,12 @@ def weight_gradient_kernel(
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
     if not ADDS:
-        only = tl.load(kept.total) <= first_rows
-        tiles = tl.where(only, tiles, 0) if FIRST and LAST else tl.where(only, 0, tiles)
+        taken = tl.load(kept.taken)
+        only = taken <= first_rows
+        if FIRST and LAST:
+            tiles = tl.where(only & (taken >= 0), tiles, 0)
+        else:
+            tiles = tl.where(only, 0, tiles)
     if ADDS or not (FIRST or LAST):
         tiles = tl.where(count > 0, tiles, 0)
     if MARKED:
