@@ -75,10 +75,10 @@ def student_logits(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The chunk of input, (n, D), its logits, (n, V), and where wanted dz/du / logit_scale, (n, V) under a softcap."""
     input = operands.input[rows]
-    product, bias = chunk_product(input, operands.linear_weight), operands.linear_bias
+    product = chunk_product(input, operands.linear_weight, operands.linear_bias)
     if options.softcap is None or not slope:
-        return input, activate(product, bias, LogitOptions(options.softcap, options.logit_scale)), None
-    return input, *cap_with_slope(scale_logits(product, bias, options.logit_scale), options.softcap)
+        return input, activate(product, LogitOptions(options.softcap, options.logit_scale)), None
+    return input, *cap_with_slope(scale_logits(product, options.logit_scale), options.softcap)
 
 
 def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
