@@ -34,7 +34,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--shapes", default=None, help="groups of benchmarks/shapes.py and NxDxV, with commas; key")
     parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its marks")
-    parser.add_argument("--data", type=trained, default=None, help="trained:PATH, a file of benchmarks.trained")
+    parser.add_argument(
+        "--data", type=trained, default=None, help="trained:PATH, of benchmarks.trained; of --loads first"
+    )
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
     parser.add_argument("--without", default="", help="providers to leave out, in the same notation")
@@ -54,8 +56,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.data and (options.shapes or options.prior):
         parser.error("--data has its own shape and prior: leave out --shapes and --prior")
-    if options.loads and (options.shapes or options.prior or options.data):
-        parser.error("--loads has its own shapes and data: leave out --shapes, --prior and --data")
+    if options.loads and (options.shapes or options.prior):
+        parser.error("--loads has its own shapes and priors: leave out --shapes and --prior")
     if options.data and not options.data.exists():
         parser.error(f"no file {options.data}: python -m benchmarks.trained makes one")
     options.name = options.name or ("loads" if options.loads else "run")
@@ -73,19 +75,20 @@ def main(argv: Sequence[str] | None = None) -> Path:
     import torch
 
     from . import loads, providers, run
-    from .data import IGNORED, PRIORS, shape_of
+    from .data import IGNORED, PRIORS, TRAINED, shape_of
     from .modes import MODES
     from .report import Report, environment, say
     from .shapes import parse_shapes
 
     quick_without = ",".join(providers.QUICK_LEAVES_OUT) if options.quick else ""
     names = providers.choose(options.providers, without=f"{options.without},{quick_without}")
+    of_file = shape_of(options.data) if options.data else None
     if options.loads:
-        units = loads.units()
+        units = loads.units(of_file)
     else:
-        shapes = [shape_of(options.data)] if options.data else parse_shapes(options.shapes or "key")
+        shapes = [of_file] if of_file else parse_shapes(options.shapes or "key")
         every = itertools.product(options.modes.split(","), shapes, options.ignored)
-        units = [loads.Unit(*one, options.prior or PRIORS[0], "*") for one in every]
+        units = [loads.Unit(*one, TRAINED if of_file else options.prior or PRIORS[0], "*") for one in every]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     run.one_compilation_per_shape()
     here = environment(device, options.commit)
@@ -116,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
                 seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
                 ignored=unit.ignored,
                 prior=unit.prior,
-                trained=options.data,
+                trained=options.data if unit.prior == TRAINED else None,
             )
             of_the_unit = [name for name in providers.choose(unit.providers) if name in names]
             mode = MODES[unit.mode]

@@ -138,13 +138,10 @@ def truth_of(logits: Tensor, target: Tensor) -> Truth:
 
 
 def errors(loss: Loss, logits: Tensor, target: Tensor, truth: Truth) -> tuple[float, float]:
-    """Of the loss and of the gradient, relative. The logits stay as they were."""
-    given = logits.detach().clone()
+    """Of the loss and of the gradient, relative."""
     value = loss(Made.apply(logits), target)
     (grad,) = torch.autograd.grad(value, logits)
     difference = grad[:CHECKED_ROWS].double() - truth.grad
-    with torch.no_grad():
-        logits.copy_(given)
     of_grad = difference.square().sum() / truth.grad.square().sum()
     return abs(float(value.detach()) - truth.loss) / abs(truth.loss), float(of_grad.sqrt())
 
@@ -154,7 +151,7 @@ def measure(
 ) -> list[LogitsRow]:
     tokens, classes, dtype = shape
     logits, target = make_problem(tokens, classes, dtype, ignored, device)
-    truth = truth_of(logits, target)
+    truth, given = truth_of(logits, target), logits.detach().clone()
     torch.compiler.reset()  # past its limit of shapes it would run eagerly
     here = environment(device, options.commit)
     machine = (here.gpu, here.torch, here.triton, here.commit, tokens, classes, ignored, dtype)
@@ -172,6 +169,9 @@ def measure(
             row.reason = f"not installed: {failure.name}"
         except Exception as failure:  # a provider's own
             row.reason = reason_of(failure)
+        with torch.no_grad():
+            logits.copy_(given)  # some wrote over them
+    del given
 
     def failed(name: str, failure: Exception) -> None:
         rows[name].reason = type(failure).__name__

@@ -74,7 +74,7 @@ def measured(folder: Path) -> list[dict[str, str]]:
     return rows
 
 
-def planned(provider: str, shape: tuple[int, int, int]) -> tuple[Head, cuts.Cut]:
+def planned(provider: str, shape: tuple[int, int, int]) -> tuple[Head, cuts.StepCost]:
     _, _, cut, workspace = LINES[provider]
     head = Head(*shape, torch.bfloat16)
     with flce_ops.workspace(workspace * MIB):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .data import IGNORED, PRIORS
+from .data import IGNORED, PRIORS, TRAINED
 from .shapes import Shape, parse_shapes
 
 PEERS = "torch_compile,liger,cce,quack_chunked"
@@ -61,9 +61,11 @@ class Unit(NamedTuple):
     providers: str  # in the notation of providers.choose
 
 
-def units() -> list[Unit]:
-    """Of LOADS, each once."""
+def units(trained: Shape | None = None) -> list[Unit]:
+    """Of LOADS, each once; before them the operands of a trained model, if a file holds them, in this shape."""
     found: dict[tuple, Unit] = {}
+    if trained:
+        found[trained, IGNORED, TRAINED] = Unit("fwd_bwd", trained, IGNORED, TRAINED, f"floor,ours,{PEERS}")
     for load in LOADS:
         for shape in parse_shapes(load.shapes):
             unit = Unit("fwd_bwd", shape, load.ignored, load.prior, load.providers)
@@ -186,7 +188,7 @@ def milliseconds(times: Times) -> list[str]:
     for load in dict.fromkeys(key[:3] for key in times.rows):
         shape, ignored, prior = load
         share = "" if ignored == IGNORED else f", {ignored:.0%} ignored"
-        order = "" if prior == PRIORS[0] else f", {prior} prior"
+        order = {PRIORS[0]: "", TRAINED: ", operands of a trained model"}.get(prior, f", {prior} prior")
         ours = [times.rows.get((*load, name)) for name in EVERY_OURS.split(",")]
         cells = [f"{float(row['ms']):.2f}" if row else "" for row in ours]
         who, ms = fastest_peer(times, load)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from flce_ops.aten import chunks
 from flce_ops.aten.logits import (
     activate,
     activate_with_slope,
@@ -103,12 +104,9 @@ def class_blocks(linear_weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + CLASSES_PER_BLOCK, num_classes))
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in the accumulation dtype: cuBLAS hands it over, a CPU rounds half operands' product first."""
-    accumulate = accumulation_dtype(left.dtype)
-    if left.dtype != accumulate and left.device.type == "cuda":
-        return torch.mm(left, right, out_dtype=accumulate)
-    return torch.mm(left, right).to(accumulate)
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left @ right + bias in the accumulation dtype: cuBLAS hands it over, a CPU rounds that of half operands first."""
+    return chunks.product(left, right, chunks.product_dtype(left), bias).to(accumulation_dtype(left.dtype))
 
 
 def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
@@ -125,12 +123,11 @@ def forward(call: Forward) -> ForwardOutputs:
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
-    linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
+    weight = upcast(weight, dtype)
     target_logit = sums = total = torch.zeros_like(target, dtype=dtype)
     max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # blocks
     for classes in class_blocks(linear_weight):
-        block = product(input, linear_weight[classes].T)
-        logits = activate(block, block_of(linear_bias, classes), call.logits)
+        logits = activate(product(input, linear_weight[classes].T, block_of(linear_bias, classes)), call.logits)
         target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
         if call.logit_sum:
             sums = sums + weighted_logits(logits, block_of(weight, classes))
@@ -223,13 +220,13 @@ def backward(call: Backward) -> Gradients:
     input = zeroed_where_ignored(input, valid)
     cotangents = call.cotangents.kept(hit, valid, dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
-    linear_bias, weight = upcast(linear_bias, dtype), upcast(weight, dtype)
+    weight = upcast(weight, dtype)
     grad_input = torch.zeros_like(input, dtype=dtype) if want_input else None
     grad_weight, grad_bias = [], []
     for classes in class_blocks(linear_weight):
         block = linear_weight[classes]
-        logits = product(input, block.T)
-        logits, slope = activate_with_slope(logits, block_of(linear_bias, classes), call.logits)
+        logits = product(input, block.T, block_of(linear_bias, classes))
+        logits, slope = activate_with_slope(logits, call.logits)
         grad_logits = softmax_gradient(logits, factors)
         add_sum(grad_logits, cotangents.grad_logit_sum, block_of(weight, classes))
         if cotangents.grad_target_logit is not None:

@@ -48,12 +48,19 @@ def test_every_mark_is_of_a_load_that_the_run_measures(tmp_path, monkeypatch):
 
 
 def test_loads_go_through_the_command_with_their_own_share_and_prior(tmp_path, monkeypatch, capsys):
+    model = tmp_path / "trained.safetensors"
+    pytest.importorskip("safetensors.torch").save_file(
+        {"input": torch.randn(8, 4), "linear_weight": torch.randn(9, 4), "target": torch.arange(8)}, model
+    )
     toy = (loads.Load("24x16x40", "floor,ours", 0.5), loads.Load("24x16x40", "ours,torch_eager", prior="ordered"))
     monkeypatch.setattr(loads, "LOADS", toy)
     argv = ["--loads", "--rounds", "1", "--ms", "1", "--dtype", "float32", "--device", "cpu", "--out", str(tmp_path)]
     found = [(row["provider"], row["ignored"], row["prior"]) for row in rows_of(main([*argv, "--without", "floor"]))]
-    assert found == [("ours", "0.5", "shuffled"), ("ours", "0.02", "ordered"), ("torch_eager", "0.02", "ordered")]
-    assert "| 24x16x40, ordered prior |" in capsys.readouterr().out
+    toys = [("ours", "0.5", "shuffled"), ("ours", "0.02", "ordered"), ("torch_eager", "0.02", "ordered")]
+    assert found == toys and "| 24x16x40, ordered prior |" in capsys.readouterr().out
+    found = rows_of(main([*argv, "--without", "floor,torch_compile,liger,cce,quack*", "--data", f"trained:{model}"]))
+    assert [(row["provider"], row["ignored"], row["prior"]) for row in found] == [("ours", "0.02", "trained"), *toys]
+    assert "| 8x4x9, operands of a trained model |" in capsys.readouterr().out
 
 
 def test_the_command_writes_a_row_per_shape_mode_and_provider_and_plots_come_from_it(tmp_path):

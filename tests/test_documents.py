@@ -67,6 +67,20 @@ def test_files_that_a_document_names_exist(document):
     assert not missing
 
 
+def anchors_of(text: str) -> set[str]:
+    """Of its headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_headings_that_a_link_leads_to_exist(document):
+    folder = (ROOT / document).parent
+    links = re.findall(r"\]\(([^)#\s]*\.md)?#([^)\s]+)\)", text_of(document))
+    targets = [(folder / link if link else ROOT / document, anchor) for link, anchor in links]
+    assert not [(str(file), anchor) for file, anchor in targets if anchor not in anchors_of(file.read_text())]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_footnotes_are_there_once_and_used(document):
     text = re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)

@@ -239,7 +239,7 @@ def products(step) -> int:
     """Multiplications in the products of matrices, over D V: rows of GEMM passes."""
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
-    factors = {"aten::mm": slice(0, 2), "aten::addmm_": slice(1, 3)}
+    factors = {"aten::mm": slice(0, 2), "aten::addmm": slice(1, 3), "aten::addmm_": slice(1, 3)}
     shapes = [e.input_shapes[factors[e.name]] for e in profile.events() if e.name in factors]
     return sum(rows * inner * columns for (rows, inner), (_, columns) in shapes) // (D * V)
 

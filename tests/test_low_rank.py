@@ -343,3 +343,17 @@ def test_refusals_of_the_operator():
     call.linear_weight.requires_grad_()
     with pytest.raises(NotImplementedError, match="linear_weight gets no gradient here; pass it detached"):
         flce.linear_cross_entropy_low_rank_with_grad(*values, **numbers)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-2}], ids=str)
+def test_small_class_scales_take_no_digits_in_float16(options, device):
+    """c_j G_ij of a mean without a loss scale is subnormal; plain torch rounds G, and c_j W_j."""
+    options = options | {"class_scale": True}
+    call = Call((300, 96, 1009), rank=8, dtype=torch.float16, device=device, options=options)
+    with torch.no_grad():
+        call.class_scale.copy_(0.01 + 0.003 * torch.randn(1009))
+    exact = results(call.in_dtype(torch.float64), Call.dense)
+    found, plain = results(call, Call.loss), results(call, Call.dense)
+    assert flce_ops.last_path().op == ONE_PASS
+    for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
+        assert error(ours, truth) <= 1.15 * error(theirs, truth) + 1e-6, name

@@ -180,7 +180,7 @@ def measured(file: str, mode: str) -> list[dict]:
         return [row for row in csv.DictReader(rows) if row["ms"] and row["mode"] == mode]
 
 
-def planned_for(row: dict, cut, workspace: int) -> tuple[Head, cuts.Cut]:
+def planned_for(row: dict, cut, workspace: int) -> tuple[Head, cuts.StepCost]:
     head = Head(int(row["N"]), int(row["D"]), int(row["V"]), getattr(torch, row["dtype"]))
     with flce_ops.workspace(workspace * MiB):
         return head, cut(head)

@@ -55,7 +55,7 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     cotangents = call.cotangents.kept(hit, valid, call.lse.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
-    linear_bias, weight = upcast(linear_bias, call.lse.dtype), upcast(weight, call.lse.dtype)
+    weight = upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
     in_block += matrices_for_keeping(call)
@@ -76,9 +76,9 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
         gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
     else:
         gradients = SparseAccumulator(call, draws, grads, step)
-    for chunk, product in chunk_products(call, input, linear_weight, step, retained):
+    for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
         for rows, block in row_blocks(input, chunk, product, multiple=multiple_of(gradients)):
-            logits, slope = activate_with_slope(block, linear_bias, call.logits)
+            logits, slope = activate_with_slope(block, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)
             gradients.add_bias(apply_slope(grad_logits, slope))

@@ -2,7 +2,7 @@
 
                   V
             ┌───────────┐
-          n │ product   │    input @ linear_weight.T, in the dtype in which the GEMM hands it over
+          n │ product   │    u = input @ linear_weight.T + linear_bias, in the dtype in which the GEMM hands it over
             │▒▒▒▒▒▒▒▒▒▒▒│    a block of it at a time becomes z, then G, in the accumulation dtype; G goes back into the
             └───────────┘    product, which the two gradient GEMMs read
 
@@ -48,16 +48,31 @@ def product_is_rounded(input: Tensor) -> bool:
     return product_dtype(input) != accumulation_dtype(input.dtype)
 
 
-def chunk_product(input: Tensor, linear_weight: Tensor, out: Tensor | None = None) -> Tensor:  # (n, V)
+def chunk_product(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:  # u, (n, V)
     dtype = product_dtype(input)
-    options = {} if dtype == input.dtype else {"out_dtype": dtype}
     if readable(linear_weight):
-        return torch.mm(input, linear_weight.T, out=out, **options)
+        return product(input, linear_weight.T, dtype, linear_bias, out)
     if out is None:
         out = input.new_empty(input.shape[0], linear_weight.shape[0], dtype=dtype)
     for classes, weight in readable_rows(linear_weight):
-        torch.mm(input, weight.T, out=out[:, classes], **options)
+        product(input, weight.T, dtype, None if linear_bias is None else linear_bias[classes], out[:, classes])
     return out
+
+
+def product(
+    left: Tensor,  # (n, D)
+    right: Tensor,  # (D, v)
+    dtype: torch.dtype,  # product_dtype of left
+    bias: Tensor | None = None,  # (v,)
+    out: Tensor | None = None,
+) -> Tensor:  # (n, v) in dtype
+    """left @ right + bias, rounded once: a bias that takes back a large product costs no digits."""
+    if dtype != left.dtype:
+        rows = torch.mm(left, right, out_dtype=dtype, out=out)
+        return rows if bias is None else rows.add_(bias)
+    return torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
 
 
 def block_bytes(input: Tensor) -> int:
@@ -106,9 +121,14 @@ def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
 
 
 def chunk_products(
-    call: Arguments, input: Tensor, linear_weight: Tensor, rows: int, retained: Tensor | None = None
+    call: Arguments,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    rows: int,
+    retained: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each chunk and their product, (n, V), in memory that the chunks share; the first R, if any, are known."""
+    """Rows of each chunk and their u, (n, V), in memory that the chunks share; the first R, if any, are known."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
         n, known = chunk.stop - chunk.start, 0
@@ -119,7 +139,8 @@ def chunk_products(
             product[:known].copy_(own)
         if known < n:
             rest = slice(chunk.start + known, chunk.stop)
-            chunk_product(rows_of(input, rest), linear_weight, product[known:] if known else product)
+            out = product[known:] if known else product
+            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
         yield chunk, product
 
 

@@ -44,7 +44,7 @@ def blocks_of(call: Call, options: LogitOptions) -> Iterator[tuple[slice, Tensor
     dtype = accumulation_dtype(logits.dtype)
     step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
     for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):
-        z, slope = activate_with_slope(rows_of(logits, rows).to(dtype, copy=True), None, options)
+        z, slope = activate_with_slope(rows_of(logits, rows).to(dtype, copy=True), options)
         yield rows, z, slope
 
 

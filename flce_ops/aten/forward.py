@@ -45,18 +45,18 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
-    linear_bias, weight = upcast(linear_bias, lse.dtype), upcast(weight, lse.dtype)
+    weight = upcast(weight, lse.dtype)
     in_block = product_is_rounded(input) + (call.expected_logit or call.log_sum_sq_probs)
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     products = retained.view(input.dtype)
     if call.retain:
         products[:, num_classes:].zero_()
         products[input.shape[0] :].zero_()
-    for chunk, product in chunk_products(call, input, linear_weight, step):
+    for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step):
         retain_product(products, chunk, product)
         blocks = row_blocks(input, chunk, product, column, target_logit, lse, lse_rest)
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
-            logits = activate(block, linear_bias, call.logits)
+            logits = activate(block, call.logits)
             at_target = at_columns(logits, own_column, own_target_logit)
             own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
             if call.logit_sum:

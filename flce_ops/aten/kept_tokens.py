@@ -26,14 +26,29 @@ from flce_ops.meta.call import Arguments
 
 # What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
 MATRICES = {  # (N, ...)
-    **{"input": 0.0, "low_rank_input": 0.0, "logits": 0.0, "grad_grad_input": 0.0},
-    **{"teacher_input": 0.0, "teacher_probs": 1.0},
+    "input": 0.0,
+    "low_rank_input": 0.0,
+    "logits": 0.0,
+    "grad_grad_input": 0.0,
+    "teacher_input": 0.0,
+    "teacher_probs": 1.0,
 }
 VECTORS = {  # (..., N)
-    *("advantages", "old_log_probs", "ref_log_probs"),
-    *("row_scale", "lse", "lse_rest", "expected_logit"),
-    *("grad", "grad_lse", "grad_logit_sum", "grad_expected_logit"),
-    *("shift", "teacher_shift", "student_kl", "token"),
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "row_scale",
+    "lse",
+    "lse_rest",
+    "expected_logit",
+    "grad",
+    "grad_lse",
+    "grad_logit_sum",
+    "grad_expected_logit",
+    "shift",
+    "teacher_shift",
+    "student_kl",
+    "token",
 }
 BY_SLOT = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
@@ -116,8 +131,7 @@ def with_kept_rows(body: Body, call: Arguments, results: Results, fills: Fills, 
         if name == "valid" or not isinstance(value, Tensor):
             return None if name == "valid" else value
         if name in MATRICES:
-            gather = lambda rows: value.index_select(0, kept[rows])  # noqa: E731
-            return RowsByChunk(value, len(kept), gather)
+            return RowsByChunk(value, len(kept), lambda rows: value.index_select(0, kept[rows]))
         if name in BY_SLOT:
             return value.index_select(0, kept)
         return value.index_select(-1, kept) if name in VECTORS and value.shape[-1] else value
@@ -145,8 +159,10 @@ def with_zeroed_rows(
     def zeroed(name: str, value: Any) -> Any:
         if name not in MATRICES or not isinstance(value, Tensor):
             return value
-        make = lambda rows: value[rows].masked_fill(ignored[rows, None], MATRICES[name])  # noqa: E731
-        return RowsByChunk(value, value.shape[0], make, ignored=ignored)
+        fill = MATRICES[name]
+        return RowsByChunk(
+            value, value.shape[0], lambda rows: value[rows].masked_fill(ignored[rows, None], fill), ignored=ignored
+        )
 
     body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in direction))
     for result, fill in zip(results, fills):

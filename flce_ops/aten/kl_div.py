@@ -21,7 +21,7 @@ from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import ZERO, ZERO_COLUMN, on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
 from flce_ops.math.divergences import MATRICES, divergence_and_gradient
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import log_denominator
@@ -41,7 +41,7 @@ ROWS_AT_LEAST = 128
 STATISTICS = (ZERO_COLUMN, ZERO_COLUMN, ZERO)  # as meta.row_statistics makes them
 
 
-def rows_per_chunk(operands: Operands, options: Options, weight_gradient: bool) -> int:
+def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool) -> int:
     """Rows whose matrices fit the workspace; the same on all ranks that share a vocabulary, whatever their shard."""
     input, linear_weight = operands.input, operands.linear_weight
     classes = linear_weight.shape[0] if options.vocab_size is None else -(-options.vocab_size // options.ranks)
@@ -71,17 +71,17 @@ def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
 
 
 def student_logits(
-    operands: Operands, options: Options, rows: slice, *, slope: bool
+    operands: KlDivOperands, options: KlDivOptions, rows: slice, *, slope: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The chunk of input, (n, D), its logits, (n, V), and where wanted dz/du / logit_scale, (n, V) under a softcap."""
     input = operands.input[rows]
-    product, bias = chunk_product(input, operands.linear_weight), operands.linear_bias
+    product = chunk_product(input, operands.linear_weight, operands.linear_bias)
     if options.softcap is None or not slope:
-        return input, activate(product, bias, LogitOptions(options.softcap, options.logit_scale)), None
-    return input, *cap_with_slope(scale_logits(product, bias, options.logit_scale), options.softcap)
+        return input, activate(product, LogitOptions(options.softcap, options.logit_scale)), None
+    return input, *cap_with_slope(scale_logits(product, options.logit_scale), options.softcap)
 
 
-def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:  # (n, V)
+def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
     logits = chunk_logits(
         operands.teacher_input[rows],
         operands.teacher_weight,
@@ -91,7 +91,7 @@ def teacher_logits(operands: Operands, options: Options, rows: slice) -> Tensor:
     return logits.to(accumulation_dtype(operands.input.dtype))
 
 
-def log_teacher_probs(operands: Operands, rows: slice) -> Tensor:  # (n, V)
+def log_teacher_probs(operands: KlDivOperands, rows: slice) -> Tensor:  # (n, V)
     return operands.teacher_probs[rows].to(accumulation_dtype(operands.input.dtype)).log()
 
 
@@ -125,7 +125,7 @@ def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     torch.sum(scale * divergence, dim=0, out=loss)
 
 
-def scale_of_products(row_scale: Tensor, options: Options) -> Tensor:  # (N,)
+def scale_of_products(row_scale: Tensor, options: KlDivOptions) -> Tensor:  # (N,)
     """With the constant part of dz/du."""
     return row_scale if options.logit_scale is None else row_scale * options.logit_scale
 
@@ -182,7 +182,7 @@ def stream_rows(
         gradients.finish()
 
 
-def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Options) -> None:
+def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
     """Fills in (2, N) of each softmax, and subtracts the first of the two from its logits, (n, V)."""
     found = [shift_rows(logits) for logits, _ in softmaxes]
     row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))

@@ -32,36 +32,30 @@ from flce_ops.meta.arguments import Backward
 
 
 def activate(
-    product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
-    linear_bias: Tensor | None,  # (V,)
+    product: Tensor,  # u, (n, V), overwritten where it has the accumulation dtype
     options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
-    logits = scale_logits(product, linear_bias, options.logit_scale)
+    logits = scale_logits(product, options.logit_scale)
     softcap = options.softcap
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def activate_with_slope(
-    product: Tensor,  # (n, V), overwritten where it has the accumulation dtype
-    linear_bias: Tensor | None,  # (V,)
+    product: Tensor,  # u, (n, V), overwritten where it has the accumulation dtype
     options: LogitOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """`activate`'s z, (n, V), and dz/du: (n, V); where it is the same for all one number, (), or None for 1."""
     softcap, logit_scale = options
-    logits = scale_logits(product, linear_bias, logit_scale)
+    logits = scale_logits(product, logit_scale)
     if softcap is None:
         return logits, logit_scale
     logits, slope = cap_with_slope(logits, softcap)
     return logits, slope if logit_scale is None else slope.mul_(logit_scale)
 
 
-def scale_logits(product: Tensor, linear_bias: Tensor | None, logit_scale: Tensor | None) -> Tensor:  # (n, V)
+def scale_logits(product: Tensor, logit_scale: Tensor | None) -> Tensor:  # (n, V)
     logits = product.to(accumulation_dtype(product.dtype))
-    if linear_bias is not None:
-        logits += linear_bias
-    if logit_scale is not None:
-        logits *= logit_scale
-    return logits
+    return logits if logit_scale is None else logits.mul_(logit_scale)
 
 
 def cap_with_slope(logits: Tensor, softcap: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +74,7 @@ def chunk_logits(
     linear_bias: Tensor | None,  # (V,)
     options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
-    return activate(chunk_product(input, linear_weight), linear_bias, options)
+    return activate(chunk_product(input, linear_weight, linear_bias), options)
 
 
 def chunk_logits_with_slope(
@@ -89,7 +83,7 @@ def chunk_logits_with_slope(
     linear_bias: Tensor | None,  # (V,)
     options: LogitOptions,
 ) -> tuple[Tensor, Tensor | None]:  # as of activate_with_slope
-    return activate_with_slope(chunk_product(input, linear_weight), linear_bias, options)
+    return activate_with_slope(chunk_product(input, linear_weight, linear_bias), options)
 
 
 def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)

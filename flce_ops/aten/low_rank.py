@@ -45,12 +45,14 @@ def low_rank_with_grad_of_rows(call: LowRankWithGrad, outputs: Sequence[Tensor])
     input, linear_weight, pair_input, pair_weight, *_ = call.operands
     head = call.operands.head
     reserved = copy_bytes(linear_weight) + 4 * pair_weight.numel()  # a float32 sum of its gradient
-    # beside the product it is kept unscaled
-    beside = int(call.output_mask[4])
-    step = rows_of_chunk(call, head, False, reserved=reserved, matrices_beside=beside, matrices=beside)
+    # beside u its product is kept unscaled
+    step = rows_of_chunk(call, head, False, reserved=reserved, matrices_beside=int(call.output_mask[4]))
     gradients = PairGradients(call, grads, step)
-    products = gradients.scaled(with_pair(chunk_products(call, input, linear_weight, step), pair_input, pair_weight))
-    loss.copy_(loss_and_gradients(call, head, products, gradients, losses, TokenStatistics()))
+    scaled = call.operands.class_scale is not None
+    products = chunk_products(call, input, linear_weight, None if scaled else head.linear_bias, step)
+    products = with_pair(products, pair_input, pair_weight)
+    of_block = gradients.scaled if scaled else None
+    loss.copy_(loss_and_gradients(call, head, products, gradients, losses, TokenStatistics(), scaled=of_block))
 
 
 def with_pair(
@@ -65,14 +67,22 @@ def with_pair(
 
 
 class PairGradients:
+    """Where the G of chunks goes: gradients of input and linear_bias, of the pair, and of the class scale."""
+
     def __init__(self, call: LowRankWithGrad, grads: Sequence[Tensor], rows: int) -> None:
         grad_input, grad_pair_input, grad_pair_weight, grad_bias, self.grad_scale = grads
         want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
-        input, linear_weight, pair_input, pair_weight, *_, class_scale = call.operands
+        input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = call.operands
         accumulate = accumulation_dtype(input.dtype)
-        self.class_scale = upcast(class_scale, accumulate)
+        self.class_scale = self.class_factor = upcast(class_scale, accumulate)
+        self.unit = None
+        if class_scale is not None and input.dtype == torch.float16:
+            self.unit = unit_of_gradient(call, self.class_scale)
+            self.class_factor = self.class_scale * self.unit
+        self.of_products = [grad_input, grad_pair_input, grad_pair_weight]
         self.scale_sum = torch.zeros_like(self.grad_scale, dtype=accumulate) if want_scale else None
-        self.unscaled = grad_input  # (n, V), the product of the chunk's rows that have no G yet
+        self.linear_bias = upcast(linear_bias, accumulate)
+        self.unscaled = grad_input  # (n, V), the product of the block at hand
         nothing = grad_input.new_empty(0)
         self.head = GradientAccumulator(
             input, linear_weight, [grad_input, nothing, grad_bias], [want_input, False, want_bias], rows
@@ -85,22 +95,21 @@ class PairGradients:
             rows,
         )
 
-    def scaled(self, products: Iterator[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
-        for rows, product in products:
-            if self.scale_sum is not None:
-                self.unscaled = product.clone()
-            yield rows, product if self.class_scale is None else product.mul_(self.class_scale)
+    def scaled(self, block: Tensor) -> Tensor:  # (n, V), u in the accumulation dtype
+        u = block.to(self.class_scale.dtype)
+        if self.scale_sum is not None:
+            self.unscaled = block.clone() if u is block else block  # which holds G after round_block only
+        u *= self.class_scale
+        return u if self.linear_bias is None else u.add_(self.linear_bias)
 
     def add_bias(self, grad_logits: Tensor) -> None:
         self.head.add_bias(grad_logits)
         if self.scale_sum is not None:
-            rows = grad_logits.shape[0]
-            self.scale_sum += (self.unscaled[:rows] * grad_logits).sum(0)
-            self.unscaled = self.unscaled[rows:]
+            self.scale_sum += (self.unscaled * grad_logits).sum(0)
 
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
         if self.class_scale is not None:
-            grad_logits.mul_(self.class_scale)
+            grad_logits.mul_(self.class_factor)
         self.head.round_block(block, grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
@@ -111,5 +120,21 @@ class PairGradients:
     def finish(self) -> None:
         self.head.finish()
         self.pair.finish()
+        if self.unit is not None:
+            for gradient in self.of_products:
+                gradient.div_(self.unit)
         if self.scale_sum is not None:
             self.grad_scale.copy_(self.scale_sum)
+
+
+def unit_of_gradient(call: LowRankWithGrad, class_scale: Tensor) -> Tensor:  # ()
+    """The power of two in which c_j G_ij, and the sums that its products make, are float16.
+
+    Plain torch rounds G and then c_j W_j. Entries of c_j G_ij itself, of a mean with c_j = 0.01, are below the smallest
+    normal number. The unit takes up what c_j takes away, unless G is large: a row's |G_ij| add up to 2 |l_i| at most,
+    so with the sum of row scales in it no product is larger than it is with c_j = 1 in a mean.
+    """
+    valid = call.operands.target != call.ignore_index
+    scale = call.reduction.scale_of_tokens(valid, class_scale.dtype)
+    largest = class_scale.abs().amax() * scale.abs().sum().clamp(min=1.0)
+    return torch.exp2(-largest.log2().ceil()).clamp(1.0, 2.0**24).nan_to_num(1.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens, zero_where_ignored
-from flce_ops.aten.logits import activate_with_slope, apply_slope, exponentiate_rows, upcast
+from flce_ops.aten.logits import activate_with_slope, apply_slope, exponentiate_rows
 from flce_ops.math.loss import surprisal
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.two_sum import two_sum
@@ -43,17 +43,16 @@ def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) ->
     valid = target != call.ignore_index
     scale = call.reduction.scale_of_tokens(valid, accumulate)
     tokens = call.tokens.map(lambda values: zero_where_ignored(input, values).to(accumulate))
-    linear_bias = upcast(linear_bias, accumulate)
     in_block = product_is_rounded(input) + (call.logits.softcap is not None)
     num_classes, want_weight = linear_weight.shape[0], call.output_mask[1]
     step = rows_beside_gradients(
         input, num_classes, want_weight, matrices_in_block=in_block, reserved=copy_bytes(linear_weight)
     )
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
-    for chunk, product in chunk_products(call, input, linear_weight, step):
+    for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step):
         blocks = row_blocks(input, chunk, product, column, valid, scale, log_probs)
         for rows, block, own_column, own_valid, own_scale, own_log_probs in blocks:
-            logits, dz_du = activate_with_slope(block, linear_bias, call.logits)
+            logits, dz_du = activate_with_slope(block, call.logits)
             target_logit = logits.gather(1, own_column).squeeze(1)
             row_max, row_sum = exponentiate_rows(logits)
             own_log_probs.copy_(-surprisal(target_logit, *two_sum(row_max, row_sum.log())))

@@ -54,6 +54,8 @@ def multiple_of(gradients: object) -> int:
 
 
 class SparseAccumulator(GradientAccumulator):
+    """Gradients of the entries that are kept; where one of the two is to be exact, that of a second matrix."""
+
     def __init__(
         self,
         call: Call,

@@ -1,6 +1,6 @@
 """Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -65,7 +65,7 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
         gradients = SparseAccumulator(call, draws, grads, step)
-    products = chunk_products(call, input, linear_weight, step)
+    products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight))
 
 
@@ -85,7 +85,7 @@ def rows_of_chunk(
     )
 
 
-class Gradients(Protocol):
+class Accumulator(Protocol):
     """Where the G of chunks goes: a GradientAccumulator, or several."""
 
     def add_bias(self, grad_logits: Tensor) -> None: ...
@@ -100,13 +100,14 @@ class Gradients(Protocol):
 def loss_and_gradients(
     call: WithGrad | LowRankWithGrad,
     operands: Operands,
-    products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their products (n, V), which become G
-    gradients: Gradients,
+    products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their u (n, V), which become G
+    gradients: Accumulator,
     losses: Tensor,  # (N,) out
     statistics: TokenStatistics,  # (N,) each, out
     target_weight: Tensor | None = None,  # (N, K)
+    scaled: Callable[[Tensor], Tensor] | None = None,  # makes u of a block of `products`
 ) -> Tensor:  # ()
-    input, linear_weight, target, linear_bias, weight = operands
+    input, linear_weight, target, _, weight = operands
     num_classes = linear_weight.shape[0]
     accumulate, slot_weight = losses.dtype, None
     if target_weight is None:
@@ -115,14 +116,14 @@ def loss_and_gradients(
         valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
         slot_weight = weight_of_slots(target, target_weight, call.ignore_index, accumulate)
     scale = call.reduction.scale_of_tokens(valid, accumulate)
-    linear_bias, class_weight = upcast(linear_bias, accumulate), upcast(weight, accumulate)
+    class_weight = upcast(weight, accumulate)
     of_targets = column.squeeze(1) if slot_weight is None else column
     loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
     for chunk, product in products:
         blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple_of(gradients))
         for rows, block, own_column, own_scale, own_losses in blocks:
             terms = loss_of_tokens.of(rows)
-            logits, slope = activate_with_slope(block, linear_bias, call.logits)
+            logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
             target_logit = at_columns(logits, own_column, target)
             logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
             row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)

@@ -36,6 +36,8 @@ def splits(placement: Placement) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
+    """What each dimension of `mesh` shards."""
+
     mesh: DeviceMesh
     tokens: tuple[Placement, ...]  # per mesh dimension: a shard of the token dimensions, or Replicate
     vocabulary: tuple[bool, ...]  # per mesh dimension

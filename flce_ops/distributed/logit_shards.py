@@ -67,6 +67,6 @@ def numbers_of_shard(layout: Layout, problem: TokenLosses, num_classes: int) -> 
         largest = lse.detach()  # -inf without classes
         if size:
             largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)
-            largest = activate_with_slope(largest, None, problem.logits)[0].squeeze(1)
+            largest = activate_with_slope(largest, problem.logits)[0].squeeze(1)
         numbers += [(argmax + start).to(lse.dtype), largest]  # float32 counts to 2^24
     return numbers

@@ -42,6 +42,14 @@ class RowStatistics(NamedTuple):
     mean_logit: Tensor | None
 
 
+class ShardRows(NamedTuple):
+    """What a rank tells the others of its classes, (N,) each."""
+
+    lse: Tensor
+    target_logit: Tensor  # (N, K) of such a target; 0 where another rank has it
+    others: dict[str, Tensor]  # what is asked for, by name
+
+
 def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int) -> tuple[Tensor, TokenStatistics]:
     """(N,), the same on every rank of the vocabulary, 0 where ignored.
 
@@ -84,59 +92,92 @@ def vocab_parallel_rows(
     log_sum_sq_probs: bool = False,
     mean_logit: bool = False,
 ) -> RowStatistics:
-    input, linear_weight, target, linear_bias, weight = operands
-    start, size = layout.vocabulary_range(num_classes)
-    slots = in_columns(target).shape[1]
     asked = {
         "logit_sum": logit_sum,
         "expected_logit": expected_logit,
         "log_sum_sq_probs": log_sum_sq_probs,
         "mean_logit": mean_logit,
+        "argmax": argmax,
     }
-    names = [name for name, wanted in asked.items() if wanted] + ["argmax", "max_logit"] * argmax
-    if size == 0:
-        no_hit = refused_as_elsewhere(target, num_classes, ignore_index)
-        per_shard = without_classes(input, linear_weight, linear_bias, 1 + slots + len(names), argmax) + no_hit
+    target = operands.target
+    start, size = layout.vocabulary_range(num_classes)
+    if size:
+        shard = rows_of_shard(operands, slice(start, start + size), num_classes, ignore_index, logits, asked)
     else:
-        results = torch.ops.flce.linear_cross_entropy_forward(
-            input,
-            linear_weight,
-            target,
-            linear_bias,
-            None if weight is None else weight[start : start + size],
-            ignore_index=ignore_index,
-            **logits._asdict(),
-            vocab_start=start,
-            vocab_size=num_classes,
-            argmax=argmax,
-            **asked,
-        )
-        target_logit, lse, sums, expected, max_logit, largest, squares, mean, *_ = results
-        numbers = [lse, *in_columns(target_logit).unbind(1)]
-        numbers += [sums] if logit_sum else []
-        numbers += [finite_in_empty_rows(expected, lse)] if expected_logit else []
-        numbers += [finite_in_empty_rows(squares, lse)] if log_sum_sq_probs else []
-        numbers += [mean] if mean_logit else []
-        numbers += [(largest + start).to(lse.dtype), max_logit] if argmax else []  # float32 counts to 2^24
-        per_shard = torch.stack(numbers)
-    gathered = gather_shards(layout, per_shard)
-    lses = gathered[:, 0]  # (R, N), as each of the next
-    by_name = dict(zip(names, gathered[:, 1 + slots :].unbind(1), strict=True))
+        shard = rows_without_classes(operands, num_classes, ignore_index, asked)
+    target_logits = in_columns(shard.target_logit).unbind(1)
+    gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
+    lses, slots = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
+    others = dict(zip(shard.others, gathered[:, 1 + slots :].unbind(1), strict=True))
     lse = lse_of_shards(lses)
     target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
     sums = expected = largest = squares = mean = None
     if logit_sum:
-        sums = by_name["logit_sum"].sum(0)
+        sums = others["logit_sum"].sum(0)
     if expected_logit:
-        expected = (lses.softmax(0) * by_name["expected_logit"]).sum(0)
+        expected = (lses.softmax(0) * others["expected_logit"]).sum(0)
     if log_sum_sq_probs:
-        squares = (2.0 * lses.detach().log_softmax(0) + by_name["log_sum_sq_probs"].detach()).logsumexp(0)
+        squares = (2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()).logsumexp(0)
     if mean_logit:
-        mean = by_name["mean_logit"].detach().sum(0)
+        mean = others["mean_logit"].detach().sum(0)
     if argmax:
-        largest = argmax_of_shards(by_name["max_logit"].detach(), by_name["argmax"].detach())
+        largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
         largest = torch.where(tokens_that_count(target, ignore_index), largest, -1)
     return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
+
+
+def rows_of_shard(
+    operands: Operands,
+    classes: slice,  # this rank's
+    num_classes: int,
+    ignore_index: int,
+    logits: LogitOptions,
+    asked: dict[str, bool],
+) -> ShardRows:
+    input, linear_weight, target, linear_bias, weight = operands
+    results = torch.ops.flce.linear_cross_entropy_forward(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        None if weight is None else weight[classes],
+        ignore_index=ignore_index,
+        **logits._asdict(),
+        vocab_start=classes.start,
+        vocab_size=num_classes,
+        **asked,
+    )
+    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
+    others = {}
+    if asked["logit_sum"]:
+        others["logit_sum"] = logit_sum
+    if asked["expected_logit"]:
+        others["expected_logit"] = finite_in_empty_rows(expected, lse)
+    if asked["log_sum_sq_probs"]:
+        others["log_sum_sq_probs"] = finite_in_empty_rows(squares, lse)
+    if asked["mean_logit"]:
+        others["mean_logit"] = mean_logit
+    if asked["argmax"]:
+        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts to 2^24
+        others["max_logit"] = max_logit
+    return ShardRows(lse, target_logit, others)
+
+
+def rows_without_classes(operands: Operands, num_classes: int, ignore_index: int, asked: dict[str, bool]) -> ShardRows:
+    """What a rank contributes that got no class (V < R, or ceil-sized chunks used up): lse and maximum -inf, sums 0.
+
+    Made from empty slices, so that every argument gets its zero gradient and joins the collectives of backward.
+    """
+    input, linear_weight, target, linear_bias, _ = operands
+    accumulate = accumulation_dtype(input.dtype)
+    zero = input[:, :0].sum(1).to(accumulate) + linear_weight.sum().to(accumulate)
+    if linear_bias is not None:
+        zero = zero + linear_bias.sum().to(accumulate)
+    zero = zero + refused_as_elsewhere(target, num_classes, ignore_index)
+    lowest = zero - torch.inf
+    names = [name for name, wanted in asked.items() if wanted]
+    others = {**dict.fromkeys(names, zero), **({"max_logit": lowest} if asked["argmax"] else {})}
+    return ShardRows(lowest, zero if target.dim() == 1 else zero[:, None].expand_as(target), others)
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
@@ -157,18 +198,3 @@ def refused_as_elsewhere(target: Tensor, num_classes: int, ignore_index: int) ->
         nothing[1:], nothing[:1], target, ignore_index=ignore_index, vocab_start=num_classes, vocab_size=num_classes
     )
     return in_columns(no_hit)[:, 0]
-
-
-def without_classes(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, rows: int, argmax: bool
-) -> Tensor:  # (k, N)
-    """What a rank contributes that got no class (V < R, or ceil-sized chunks used up): lse and maximum -inf, sums 0.
-
-    Made from empty slices, so that every argument gets its zero gradient and joins the collectives of backward.
-    """
-    accumulate = accumulation_dtype(input.dtype)
-    zero = input[:, :0].sum(1).to(accumulate) + linear_weight.sum().to(accumulate)
-    if linear_bias is not None:
-        zero = zero + linear_bias.sum().to(accumulate)
-    lowest = zero - torch.inf
-    return torch.stack([lowest, *(zero,) * (rows - 1 - argmax), *(lowest,) * argmax])

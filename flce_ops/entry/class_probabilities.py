@@ -14,11 +14,11 @@ from torch import Tensor
 from flce_ops.entry.arguments import OP, check_arguments
 from flce_ops.entry.kl_div_plain import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
 from flce_ops.entry.schemas import CrossEntropy
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import quotient, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, scalar
-from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.autocast import autocast_head
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.workspace import matrix_bytes
 
@@ -36,14 +36,12 @@ def loss_of_probabilities(call: CrossEntropy, metrics: bool) -> Tensor:  # () or
             f"{OP}: a target of class probabilities with DTensors is not implemented; pass plain tensors throughout, "
             "or the model that makes them to linear_kl_div as DTensors"
         )
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        call.input.device.type, call.input, call.linear_weight, call.linear_bias
-    )
+    autocast_head(call)
     check_arguments(call)
     input, shape = call.input, call.input.shape[:-1]
     student = (input, call.linear_weight, call.linear_bias)
-    operands = flatten_tokens(Operands(*student, None, None, None, smoothed_and_weighted(call), None), None, -100)
-    options = Options(**logit_options(call.numbers, input)._asdict())
+    operands = flatten_tokens(KlDivOperands(*student, None, None, None, smoothed_and_weighted(call), None), None, -100)
+    options = KlDivOptions(**logit_options(call.numbers, input)._asdict())
     denominator = denominator_of(call, operands.input.shape[0])
     operands, token_weight = weigh_tokens(operands, call.token_weight, denominator)
     constant = sums_of_xlogx(operands.teacher_probs, accumulation_dtype(input.dtype))

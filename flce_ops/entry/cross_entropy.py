@@ -13,7 +13,7 @@ from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
 from flce_ops.entry.sparse_gradient import refuse_sparse_gradient
 from flce_ops.math.options import Statistics, TokenStatistics
-from flce_ops.math.reduction import accuracy_of, right, right_and_valid
+from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
 from flce_ops.meta.call import takes
 from flce_ops.support.dtensor import any_dtensor
 
@@ -47,8 +47,8 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     loss, statistics = loss_and_statistics(call, call.statistics)
     accuracy = is_top1 = None
     if statistics.argmax is not None:
-        is_top1 = right(statistics.argmax, call.target, call.ignore_index)
-        accuracy = accuracy_of(right_and_valid(is_top1, call.target, call.ignore_index))
+        is_top1 = target_is_argmax(statistics.argmax, call.target, call.ignore_index)
+        accuracy = accuracy_of(count_right_and_valid(is_top1, call.target, call.ignore_index))
     return loss, *(loss.new_zeros(0) if result is None else result for result in (accuracy, is_top1, *statistics))
 
 

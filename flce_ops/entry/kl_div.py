@@ -1,4 +1,4 @@
-"""Body of the entry operator flce::linear_kl_div: which path runs, the reduction."""
+"""Body of the entry operator flce::linear_kl_div: its arguments by group; of plain tensors or of DTensors."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from flce_ops.entry.arguments import check_ranges
 from flce_ops.entry.kl_div_checks import OP
 from flce_ops.entry.kl_div_plain import plain_composite
 from flce_ops.entry.schemas import KlDiv
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitNumbers
 from flce_ops.math.scalars import Number, logit_options, scalar
 from flce_ops.meta.call import takes
@@ -21,7 +21,7 @@ def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
     input, temperature = call.input, call.temperature
     check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=temperature)
-    operands = Operands(
+    operands = KlDivOperands(
         input,
         call.linear_weight,
         call.linear_bias,
@@ -36,7 +36,7 @@ def composite(call: KlDiv) -> Tensor:
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
     teacher = logit_options(LogitNumbers(call.teacher_softcap, teacher_scale, temperature), teacher_like)
-    options = Options(
+    options = KlDivOptions(
         kind=kind,
         beta=scalar(call.beta, input) if kind == "jsd" else None,
         **student._asdict(),

@@ -1,9 +1,9 @@
-"""Refusals by name, before any work and without reading tensor data."""
+"""What linear_kl_div refuses by name at its entry, before any work and without reading tensor data."""
 
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_normalizer, check_reduction
-from flce_ops.math.kl_div_arguments import Operands
+from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.meta.checks import check_dense, check_device, check_linear, check_real, check_target_dtype
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 
@@ -13,7 +13,7 @@ OP = "linear_kl_div"
 
 
 def check_arguments(
-    operands: Operands,  # of shape (..., D) still
+    operands: KlDivOperands,  # of shape (..., D) still
     target: Tensor | None,  # (...)
     token_weight: Tensor | None,  # (...)
     reduction: str,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flce_ops.entry.kl_div_checks import check_arguments
 from flce_ops.entry.weightless import valid_and_weighted
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, quotient, row_factor, weighted_sum
 from flce_ops.ops.autocast import autocast_operands
@@ -18,8 +18,8 @@ from flce_ops.ops.situations import needs_gradient
 
 
 def plain_composite(
-    operands: Operands,  # of shape (..., D) still
-    options: Options,
+    operands: KlDivOperands,  # of shape (..., D) still
+    options: KlDivOptions,
     target: Tensor | None,  # (...)
     token_weight: Tensor | None,  # (...)
     reduction: str,
@@ -39,13 +39,13 @@ def plain_composite(
     return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
 
 
-def autocast_pairs(operands: Operands) -> Operands:
+def autocast_pairs(operands: KlDivOperands) -> KlDivOperands:
     """Under autocast, both pairs as it hands them to F.linear. Given probabilities stay as they are."""
     pairs = autocast_operands(operands.input.device.type, *operands[:6])
-    return operands._replace(**dict(zip(Operands._fields, pairs)))
+    return operands._replace(**dict(zip(KlDivOperands._fields, pairs)))
 
 
-def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int) -> Operands:
+def flatten_tokens(operands: KlDivOperands, target: Tensor | None, ignore_index: int) -> KlDivOperands:
     """(..., D) as (N, D), and which tokens count."""
     tokens = math.prod(operands.input.shape[:-1])  # Size.numel() would make a symbolic length a constant
 
@@ -60,7 +60,7 @@ def flatten_tokens(operands: Operands, target: Tensor | None, ignore_index: int)
     )
 
 
-def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None) -> Tensor | None:  # ()
+def denominator_of(operands: KlDivOperands, reduction: str, normalizer: Tensor | None) -> Tensor | None:  # ()
     valid = operands.valid
     if valid is None:
         valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
@@ -68,10 +68,10 @@ def denominator_of(operands: Operands, reduction: str, normalizer: Tensor | None
 
 
 def weigh_tokens(
-    operands: Operands,
+    operands: KlDivOperands,
     token_weight: Tensor | None,  # (...)
     denominator: Tensor | None,  # ()
-) -> tuple[Operands, Tensor]:
+) -> tuple[KlDivOperands, Tensor]:
     """Without the tokens of weight 0, which the denominator counts; (N,) weights."""
     input = operands.input
     dtype = accumulation_dtype(input.dtype)
@@ -82,13 +82,13 @@ def weigh_tokens(
     return operands._replace(valid=valid_and_weighted(operands.valid, token_weight, factor)), token_weight
 
 
-def row_divergences(operands: Operands, options: Options, factor: Tensor) -> Tensor:  # (N,)
+def row_divergences(operands: KlDivOperands, options: KlDivOptions, factor: Tensor) -> Tensor:  # (N,)
     return factor * torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
 
 
 def weighted_loss(
-    operands: Operands,
-    options: Options,
+    operands: KlDivOperands,
+    options: KlDivOptions,
     token_weight: Tensor,  # (N,)
     denominator: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor]:

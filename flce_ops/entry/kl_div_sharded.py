@@ -1,4 +1,4 @@
-"""The entry on DTensors: local tensors out, the registered operators on them, a DTensor back.
+"""linear_kl_div on DTensors: local tensors out, the registered operators on them, a DTensor back.
 
     input, teacher_input ...  --redistribute-->  local (N, D), (N, E)   --tokens sharded-->      this rank's tokens
                                                                         --vocabulary sharded-->  this rank's classes
@@ -33,15 +33,15 @@ from flce_ops.entry.kl_div_plain import (
     weighted_loss,
 )
 from flce_ops.entry.sharded import per_token, quotient_over_tokens, sum_over_tokens
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.reduction import row_factor
 
 # N tokens of this rank, D and E hidden sizes of student and teacher, V vocabulary, v of them on this rank
 
 
 def dtensor_composite(
-    operands: Operands,  # DTensors of shape (..., D), (V, D), ...
-    options: Options,
+    operands: KlDivOperands,  # DTensors of shape (..., D), (V, D), ...
+    options: KlDivOptions,
     target: Tensor | None,  # (...), a DTensor, or a plain tensor that is the same on every rank
     token_weight: Tensor | None,  # (...), likewise
     reduction: str,
@@ -74,7 +74,7 @@ def dtensor_composite(
     return per_token(layout, row_divergences(operands, options, factor).reshape(local_shape), shape)
 
 
-def check_teacher_layout(layout: Layout, operands: Operands) -> None:
+def check_teacher_layout(layout: Layout, operands: KlDivOperands) -> None:
     if operands.teacher_probs is not None:
         raise NotImplementedError(
             f"{OP}: teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "
@@ -105,7 +105,7 @@ def check_teacher_layout(layout: Layout, operands: Operands) -> None:
         )
 
 
-def share_columns(layout: Layout, options: Options, num_classes: int) -> Options:
+def share_columns(layout: Layout, options: KlDivOptions, num_classes: int) -> KlDivOptions:
     if not layout.shards_vocabulary:
         return options
     dim = layout.vocabulary.index(True)
@@ -113,7 +113,7 @@ def share_columns(layout: Layout, options: Options, num_classes: int) -> Options
     return options._replace(group=group, ranks=layout.mesh.size(dim), vocab_size=num_classes)
 
 
-def local_operands(layout: Layout, operands: Operands) -> Operands:
+def local_operands(layout: Layout, operands: KlDivOperands) -> KlDivOperands:
     return operands._replace(
         input=localize(layout, operands.input, layout.tokens, gradient=layout.input_gradient),
         linear_weight=localize_per_class(layout, operands.linear_weight),

@@ -18,7 +18,7 @@ from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.scalars import logit_options
 from flce_ops.meta.call import takes
-from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.autocast import autocast_head
 from flce_ops.support.dtensor import any_dtensor
 
 # N tokens, K slots of a target, D hidden, V vocabulary
@@ -33,16 +33,13 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         from flce_ops.entry.log_probs_sharded import dtensor_log_probs  # torch.distributed.tensor: only for its users
 
         return dtensor_log_probs(call)
-    input, linear_weight, linear_bias = call.input, call.linear_weight, call.linear_bias
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        input.device.type, input, linear_weight, linear_bias
-    )
+    autocast_head(call)
     check_head(OP, call)
     check_sparse_gradient(OP, call)
     shape = call.input.shape[:-1]
     tokens, slots = math.prod(shape), call.target.shape[len(shape) :]
     results = torch.ops.flce.linear_cross_entropy_forward(
-        call.input.reshape(tokens, input.shape[-1]),
+        call.input.reshape(tokens, call.input.shape[-1]),
         call.linear_weight,
         call.target.reshape(tokens, *slots),
         call.linear_bias,

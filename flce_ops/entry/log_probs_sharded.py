@@ -14,7 +14,7 @@ from flce_ops.entry.sparse_gradient import check_sparse_gradient, refuse_sparse_
 from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.options import Operands
 from flce_ops.math.scalars import logit_options
-from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.autocast import autocast_head
 
 # N tokens of this rank, D hidden, V vocabulary
 
@@ -24,9 +24,7 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
     op = "linear_log_probs"
     layout = layout_of(call.input, call.linear_weight, op, target=call.target, linear_bias=call.linear_bias)
     check_plain_target(call.target, call.input, op)
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        call.input.device.type, call.input, call.linear_weight, call.linear_bias
-    )
+    autocast_head(call)
     check_head(op, call)
     call.sparse = sparse_of_rank(layout, call.sparse)
     check_sparse_gradient(op, call)

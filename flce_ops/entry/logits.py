@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_ops.entry import logits_plain
 from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
-from flce_ops.math.reduction import accuracy_of, right, right_and_valid
+from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
 from flce_ops.meta.call import takes
 from flce_ops.support.dtensor import any_dtensor
 
@@ -42,8 +42,8 @@ def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor
         from flce_ops.entry.sharded import accuracy_and_top1  # torch.distributed.tensor: only for its users
 
         return loss, accuracy_and_top1(argmax, target, call.ignore_index)[0], argmax
-    is_top1 = right(argmax, target, call.ignore_index)
-    return loss, accuracy_of(right_and_valid(is_top1, target, call.ignore_index)), argmax
+    is_top1 = target_is_argmax(argmax, target, call.ignore_index)
+    return loss, accuracy_of(count_right_and_valid(is_top1, target, call.ignore_index)), argmax
 
 
 def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""Body of the entry operator flce::linear_policy_loss: its numbers as the operators take them, plain or DTensors."""
+"""Body of the entry operator flce::linear_policy_loss: of plain tensors or of DTensors."""
 
 from torch import Tensor
 

@@ -24,7 +24,7 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
-from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 from flce_ops.ops.situations import needs_gradient
 
@@ -35,9 +35,7 @@ OP = "linear_policy_loss"
 
 def plain_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     """() or (...), and (...)."""
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        call.input.device.type, call.input, call.linear_weight, call.linear_bias
-    )
+    autocast_head(call)
     check_arguments(call)
     check_sparse_gradient(OP, call)
     shape, count = call.target.shape, call.target.numel()

@@ -29,7 +29,7 @@ from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options
-from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 
 # N tokens of this rank, D hidden, V vocabulary
@@ -40,9 +40,7 @@ def dtensor_composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     others = ("target", *CONSTANTS, "linear_bias", "token_weight", "normalizer")
     layout = layout_of(call.input, call.linear_weight, OP, **{name: getattr(call, name) for name in others})
     check_plain_target(call.target, call.input, OP)
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        call.input.device.type, call.input, call.linear_weight, call.linear_bias
-    )
+    autocast_head(call)
     check_arguments(call)
     call.sparse = sparse_of_rank(layout, call.sparse)
     check_sparse_gradient(OP, call)

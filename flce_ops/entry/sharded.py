@@ -1,4 +1,4 @@
-"""The entry on DTensors: local tensors out, the registered operators on them, a DTensor back.
+"""linear_cross_entropy on DTensors: local tensors out, the registered operators on them, a DTensor back.
 
     input, target ...  --redistribute-->  local (N, D), (N,)  --tokens sharded-->      entry on this rank's tokens
                                                               --vocabulary sharded-->  this rank's classes
@@ -30,14 +30,14 @@ from flce_ops.math.options import Operands, Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import (
     accuracy_of,
+    count_right_and_valid,
     mean_denominator,
     nan_for_nothing,
-    right,
-    right_and_valid,
     row_factor,
+    target_is_argmax,
     weighted_sum,
 )
-from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.autocast import autocast_head
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank
 
@@ -51,9 +51,7 @@ def dtensor_composite(call: CrossEntropy, asked: Statistics) -> tuple[DTensor, T
     layout = layout_of(call.input, call.linear_weight, **{name: getattr(call, name) for name in others})
     call.sparse = sparse_of_rank(layout, call.sparse)
     check_plain_target(call.target, call.input)
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        call.input.device.type, call.input, call.linear_weight, call.linear_bias
-    )
+    autocast_head(call)
     check_arguments(call)
     check_sparse_gradient(OP, call)
     if call.gradient_class_order is not None:
@@ -154,8 +152,8 @@ def accuracy_and_top1(argmax: DTensor, target: Tensor, ignore_index: int) -> tup
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, everywhere, run_check=False)
     own = target.redistribute(mesh, tokens).to_local()
-    is_top1 = right(argmax.to_local(), own, ignore_index)
-    counts = right_and_valid(is_top1, own, ignore_index)
+    is_top1 = target_is_argmax(argmax.to_local(), own, ignore_index)
+    counts = count_right_and_valid(is_top1, own, ignore_index)
     shares = [Partial() if splits(placement) else Replicate() for placement in tokens]
     counts = DTensor.from_local(counts, mesh, shares, run_check=False).redistribute(mesh, everywhere)
     accuracy = DTensor.from_local(accuracy_of(counts.to_local()), mesh, everywhere, run_check=False)

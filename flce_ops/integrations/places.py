@@ -15,6 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
+    """A name, and what is known of it."""
+
     module: str
     name: str  # dotted where it is a class's
     arguments: tuple[str, ...]  # of what is there, in order
@@ -33,7 +35,7 @@ class Place:
         found = self.get()
         if found is None:
             return f"{where} is not there"
-        arguments = tuple(inspect.signature(function_of(found)).parameters)
+        arguments = tuple(inspect.signature(callable_of(found)).parameters)
         if arguments != self.arguments:
             return f"expected {where} to take {self.arguments}, got {arguments}"
         if self.caller is not None:
@@ -81,7 +83,7 @@ def look_up(module: str, name: str) -> Any:
     return found
 
 
-def function_of(found: Any) -> Callable:
+def callable_of(found: Any) -> Callable:
     """forward of an autograd Function."""
     return found.forward if isinstance(found, type) and hasattr(found, "forward") else found
 

@@ -7,7 +7,7 @@ from torch import Tensor
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary (this rank's part of it where it is sharded)
 
 
-class Operands(NamedTuple):
+class KlDivOperands(NamedTuple):
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
     linear_bias: Tensor | None  # (V,)
@@ -21,7 +21,7 @@ class Operands(NamedTuple):
 TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 
 
-class Options(NamedTuple):
+class KlDivOptions(NamedTuple):
     kind: str = "forward"
     beta: Tensor | None = None  # (), of "jsd"
     logit_scale: Tensor | None = None  # (), like the next three

@@ -185,8 +185,15 @@ class LossNumbers(NamedTuple):
 
 # Numbers among the options, which the inner operators take as 0-d tensors.
 NUMBERS = (
-    *("logit_scale", "softcap", "z_loss", "beta", "teacher_logit_scale", "teacher_softcap"),
-    *("clip_low", "clip_high", "dual_clip"),
+    "logit_scale",
+    "softcap",
+    "z_loss",
+    "beta",
+    "teacher_logit_scale",
+    "teacher_softcap",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
 )
 
 # What a user's number must be: as the message says it, and whether it is.

@@ -139,11 +139,11 @@ class Quotient(Function):
         return tangent.clone()
 
 
-def right(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (...) bool
+def target_is_argmax(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (...) bool
     return (target != ignore_index) & (argmax == target)
 
 
-def right_and_valid(is_right: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
+def count_right_and_valid(is_right: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (2,) int64
     return torch.stack([is_right.sum(), (target != ignore_index).sum()])
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flce_ops.math import kl_div_arguments as kl_div
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import (
     Cotangents,
     LogitOperands,
@@ -158,24 +158,24 @@ class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
 
 
 class KlDivForward(Arguments, keyword_from="options"):
-    operands: kl_div.Operands
-    options: kl_div.Options
+    operands: KlDivOperands
+    options: KlDivOptions
 
 
 class KlDivBackward(Arguments, keyword_from="options"):
     grad: Tensor  # (N,)
-    operands: kl_div.Operands
+    operands: KlDivOperands
     shift: Tensor  # (2, N), and the next two: as forward gave them
     teacher_shift: Tensor
     student_kl: Tensor
-    options: kl_div.Options
+    options: KlDivOptions
     output_mask: OutputMask
 
 
 class KlDivWithGrad(Arguments, keyword_from="options"):
-    operands: kl_div.Operands
+    operands: KlDivOperands
     row_scale: Tensor  # (N,)
-    options: kl_div.Options
+    options: KlDivOptions
     output_mask: OutputMask
 
 

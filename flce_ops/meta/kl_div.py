@@ -1,8 +1,8 @@
-"""Checks and uninitialised results of each operator: its fake kernel, called by the real kernels before any work."""
+"""Checks and uninitialised results of the operators of linear_kl_div: fake kernels, called by the real ones first."""
 
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
@@ -13,7 +13,7 @@ from flce_ops.meta.outputs import Gradients, gradient_outputs
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
 
-def row_statistics(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def row_statistics(operands: KlDivOperands, options: KlDivOptions) -> tuple[Tensor, Tensor, Tensor]:
     """shift (2, N), teacher_shift (2, N) or (2, 0) with teacher_probs, student_kl (N,) or (0,) for "forward".
 
     A shift is what makes logits log-probabilities: the row's maximum over this rank's columns, then the log of the

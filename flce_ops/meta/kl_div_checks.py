@@ -1,15 +1,15 @@
-"""Refusals by name, before any work and without reading tensor data."""
+"""What the inner operators of linear_kl_div refuse by name, without reading tensor data."""
 
 import torch
 
 from flce_ops.math.divergences import KINDS
-from flce_ops.math.kl_div_arguments import TEACHER, Operands, Options
+from flce_ops.math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
 from flce_ops.meta.checks import check_dense, check_device, check_linear
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
 
-def check_operands(op: str, operands: Operands, options: Options) -> None:
+def check_operands(op: str, operands: KlDivOperands, options: KlDivOptions) -> None:
     """Shapes (N, D), dtypes and devices that every operator relies on."""
     check_dense(op, **operands._asdict())
     input, linear_weight = operands.input, operands.linear_weight
@@ -29,7 +29,7 @@ def check_operands(op: str, operands: Operands, options: Options) -> None:
     check_device(op, **operands._asdict())
 
 
-def check_teacher(op: str, operands: Operands) -> None:
+def check_teacher(op: str, operands: KlDivOperands) -> None:
     """Either teacher_input and teacher_weight, or teacher_probs; as many tokens and classes as the student's."""
     input, classes = operands.input, operands.linear_weight.shape[0]
     teacher_input, teacher_weight = operands.teacher_input, operands.teacher_weight

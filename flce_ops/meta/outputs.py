@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flce_ops.math import kl_div_arguments as kl_div
+from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import Operands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad
@@ -15,7 +15,6 @@ from flce_ops.meta.sparse_checks import check_sparse
 # N tokens, K slots of a target, D hidden, V vocabulary
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
-
 
 ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # loss (), losses (N,), the three gradients, and the fields of Statistics, (N,) each or (0,)
@@ -180,7 +179,7 @@ def double_backward_outputs(call: DoubleBackward) -> tuple[Tensor, Tensor, Tenso
     )
 
 
-def gradient_outputs(operands: Operands | kl_div.Operands, output_mask: list[bool]) -> Gradients:
+def gradient_outputs(operands: Operands | KlDivOperands, output_mask: list[bool]) -> Gradients:
     input, linear_weight = operands.input, operands.linear_weight
     want_input, want_weight, want_bias = output_mask
     return (

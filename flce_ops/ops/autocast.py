@@ -1,6 +1,7 @@
 """Operands as autocast hands them to F.linear, and the operators' kernels on autocast's keys."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +10,14 @@ from flce_ops.meta.checks import is_dense
 from flce_ops.support.torch_private import without_autocast
 
 OPERANDS = {
-    *("input", "linear_weight", "linear_bias", "low_rank_input", "low_rank_weight"),
-    *("teacher_input", "teacher_weight", "teacher_bias"),
+    "input",
+    "linear_weight",
+    "linear_bias",
+    "low_rank_input",
+    "low_rank_weight",
+    "teacher_input",
+    "teacher_weight",
+    "teacher_bias",
 }
 
 
@@ -25,6 +32,15 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
         else tensor
         for tensor in operands
     )
+
+
+def autocast_head(call: Any) -> None:
+    """The same of input, linear_weight and linear_bias, in place of those of an entry's call."""
+    device_type = call.input.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        call.input, call.linear_weight, call.linear_bias = autocast_operands(
+            device_type, call.input, call.linear_weight, call.linear_bias
+        )
 
 
 def autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable:

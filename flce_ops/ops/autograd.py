@@ -1,4 +1,4 @@
-"""What each operator saves and what comes back; nothing here computes a logit.
+"""What the operators of a head save and what comes back; nothing here computes a logit.
 
 forward            saves its arguments, lse, retained logits                 <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar:

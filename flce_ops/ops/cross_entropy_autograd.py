@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.ops.formula import Formula, kernel, save, saved, wanted, where_wanted
+from flce_ops.ops.formula import Formula, autograd_kernel, save, saved, wanted, where_wanted
 from flce_ops.ops.upstream import multiply_by_upstream
 from flce_ops.support.torch_private import below_autograd, functorch_is_active, root_of
 
@@ -203,7 +203,7 @@ def traced_leaf(logits: Tensor) -> Tensor | None:
 
 def in_place_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
     """As `kernel` of formula.py, without the root that the formula gives back."""
-    run = kernel(op, formula)
+    run = autograd_kernel(op, formula)
 
     def without_root(*args, **kwargs):
         if functorch_is_active():

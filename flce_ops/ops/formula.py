@@ -111,7 +111,7 @@ def where_wanted(
     return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
 
 
-def kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
+def autograd_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
     """The kernel of `op` on the autograd keys: its formula where a gradient can flow, else straight down."""
     arguments = formula.arguments
     # constants of an operator; flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient

@@ -1,4 +1,4 @@
-"""What each operator saves and what comes back; nothing here computes a logit.
+"""What the operators of linear_kl_div save and what comes back; nothing here computes a logit.
 
     user -> entry -> forward        saves operands, row statistics             <- backward op
                   -> with_grad      saves the gradients made in the same pass  <- times one scalar: made_in_forward.py

@@ -79,7 +79,7 @@ ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambd
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
 ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.slots)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
-KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
+KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, CLASSES, EVERY_RANK)  # nothing that differs between ranks
 
 FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
 
@@ -99,7 +99,7 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 # softcap goes into the epilogue that makes G, not into one that makes exponentials: 4 passes in Triton take 0.43 of the
 # time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
-MADE_IN_FORWARD = (IN_FORWARD[0], WANTS_GRADIENT, *IN_FORWARD[1:])
+MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
 SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, SPARSE)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)

@@ -43,8 +43,7 @@ from flce_ops.ops import (
     with_grad_autograd,
 )
 from flce_ops.ops.autocast import autocast_kernel
-from flce_ops.ops.formula import Formula
-from flce_ops.ops.formula import kernel as kernel_of_formula
+from flce_ops.ops.formula import Formula, autograd_kernel
 from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
 from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
@@ -60,7 +59,7 @@ class Operator(NamedTuple):
     outputs: Callable  # checks and allocates: the fake kernel
     formula: type[Formula] | None = None
     autocast: bool = False
-    autograd_kernel: Callable = kernel_of_formula
+    autograd_kernel: Callable = autograd_kernel
 
 
 OPERATORS = {

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math import kl_div_arguments as kl_div
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
@@ -25,7 +25,7 @@ from flce_ops.support.torch_private import (
 
 
 class Situation(NamedTuple):
-    """What a choice may depend on. The first six are the operator's arguments, the others how it is called."""
+    """What a choice may depend on: what the operator is called with, and around it gradients, transforms and ranks."""
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -52,7 +52,7 @@ class Situation(NamedTuple):
 
 def situation_of(call: Any) -> Situation:
     """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
-    if isinstance(call.operands, kl_div.Operands):
+    if isinstance(call.operands, KlDivOperands):
         return kl_div_situation(call.operands, call.options)
     operands, groups = call.operands, vars(call)
     if isinstance(operands, LogitOperands):
@@ -69,12 +69,13 @@ def situation_of(call: Any) -> Situation:
     return situation._replace(**options, slots=operands.target.dim() == 2, class_scale=scaled)
 
 
-def kl_div_situation(operands: kl_div.Operands, options: kl_div.Options) -> Situation:
+def kl_div_situation(operands: KlDivOperands, options: KlDivOptions) -> Situation:
     input, teacher = operands.input, operands.teacher_input
     situation = Situation(
         input.device.type,
         input.dtype,
         input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        (operands.linear_weight.shape[0] if options.vocab_size is None else options.vocab_size) == 1,
         teacher=None if teacher is None else teacher.dtype,
     )
     if options.vocab_size is None:

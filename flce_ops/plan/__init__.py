@@ -8,7 +8,7 @@ devices.py). A step makes the loss and the gradients of the hidden states and of
 
 from dataclasses import dataclass, replace
 
-from flce_ops.plan.cuts import Cut, Head, dense_compiled, dense_eager, one_pass, per_token, vocabulary_parallel
+from flce_ops.plan.cuts import Head, StepCost, dense_compiled, dense_eager, one_pass, per_token, vocabulary_parallel
 from flce_ops.plan.devices import Device, device_of
 from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
 from flce_ops.support.workspace import get_workspace, workspace
@@ -49,9 +49,9 @@ def plan(head: Head, gpus: int, device: Device) -> list[Option]:
     return options
 
 
-def on_one_gpu(name: str, head: Head, cut: Cut, device: Device) -> Option:
+def on_one_gpu(name: str, head: Head, cost: StepCost, device: Device) -> Option:
     held = 2 * (head.weight_bytes + head.input_bytes)
-    return Option(name, cut.path, head.tokens, cut.temporaries, held + cut.temporaries, seconds(head, cut, device))
+    return Option(name, cost.path, head.tokens, cost.temporaries, held + cost.temporaries, seconds(head, cost, device))
 
 
 def over_the_vocabulary(head: Head, ranks: int, device: Device) -> Option:

@@ -30,6 +30,8 @@ PARTIAL_BYTES = 8  # per row and tile of the vocabulary: a float32 sum and a flo
 
 @dataclass(frozen=True)
 class Head:
+    """Of a step: N, D, V, and the dtype of its operands."""
+
     tokens: int
     hidden: int
     vocab: int
@@ -57,7 +59,9 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepCost:
+    """What one training step of a head takes."""
+
     path: str
     temporaries: int  # bytes beyond operands and gradients
     passes: float  # over the logits, GEMMs of 2NDV; a mean over the tokens
@@ -68,7 +72,7 @@ class Cut:
     bytes_per_logit: float = 0.0  # read and written by elementwise passes over the logits
 
 
-def one_pass(head: Head) -> Cut:
+def one_pass(head: Head) -> StepCost:
     """A scalar loss."""
     if not gradients_in_forward(head):
         return two_passes(head)
@@ -83,26 +87,26 @@ def runs_on_triton(op: str, head: Head) -> bool:
     return choose(KERNELS[f"linear_cross_entropy_{op}"], Situation("cuda", head.dtype)).name == "triton"
 
 
-def two_passes(head: Head) -> Cut:
+def two_passes(head: Head) -> StepCost:
     """A checkpointed region, or no bytes for logits: forward, then a backward that makes the logits again."""
     return two_passes_triton(head) if runs_on_triton("backward", head) else two_passes_aten(head)
 
 
-def per_token(head: Head) -> Cut:
+def per_token(head: Head) -> StepCost:
     """reduction="none": as above, but for the tokens whose logits wait for backward."""
     rows = rows_to_retain(Situation("cuda", head.dtype, wants_gradient=True), head.tokens, head.vocab)
-    cut, share = two_passes(head), rows / head.tokens
+    cost, share = two_passes(head), rows / head.tokens
     kernels = "triton" if runs_on_triton("backward", head) else "aten"
     return replace(
-        cut,
-        path=f"{kernels}, {share:.0%} retained" if rows else cut.path,
-        temporaries=cut.temporaries + 2 * rows * retained_columns(head.vocab, head.dtype),
-        passes=cut.passes - share,
-        bytes_per_logit=cut.bytes_per_logit + 2 * head.dtype.itemsize * share,  # read, and written as G
+        cost,
+        path=f"{kernels}, {share:.0%} retained" if rows else cost.path,
+        temporaries=cost.temporaries + 2 * rows * retained_columns(head.vocab, head.dtype),
+        passes=cost.passes - share,
+        bytes_per_logit=cost.bytes_per_logit + 2 * head.dtype.itemsize * share,  # read, and written as G
     )
 
 
-def vocabulary_parallel(shard: Head) -> Cut:
+def vocabulary_parallel(shard: Head) -> StepCost:
     """One rank's step over its shard of the vocabulary."""
     if not gradients_in_forward(shard):
         return two_passes(shard)
@@ -114,7 +118,7 @@ def vocabulary_parallel(shard: Head) -> Cut:
     return chunks_of(shard, cut.chunks, cut.product_bytes, 2 * VECTOR_BYTES)
 
 
-def one_pass_triton(head: Head) -> Cut:
+def one_pass_triton(head: Head) -> StepCost:
     from flce_ops.triton.cut import cut_tokens
 
     cut = cut_tokens(*head.meta_tensors(), BOTH)
@@ -130,7 +134,7 @@ def one_pass_triton(head: Head) -> Cut:
         after = two_passes_triton(rest, summed=True)
     else:
         after = chunks_of(rest, cut.chunks, cut.product_bytes, VECTOR_BYTES, summed=True)
-    return Cut(
+    return StepCost(
         after.path,
         temporaries=max(first.temporaries + units_bytes(head), after.temporaries + VECTOR_BYTES * first.rows),
         passes=(first.passes * first.rows + after.passes * rest.tokens) / head.tokens,
@@ -142,11 +146,11 @@ def one_pass_triton(head: Head) -> Cut:
     )
 
 
-def lead_of(head: Head, lead: "Lead") -> Cut:
+def lead_of(head: Head, lead: "Lead") -> StepCost:
     """The chunk whose exponentials wait in grad_linear_weight."""
     size = head.dtype.itemsize
     apart = lead.rows * head.hidden * size * lead.rows_apart  # the kept tokens, where grad_input has no rows for them
-    return Cut(
+    return StepCost(
         "triton",
         temporaries=lead.workspace_numbers * size + apart + VECTOR_BYTES * head.tokens,
         passes=3,
@@ -155,7 +159,9 @@ def lead_of(head: Head, lead: "Lead") -> Cut:
     )
 
 
-def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False) -> Cut:
+def chunks_of(
+    head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False
+) -> StepCost:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
     from flce_ops.triton.chunks import padded
     from flce_ops.triton.target_rows import TOKENS_AT_MOST
@@ -166,7 +172,7 @@ def chunks_of(head: Head, chunks: list[slice], product_bytes: int, vector_bytes:
     partial = PARTIAL_BYTES * vocabulary_tiles(head) * rows
     # the last chunk's products have no later rows of grad_input to wait in
     small = max(partial, rest, product_bytes)
-    return Cut(
+    return StepCost(
         "triton",
         temporaries=rows * padded(head.vocab, size) * size
         + small
@@ -183,7 +189,7 @@ def added_bytes(head: Head, chunks: int) -> int:
     return 2 * head.weight_bytes * (chunks - 1)
 
 
-def two_passes_triton(head: Head, *, summed: bool = False) -> Cut:
+def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
     """`summed` where grad_linear_weight holds earlier tokens' part."""
     from flce_ops.triton.backward import pieces, product_parts
     from flce_ops.triton.chunks import padded
@@ -199,7 +205,7 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> Cut:
     backward = 4 * parts * rows * hidden + gradient + units_bytes(head) * (summed or several)
     row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the kept token
     forward = forward_chunks(head.tokens, row_bytes)[0].stop * row_bytes
-    return Cut(
+    return StepCost(
         "triton, logits twice",
         temporaries=max(backward, forward) + 2 * VECTOR_BYTES * head.tokens,
         passes=4,
@@ -209,23 +215,23 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> Cut:
     )
 
 
-def one_pass_aten(head: Head) -> Cut:
+def one_pass_aten(head: Head) -> StepCost:
     # 4 bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding half: 4 + 2
     return aten(head, passes=3, bytes_per_logit=36)
 
 
-def two_passes_aten(head: Head) -> Cut:
+def two_passes_aten(head: Head) -> StepCost:
     # forward: all of the above but mul_, 28; backward: written, sub_, exp_, mul_, 4 + 8 + 8 + 8
     return aten(head, passes=4, bytes_per_logit=56)
 
 
-def aten(head: Head, passes: int, bytes_per_logit: int) -> Cut:
+def aten(head: Head, passes: int, bytes_per_logit: int) -> StepCost:
     input, linear_weight = head.meta_tensors()
     rows = rows_beside_gradients(input, head.vocab, True)
     size, elements, chunks = head.dtype.itemsize, head.vocab * head.hidden, -(-head.tokens // rows)
     exact = sums_in_float32(input, elements, chunks)
     rounded = size if size < 4 else 0
-    return Cut(
+    return StepCost(
         "aten",
         temporaries=rows * (head.vocab * (4 + rounded) + head.hidden * size)
         + 4 * elements * exact
@@ -237,12 +243,12 @@ def aten(head: Head, passes: int, bytes_per_logit: int) -> Cut:
     )
 
 
-def dense_eager(head: Head) -> Cut:
+def dense_eager(head: Head) -> StepCost:
     """F.cross_entropy(F.linear(x, w).float(), target): the backward of log_softmax holds three float32 matrices."""
     size = head.dtype.itemsize
     gradients = head.weight_bytes + head.input_bytes
     upcast = 6 if size < 4 else 0
-    return Cut(
+    return StepCost(
         "aten",
         temporaries=max(12 * head.logits - gradients, size * head.logits),
         passes=3,
@@ -252,10 +258,10 @@ def dense_eager(head: Head) -> Cut:
     )
 
 
-def dense_compiled(head: Head) -> Cut:
+def dense_compiled(head: Head) -> StepCost:
     """The same under torch.compile: the logits once, in input's dtype, overwritten by their gradient."""
     size = head.dtype.itemsize
-    return Cut("inductor", temporaries=size * head.logits, passes=3, rows=head.tokens, bytes_per_logit=6 * size)
+    return StepCost("inductor", temporaries=size * head.logits, passes=3, rows=head.tokens, bytes_per_logit=6 * size)
 
 
 def vocabulary_tiles(head: Head) -> int:

@@ -9,7 +9,7 @@ Two numbers are fitted, to the rows of flce_ops in fwd_bwd.csv and other_modes.c
 make both gradients: the model is within 8 % of each. Rounds of one row differ by up to 8 %.
 """
 
-from flce_ops.plan.cuts import Cut, Head
+from flce_ops.plan.cuts import Head, StepCost
 from flce_ops.plan.devices import Device
 
 # N tokens, D hidden, V vocabulary, R ranks
@@ -20,11 +20,11 @@ EPILOGUE_BYTES = 4.2  # per logit, 1.0 ps on an H200
 FULLY_VISIBLE_ROWS = 350
 
 
-def seconds(head: Head, cut: Cut, device: Device) -> float:
-    gemms = cut.passes * 2 * head.tokens * head.hidden * head.vocab / device.flops
-    per_logit = EPILOGUE_BYTES if cut.path.startswith("triton") else cut.bytes_per_logit
-    visible = min(1.0, FULLY_VISIBLE_ROWS / (cut.added_rows or cut.rows))
-    moved = per_logit * head.logits + visible * cut.addition_bytes + cut.sum_bytes
+def seconds(head: Head, cost: StepCost, device: Device) -> float:
+    gemms = cost.passes * 2 * head.tokens * head.hidden * head.vocab / device.flops
+    per_logit = EPILOGUE_BYTES if cost.path.startswith("triton") else cost.bytes_per_logit
+    visible = min(1.0, FULLY_VISIBLE_ROWS / (cost.added_rows or cost.rows))
+    moved = per_logit * head.logits + visible * cost.addition_bytes + cost.sum_bytes
     return gemms + moved / device.bandwidth
 
 

@@ -14,15 +14,18 @@
         gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
+            tile_sums.py                      numbers of a row for each tile, added up
         finish_rows.py                        per row, after that GEMM
             row_loss.py                       the loss of a row and its derivatives
         finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
         row_statistics.py                     by-products of rows
+        two_sum.py                            a number in two float32
         gradient_factors.py                   per row, before the GEMM of backward, where lse is known
         retained_gradient.py                  G of logits that forward retained, in place of that GEMM
             logit_codes.py                    their 16 bits
         weight_gradient.py                    E.T @ (c input), summed over chunks
             sum_units.py                      in which units
+            outgrown_rows.py                  rows that call for another unit
             turned_tiles.py                   where the last block of features is at most half full
         input_gradient.py                     E @ linear_weight
             parts.py                          in how many parts of the vocabulary
@@ -37,6 +40,7 @@
             target.py, tiles.py               the device; tile shapes
     sparse_step.py                            the chunks of a step whose logit gradient is sparse
         sparse_lists.py                       the entries that are kept, token by token
+            sparse_draws.py                   their random numbers
             cut_lists.py                      long ones in pieces, a program each
         sparse_carried.py                     what ranks tell each other of a tile of classes that they share
         sparse_or_dense.py                    the classes of which these are many, and have GEMMs

@@ -12,9 +12,10 @@ whole; over several ranges of rows it is a sum as over chunks. What is added to 
 """
 
 import torch
+from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.options import Cotangents
+from flce_ops.math.options import Cotangents, LogitOptions, Operands
 from flce_ops.meta.arguments import Backward, BackwardInPlace
 from flce_ops.meta.call import takes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
@@ -27,13 +28,14 @@ from flce_ops.triton.chunks import (
     with_contiguous_vectors,
 )
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradient_factors import KnownRows, launch_gradient_factors
 from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
-from flce_ops.triton.logit_codes import codes_of
+from flce_ops.triton.logit_codes import LogitCodes, codes_of
 from flce_ops.triton.logits_gemm import launch_logits_gemm
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.retained_gradient import launch_retained_gradient
@@ -96,13 +98,12 @@ def run_backward(
 ) -> list[slice]:
     """Of the tokens of `kept`; what `call` has of tokens is (N,), as they stand. The ranges of rows it took."""
     operands, logit_options = call.operands, call.logits
-    input, linear_weight, _, linear_bias, weight = operands
+    input, linear_weight, _, _, weight = operands
     grad_input, grad_weight, bias_sum = gradients
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
     size, count = input.dtype.itemsize, kept.order.shape[0]
     beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
     row_slices, column_slices = pieces(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
-    tile = tiles_for(input).block_n
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
@@ -126,13 +127,9 @@ def run_backward(
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
-        column, input_gradient = at_target.column, None
-        codes = (
-            None
-            if call.retained is None
-            else codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
-        )
-        first_new = 0 if codes is None else codes.numbers.shape[0]
+        column, codes, input_gradient = at_target.column, None, None
+        if call.retained is not None:
+            codes = codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
         if grad_input is not None:
             finish = Finish(None, largest, residual)
             input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
@@ -140,20 +137,7 @@ def run_backward(
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            if first_new:
-                given = slice(0, first_new)
-                launch_retained_gradient(codes, cols, own.of(given), here.of(given), out=gradient[given], tile=tile)
-            if first_new < n:
-                others = slice(first_new, n)
-                launch_logits_gemm(
-                    rows[others],
-                    linear_weight[cols],
-                    None if linear_bias is None else linear_bias[cols],
-                    own.of(others),
-                    logit_options,
-                    here.of(others),
-                    out=gradient[others],
-                )
+            launch_logit_gradient(rows, operands, cols, own, codes, logit_options, here, out=gradient)
             launch_set_entries(gradient, column, entry, here, start=cols.start)
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
@@ -164,6 +148,29 @@ def run_backward(
         if input_gradient is not None:
             input_gradient.close()
     return row_slices
+
+
+def launch_logit_gradient(
+    rows: Tensor,  # (n, D)
+    operands: Operands,
+    cols: slice,
+    factors: Gradient,  # of the rows; class weights those of `cols`
+    codes: LogitCodes | None,  # of the first rows, those whose logits were retained
+    logit_options: LogitOptions,
+    kept: Kept,
+    *,
+    out: Tensor,  # (n, v)
+) -> None:
+    """G of rows x classes: of retained logits, and behind them of logits that are made again."""
+    linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
+    first_new = 0 if codes is None else codes.numbers.shape[0]
+    if first_new:
+        given, tile = slice(0, first_new), tiles_for(rows).block_n
+        launch_retained_gradient(codes, cols, factors.of(given), kept.of(given), out=out[given], tile=tile)
+    if first_new < count:
+        others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
+        factors = factors.of(others)
+        launch_logits_gemm(rows[others], linear_weight, bias, factors, logit_options, kept.of(others), out=out[others])
 
 
 def pieces(

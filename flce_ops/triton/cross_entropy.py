@@ -18,7 +18,7 @@ from flce_ops.triton.chunks import contiguous
 from flce_ops.triton.count_tokens import Count, count_tokens
 from flce_ops.triton.cross_entropy_kernels import (
     ForwardNumbers,
-    LossNumbers,
+    LossResults,
     gradient_kernel,
     rows_kernel,
 )
@@ -131,7 +131,7 @@ def loss_step(
     logits, target, _ = call.operands
     kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
     row_loss = RowLoss(weight_sum, logits.shape[1], call.loss)
-    numbers = LossNumbers(losses, argmax if call.argmax else None)
+    numbers = LossResults(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
     launch_rows(call, numbers, bool(call.loss.label_smoothing), gradient, row_loss, call.reduction, kept)
     launch_sum_losses(losses, call.reduction, kept.total, loss)
@@ -172,7 +172,7 @@ def launch(
 
 
 def launch_rows(
-    call: Any,  # LogitsForward, or LogitsWithGrad with LossNumbers
+    call: Any,  # LogitsForward, or LogitsWithGrad with LossResults
     numbers: Any,
     logit_sum: bool,
     grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted

@@ -36,12 +36,13 @@ from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import row_loss
 from flce_ops.triton.sum_losses import scale_of_rows
+from flce_ops.triton.two_sum import in_two_float32
 
 # N tokens, V vocabulary
 
 
 class ForwardNumbers(NamedTuple):
-    """As meta.forward_outputs has them; None where not asked for."""
+    """(N,) each, as meta.forward_outputs has them; None where not asked for."""
 
     target_logit: Tensor
     lse: Tensor
@@ -50,9 +51,11 @@ class ForwardNumbers(NamedTuple):
     lse_rest: Tensor
 
 
-class LossNumbers(NamedTuple):
+class LossResults(NamedTuple):
+    """Beside the gradient; (N,) each."""
+
     losses: Tensor
-    argmax: Tensor | None
+    argmax: Tensor | None  # None where not asked for
 
 
 @Kernel
@@ -63,7 +66,7 @@ def rows_kernel(
     target_ptr,  # (N,)
     reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without grad_logits
     kept,  # Count
-    outputs,  # ForwardNumbers, or with grad_logits LossNumbers
+    outputs,  # ForwardNumbers, or with grad_logits LossResults
     class_weight_ptr,  # (V,) float32
     loss,  # RowLoss; None without grad_logits
     logit_options,  # LogitOptions
@@ -126,11 +129,10 @@ def rows_kernel(
     log2_sum = tl.log2(row_sum)
     if grad_logits is None:
         lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
-        lse = lse64.to(tl.float32)
-        rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
+        lse, rest = in_two_float32(lse64)
         tl.store(outputs.target_logit + i, tl.where(valid, target_logit2 * LN2, 0.0))
         tl.store(outputs.lse + i, lse)
-        tl.store(outputs.lse_rest + i, tl.where(tl.abs(rest) < float("inf"), rest, 0.0))
+        tl.store(outputs.lse_rest + i, rest.to(tl.float32))
         if LOGIT_SUM:
             tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
     else:

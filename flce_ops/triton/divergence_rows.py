@@ -25,6 +25,7 @@ from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_divergence import divergence_gradient, divergence_of_sums, divergence_terms
 from flce_ops.triton.softmax_rows import Softmax, store_shift
 from flce_ops.triton.target import interpreted
+from flce_ops.triton.tile_sums import launch_sum_tiles
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
@@ -134,30 +135,6 @@ def divergence_kernel(
             )
 
 
-@Kernel
-@triton.jit
-def total_kernel(
-    sums_ptr,  # (s, T, n)
-    totals_ptr,  # (s, n) out
-    kept,  # Kept
-    n,
-    T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    which = tl.program_id(1)
-    count = kept_rows(kept, n)
-    end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for start in range(0, end, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        mask = (t[:, None] < T) & (rows[None, :] < count)
-        places = (which * T + t).to(tl.int64)[:, None] * n + rows[None, :]
-        acc += tl.load(sums_ptr + places, mask=mask, other=0.0)
-    tl.store(totals_ptr + which * n + rows, tl.sum(acc, 0), mask=rows < count)
-
-
 class RowResults(NamedTuple):
     """By token, 0 where ignored; out. Nats."""
 
@@ -198,9 +175,9 @@ def finish_divergence_kernel(
     if results.student_kl is not None:
         tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
     if results.shift is not None:
-        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask, BLOCK_N)
+        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask)
     if results.teacher_shift is not None:
-        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask, BLOCK_N)
+        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask)
 
 
 @Kernel
@@ -233,12 +210,8 @@ class Rows:
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
         self.launch(sums, gradient, None, scale)
-        count, tiles, n = sums.shape
-        totals = sums.new_empty(count, n)
-        block_n = 16  # as in exponentials.py
-        total_kernel[(triton.cdiv(n, block_n), count)](
-            sums, totals, self.kept, n, tiles, BLOCK_N=block_n, BLOCK_T=512, num_warps=8
-        )
+        totals = sums.new_empty(sums.shape[0], sums.shape[2])
+        launch_sum_tiles(sums, totals, self.kept)
         return totals
 
     def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:

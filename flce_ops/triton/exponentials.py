@@ -26,68 +26,9 @@ from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import tiles_for
+from flce_ops.triton.tile_sums import BLOCKS, launch_sum_tiles, max_and_sum
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
-
-
-@Kernel
-@triton.jit
-def sum_tiles_kernel(
-    partial_ptr,  # (T, n)
-    row_sum_ptr,  # (n,) out
-    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED; None for neither
-    kept,  # Kept
-    n,
-    T,
-    GUARDED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    count = kept_rows(kept, n)
-    end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
-    if GUARDED:
-        end = tl.where(exceeds(guard_ptr), end, 0)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for start in range(0, end, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        mask = (t[:, None] < T) & (rows[None, :] < count)
-        acc += tl.load(partial_ptr + t[:, None].to(tl.int64) * n + rows[None, :], mask=mask, other=0.0)
-    total = tl.sum(acc, 0)
-    # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
-    tl.store(row_sum_ptr + rows, total, mask=rows < tl.where(end > 0, count, 0))
-    if not GUARDED and guard_ptr is not None:
-        bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(guard_ptr, tl.max(tl.where(rows < count, bits, 0), 0))
-
-
-@triton.jit
-def max_and_sum(
-    partial_max_ptr,  # (T, n) base 2
-    partial_ptr,  # (T, n)
-    rows,
-    count,
-    n,
-    T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """max_t partial_max_t, and sum_t partial_t exp2(partial_max_t - it)."""
-    running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    running_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, T, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        offsets = t[:, None].to(tl.int64) * n + rows[None, :]
-        mask = (t[:, None] < T) & (rows[None, :] < count)
-        tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
-        tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-        new_max = tl.maximum(running_max, tl.max(tile_max, 0))
-        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp2(running_max - finite) + tl.sum(
-            tile_sum * tl.exp2(tile_max - finite[None, :]), 0
-        )
-        running_max = new_max
-    return running_max, running_sum
 
 
 @Kernel
@@ -190,30 +131,35 @@ def launch_exponentials(
                 sums.argmax[of_tiles] += cols.start
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
-    # all tiles of 16 rows in one or two reads, as most have left the L2: 7 us at 1024 x 256000, 32 x 32 takes 21
-    blocks = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
-    grid = (triton.cdiv(rows, blocks["BLOCK_N"]),)
-
     exponentiate(sums)
-    sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=False, **blocks)
+    launch_sum_tiles(partial, row_sum, kept, raises=guard)
 
     launch_logits_gemm(
         input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
     )
-    combine_kernel[grid](guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **blocks)
-    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)
-    sum_tiles_kernel[grid](partial, row_sum, guard, kept, rows, tiles, GUARDED=True, **blocks)
-    max_logit = columns = None
-    if argmax:
-        max_logit = sums.row_max.amax(0)
-        # no column where the maximum is nan
-        last = linear_weight.shape[0] - 1
-        columns = sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
-
-    def over_tiles(part: Tensor | None) -> Tensor | None:
-        return None if part is None else weighted_column_sum(part, None)
-
-    found = map(over_tiles, (sums.squares, sums.total))
-    return RowSums(
-        row_sum, reference_logit, over_tiles(sums.logit_sum), over_tiles(sums.expected), max_logit, columns, *found
+    combine_kernel[(triton.cdiv(rows, BLOCKS["BLOCK_N"]),)](
+        guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **BLOCKS
     )
+    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)
+    launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
+    max_logit, columns = argmax_over_tiles(sums, linear_weight.shape[0]) if argmax else (None, None)
+    return RowSums(
+        row_sum,
+        reference_logit,
+        over_tiles(sums.logit_sum),
+        over_tiles(sums.expected),
+        max_logit,
+        columns,
+        over_tiles(sums.squares),
+        over_tiles(sums.total),
+    )
+
+
+def over_tiles(part: Tensor | None) -> Tensor | None:  # (T, n) -> (n,)
+    return None if part is None else weighted_column_sum(part, None)
+
+
+def argmax_over_tiles(sums: ExpSum, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
+    """The largest logit and its class, the first of equals; the last class where the maximum is nan."""
+    max_logit, last = sums.row_max.amax(0), num_classes - 1
+    return max_logit, sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)

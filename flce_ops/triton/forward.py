@@ -23,6 +23,7 @@ from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.slots import slots_at_a_time
 from flce_ops.triton.target import tiles_for
+from flce_ops.triton.two_sum import in_two_float32
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
@@ -53,14 +54,12 @@ def finish_forward_kernel(
     row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
     ln2 = tl.full((BLOCK_N,), 0.6931471805599453, tl.float64)
     lse64 = (reference2.to(tl.float64) + tl.log2(row_sum).to(tl.float64)) * ln2
-    lse = lse64.to(tl.float32)
-    rest = (lse64 - lse.to(tl.float64)).to(tl.float32)
-    finite = tl.abs(lse) < float("inf")
+    lse, rest = in_two_float32(lse64)
     if target_logit_out is not None:
         hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
         tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
     tl.store(lse_out + token, tl.where(mask, lse, 0.0), mask=inside)
-    tl.store(lse_rest_out + token, tl.where(mask & finite, rest, 0.0), mask=inside)
+    tl.store(lse_rest_out + token, tl.where(mask, rest.to(tl.float32), 0.0), mask=inside)
     if logit_sum_out is not None:
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
         tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)

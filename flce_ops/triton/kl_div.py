@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import Operands
+from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
@@ -20,7 +20,7 @@ from flce_ops.triton.divergence_rows import RowResults, RowScale
 from flce_ops.triton.even_features import with_even_features
 from flce_ops.triton.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
-from flce_ops.triton.kl_div_step import KnownRows, run_chunks
+from flce_ops.triton.kl_div_step import ForwardRows, run_chunks
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.sum_losses import launch_sum_losses
 
@@ -82,7 +82,7 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
 def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     kept, place = kept_tokens(call.operands)
     gradients = wanted_gradients(outputs, call.output_mask)
-    known = KnownRows(call.shift, call.teacher_shift, call.student_kl)
+    known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
     scale = RowScale(call.grad, call.options.logit_scale)
     chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(None), scale, known)
     finish_gradients(outputs, gradients, kept, place)
@@ -103,6 +103,6 @@ def run(
     record_chunks(call, operands.linear_weight, chunks)
 
 
-def kept_tokens(operands: Operands) -> tuple[Kept, Tensor]:
+def kept_tokens(operands: KlDivOperands) -> tuple[Kept, Tensor]:
     """Those where `valid` is not 0."""
     return keep_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.shards import shard_rows
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import MULTIPLE, TOKEN_BYTES, product_bytes, slices, small_bytes
@@ -42,7 +42,7 @@ class RowCut(NamedTuple):
     product_bytes: int  # workspace for float32 products with linear_weight
 
 
-def cut_rows(operands: Operands, options: Options, gradients: Gradients) -> RowCut:
+def cut_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradients) -> RowCut:
     """In multiples of 128; the same on all ranks that share a vocabulary, whatever their shard."""
     input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
     (tokens, hidden), size = input.shape, input.dtype.itemsize

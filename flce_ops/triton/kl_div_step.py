@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import Operands, Options
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOptions
 from flce_ops.support.exchange import all_reduce
 from flce_ops.triton.columns import weighted_column_sum
@@ -38,7 +38,7 @@ from flce_ops.triton.weight_gradient import WeightGradient
 # N tokens, n rows of a chunk or part, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles
 
 
-class KnownRows(NamedTuple):
+class ForwardRows(NamedTuple):
     """What forward found of every token, in nats."""
 
     shift: Tensor  # (2, N)
@@ -47,13 +47,13 @@ class KnownRows(NamedTuple):
 
 
 def run_chunks(
-    operands: Operands,
-    options: Options,
+    operands: KlDivOperands,
+    options: KlDivOptions,
     kept: Kept,
     gradients: Gradients,
     results: RowResults,
     scale: RowScale | None = None,
-    known: KnownRows | None = None,
+    known: ForwardRows | None = None,
 ) -> list[slice]:
     """The chunks it took."""
     cut = cut_rows(operands, options, gradients)
@@ -68,8 +68,8 @@ class KlDivStep:
 
     def __init__(
         self,
-        operands: Operands,
-        options: Options,
+        operands: KlDivOperands,
+        options: KlDivOptions,
         kept: Kept,
         gradients: Gradients,
         cut: RowCut,
@@ -96,7 +96,7 @@ class KlDivStep:
         parts: list[slice],
         results: RowResults,
         scale: RowScale | None,
-        known: KnownRows | None,
+        known: ForwardRows | None,
     ) -> None:
         kept, n = self.kept.of(chunk), chunk.stop - chunk.start
         tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
@@ -116,7 +116,7 @@ class KlDivStep:
         logits: Tensor,  # (n, V) out: the student's, then G
         results: RowResults,
         scale: RowScale | None,
-        known: KnownRows | None,
+        known: ForwardRows | None,
     ) -> None:
         distributions, sums = self.softmaxes(kept, tokens, logits, known)
         rows = Rows(distributions, self.options.kind, self.options.beta, kept, self.tile)
@@ -131,7 +131,7 @@ class KlDivStep:
             rows.make_gradient(gradient, scale)
 
     def softmaxes(
-        self, kept: Kept, tokens: Tensor, logits: Tensor, known: KnownRows | None
+        self, kept: Kept, tokens: Tensor, logits: Tensor, known: ForwardRows | None
     ) -> tuple[Distributions, Tensor]:
         """The distributions of a part, and (s, T, n) memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]

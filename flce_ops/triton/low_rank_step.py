@@ -28,7 +28,7 @@ from flce_ops.triton.parts import MOST_PARTS
 class LowRankStep(OnePassStep):
     def __init__(
         self,
-        *arguments,
+        *arguments,  # of OnePassStep, for the head
         of_pair: OnePassStep,  # low_rank_input and low_rank_weight are its operands
         class_scale: Tensor | None,  # (V,) float32
         want_scale: bool,

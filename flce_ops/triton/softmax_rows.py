@@ -26,10 +26,11 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.math.shards import lse_of_shards
 from flce_ops.support.exchange import all_gather
 from flce_ops.triton.epilogues import MaxSum
-from flce_ops.triton.exponentials import max_and_sum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.logits_gemm import launch_logits_gemm
+from flce_ops.triton.logits_gemm import LN2, LOG2E, launch_logits_gemm
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.tile_sums import BLOCKS, max_and_sum
+from flce_ops.triton.two_sum import rescaled
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, R ranks that share it
 
@@ -85,14 +86,11 @@ def known_shift_kernel(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=mask, other=0)
-    log2e = tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
-    high = tl.load(known_ptr + token, mask=mask, other=0.0).to(tl.float64) * log2e
-    low = tl.load(known_ptr + N + token, mask=mask, other=0.0).to(tl.float64) * log2e
-    rounded = high.to(tl.float32)
-    finite = tl.abs(rounded) < float("inf")
-    tl.store(shift_ptr + i, rounded, mask=mask)
-    rest = tl.where(finite, high - rounded.to(tl.float64), 0.0)
-    tl.store(shift_ptr + n + i, (low + rest).to(tl.float32), mask=mask)
+    high = tl.load(known_ptr + token, mask=mask, other=0.0)
+    low = tl.load(known_ptr + N + token, mask=mask, other=0.0)
+    high, low = rescaled(high, low, LOG2E)
+    tl.store(shift_ptr + i, high, mask=mask)
+    tl.store(shift_ptr + n + i, low, mask=mask)
 
 
 @triton.jit
@@ -105,16 +103,12 @@ def store_shift(
     N,
     inside,
     mask,
-    BLOCK_N: tl.constexpr,
 ):
-    ln2 = tl.full((BLOCK_N,), 0.6931471805599453, tl.float64)
-    high = tl.load(shift_ptr + i, mask=mask, other=0.0).to(tl.float64) * ln2
-    low = tl.load(shift_ptr + n + i, mask=mask, other=0.0).to(tl.float64) * ln2
-    rounded = high.to(tl.float32)
-    finite = tl.abs(rounded) < float("inf")
-    rest = tl.where(finite, high - rounded.to(tl.float64), 0.0)
-    tl.store(out_ptr + token, rounded, mask=inside)
-    tl.store(out_ptr + N + token, (low + rest).to(tl.float32), mask=inside)
+    high = tl.load(shift_ptr + i, mask=mask, other=0.0)
+    low = tl.load(shift_ptr + n + i, mask=mask, other=0.0)
+    high, low = rescaled(high, low, LN2)
+    tl.store(out_ptr + token, high, mask=inside)
+    tl.store(out_ptr + N + token, low, mask=inside)
 
 
 def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
@@ -133,9 +127,8 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) 
 
 def find_shift(softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
     tiles, n = tile_sum.shape
-    block_n = 16  # as in exponentials.py
-    find_shift_kernel[(triton.cdiv(n, block_n),)](
-        softmax.tile_max, tile_sum, softmax.shift, kept, n, tiles, BLOCK_N=block_n, BLOCK_T=512, num_warps=8
+    find_shift_kernel[(triton.cdiv(n, BLOCKS["BLOCK_N"]),)](
+        softmax.tile_max, tile_sum, softmax.shift, kept, n, tiles, **BLOCKS
     )
 
 

@@ -15,7 +15,9 @@ from flce_ops.math import sparse_gradient
 from flce_ops.math.sparse_gradient import Shard, SparseGradient
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.sparse_lists import ONE, DenseClasses, group_shares, groups_of_tile, key_of_row, uniforms
+from flce_ops.triton.sparse_draws import ONE, key_of_row, uniforms
+from flce_ops.triton.sparse_lists import group_shares, groups_of_tile
+from flce_ops.triton.sparse_or_dense import DenseClasses
 
 # n rows of a chunk, V vocabulary (of this rank)
 

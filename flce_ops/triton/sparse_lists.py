@@ -29,6 +29,7 @@ from flce_ops.triton.finish_rows import FinishedRows
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import LIVE
 from flce_ops.triton.replay import Kernel
+from flce_ops.triton.sparse_draws import BITS, GOLDEN, ONE, key_of_row, mix, uniforms
 from flce_ops.triton.sparse_or_dense import NONE_DENSE, DenseClasses
 
 # n rows of a chunk, V vocabulary, R room of a row's list
@@ -36,9 +37,6 @@ from flce_ops.triton.sparse_or_dense import NONE_DENSE, DenseClasses
 GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, 16 at once
 WARPS = 4
 ENTRIES_OF_WALKER = 1024
-ONE = tl.constexpr(sparse_gradient.ONE)
-BITS = tl.constexpr(sparse_gradient.BITS)
-GOLDEN = tl.constexpr(sparse_gradient.GOLDEN)
 
 
 class Lists(NamedTuple):
@@ -67,32 +65,6 @@ class SparseRows(NamedTuple):
     lengths: Tensor  # int32, out
     column_of_dense: Tensor  # int64, out: `column`, -1 where its class is not dense
     carried: Tensor | None = None  # int64, the sum of q that other ranks have of the first tile, modulo 1
-
-
-@triton.jit
-def mix(x):
-    """`mix` of sparse_gradient.py, in uint32."""
-    x ^= x >> 16
-    x *= 0x85EBCA6B
-    x ^= x >> 13
-    x *= 0xC2B2AE35
-    x ^= x >> 16
-    return x
-
-
-@triton.jit
-def key_of_row(seed_ptr, token, first_tile):
-    """To which a tile's number behind the first one adds its multiple of GOLDEN."""
-    seed = tl.load(seed_ptr).to(tl.int64)
-    key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
-    return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
-
-
-@triton.jit
-def uniforms(key, tile):
-    """u in units of 1 / ONE, and the dither in [0, 1)."""
-    u = mix(key + tl.full((), tile, tl.uint32) * GOLDEN)
-    return (u >> (32 - BITS)).to(tl.int64), (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit

@@ -7,8 +7,7 @@ A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200; a GEMM take
 token, at 700 TFLOP/s: 87 classes take as long as an entry. Measured the two ways are equal at 85 (8192x4096x128256) and
 105 (8192x1024x50304). Frequent classes are kept in many rows: where ids are in the order of frequency, as tokenizers
 number them, a tenth of the blocks has half of the entries, and no variance. Where rows are flat, as a model's are
-before it is trained, all blocks are dense; and so they are where lists would save less than they
-take to be made.
+before it is trained, all blocks are dense; and so they are where lists would save less than they take to be made.
 
 128 kept tokens of the first chunk decide for all, so chunks do not.
 """

@@ -14,7 +14,6 @@ NOTES = {
     "tiles": "a gradient of live tiles",
 }
 
-
 Call = WithGrad | VocabParallelWithGrad | Backward
 
 

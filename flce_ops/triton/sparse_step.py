@@ -55,6 +55,8 @@ MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
 
 
 class SparseStep(OnePassStep):
+    """A step whose gradient GEMMs are over the dense classes alone; of the others there are lists, a span at a time."""
+
     def __init__(
         self,
         call: WithGrad | VocabParallelWithGrad | Backward,

@@ -17,11 +17,14 @@ from typing import cast
 
 from torch import nn
 
+from flce_ops.integrations.transformers.definition import is_named
 from flce_ops.integrations.transformers.instance_forward import has_another_forward
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
+    """Which loss the call computes."""
+
     ignore_index: int = -100
     module: str | None = None  # attribute of the model that computes it, whose ignore_index holds
 
@@ -61,17 +64,13 @@ def flattened_logits(call: ast.Call) -> ast.Name | None:
     if not flattens or not isinstance(logits, ast.Name):
         return None
     size = view.args[1]
-    if is_own_size(size, logits.id) or not any(is_of(node, logits.id) for node in ast.walk(size)):
+    if is_own_size(size, logits.id) or not any(is_named(node, logits.id) for node in ast.walk(size)):
         return logits
     return None
 
 
 def is_own_size(size: ast.expr, logits: str) -> bool:
     return ast.unparse(size) in (f"{logits}.size(-1)", f"{logits}.shape[-1]")
-
-
-def is_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 def global_object(expression: ast.expr, names: dict[str, object]) -> object:

@@ -11,7 +11,7 @@ class NotUnderstood(Exception):
     """Why this forward cannot run without logits."""
 
 
-def function_of(forward: Callable) -> tuple[ast.FunctionDef, Callable]:
+def definition_of(forward: Callable) -> tuple[ast.FunctionDef, Callable]:
     """Its definition, and the function inside of its decorators."""
     inner = inspect.unwrap(forward)
     try:
@@ -28,9 +28,9 @@ def check_self(function: ast.FunctionDef) -> None:
     """forward sees a stand-in for self, so it may only read attributes of it."""
     parent = parents_in(function)
     for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == "super":
+        if is_named(node, "super"):
             raise NotUnderstood("its forward calls super()")
-        if isinstance(node, ast.Name) and node.id == "self":
+        if is_named(node, "self"):
             outer = parent[node]
             if not (isinstance(outer, ast.Attribute) and isinstance(outer.ctx, ast.Load)):
                 line = first_line(statement_of(node, parent))
@@ -63,7 +63,7 @@ def first_line(statement: ast.stmt) -> str:
     return ast.unparse(statement).splitlines()[0]
 
 
-def is_name(targets: list[ast.expr], name: str) -> bool:
+def is_only_target(targets: list[ast.expr], name: str) -> bool:
     return len(targets) == 1 and is_named(targets[0], name)
 
 

@@ -21,7 +21,13 @@ from flce_ops.integrations.transformers.instance_forward import (
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.lora_head import Pair, is_lora, lora_or_loss, loss_of_pair, why_not_a_pair
+from flce_ops.integrations.transformers.lora_head import (
+    AdapterPair,
+    is_lora,
+    lora_or_loss,
+    loss_of_pair,
+    why_not_a_pair,
+)
 from flce_ops.integrations.transformers.output_metrics import Metrics
 from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
 
@@ -42,7 +48,7 @@ def linear_or_loss(
     logits_bias: Tensor | None = None,  # V entries, beside the layer's own
     metrics: Metrics | None = None,  # filled in
     gradient_threshold: float = 0.0,
-    pair: Pair | None = None,  # an adapter's
+    pair: AdapterPair | None = None,  # an adapter's
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)

@@ -51,17 +51,17 @@ def has_another_forward(module: nn.Module, original: Callable) -> bool:
     """One that is not its class's, set on the instance by somebody else."""
     held = module.__dict__.get(HOOKED, module.__dict__.get(PLAIN))
     known = (None, type(module).forward, original)
-    return function_of(held) not in known and not hasattr(function_of(held), "flce_original")
+    return unbound(held) not in known and not hasattr(unbound(held), "flce_original")
 
 
 def is_replaced(module: nn.Module) -> bool:
-    return any(hasattr(function_of(module.__dict__.get(place)), "flce_original") for place in (HOOKED, PLAIN))
+    return any(hasattr(unbound(module.__dict__.get(place)), "flce_original") for place in (HOOKED, PLAIN))
 
 
 def restore_forward(module: nn.Module) -> None:
-    if hasattr(function_of(module.__dict__.get(HOOKED)), "flce_original"):
+    if hasattr(unbound(module.__dict__.get(HOOKED)), "flce_original"):
         setattr(module, HOOKED, MethodType(type(module).forward, module))
-    elif hasattr(function_of(module.__dict__.get(PLAIN)), "flce_original"):
+    elif hasattr(unbound(module.__dict__.get(PLAIN)), "flce_original"):
         del module.forward
 
 
@@ -70,12 +70,12 @@ def name_of(function: Callable) -> str:
 
     The repr of a bound method would have its whole module in it.
     """
-    function = function_of(function)
+    function = unbound(function)
     code = getattr(function, "__code__", None)
     if code is None:
         return f"a {type(function).__module__}.{type(function).__qualname__}"
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def function_of(method: Callable | None) -> Callable | None:
+def unbound(method: Callable | None) -> Callable | None:
     return getattr(method, "__func__", method)

@@ -19,7 +19,7 @@ from flce_ops.math.scalars import normalizer_tensor
 # B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
 
 
-class Pair(NamedTuple):
+class AdapterPair(NamedTuple):
     input: Tensor  # (B, T, r)
     weight: Tensor  # (V, r)
     class_scale: Tensor | None = None  # (V,)
@@ -71,7 +71,7 @@ def lora_or_loss(self: Any, input: Tensor, *args: Any, target: Tensor | None = N
         if up.bias is not None:
             biases.append(up.bias * self.scaling[adapter])
     several = len(adapters) > 1  # a weight that somebody shards is refused by its shape
-    pair = Pair(torch.cat(parts, -1), torch.cat(weights, 1)) if several else Pair(parts[0], weights[0])
+    pair = AdapterPair(torch.cat(parts, -1), torch.cat(weights, 1)) if several else AdapterPair(parts[0], weights[0])
     if adapters[0] in self.lora_variant:  # DoRA, alone
         pair = pair._replace(class_scale=class_scale(self, adapters[0]))
     if biases:
@@ -84,7 +84,7 @@ lora_or_loss.flce_original = nn.Module.forward  # type: ignore[attr-defined]
 
 
 def loss_of_pair(
-    pair: Pair,
+    pair: AdapterPair,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,

@@ -36,10 +36,10 @@ from flce_ops.integrations.transformers.cross_entropy_call import (
 from flce_ops.integrations.transformers.definition import (
     NotUnderstood,
     check_self,
+    definition_of,
     first_line,
-    function_of,
-    is_name,
     is_named,
+    is_only_target,
     parents_in,
     statement_of,
     without_casts,
@@ -56,7 +56,7 @@ def read_head(forward: Callable) -> Head:
 @functools.cache
 def read(forward: Callable) -> tuple[Head, Callable]:
     """And a forward that takes its loss from self.loss_function or self.flce_cross_entropy."""
-    function, inner = function_of(forward)
+    function, inner = definition_of(forward)
     if "labels" not in [argument.arg for argument in function.args.args]:
         raise NotUnderstood("its forward takes no labels")
     reader = _Reader(function, inner.__globals__)
@@ -151,7 +151,7 @@ class _Reader:
         for statement in self.function.body:
             if statement.lineno > self.loss_call.lineno:
                 break
-            if isinstance(statement, ast.Assign) and is_name(statement.targets, self.logits):
+            if isinstance(statement, ast.Assign) and is_only_target(statement.targets, self.logits):
                 call = head_call_in(statement.value)
                 if call is not None:
                     last, self.head_call = statement, call
@@ -191,7 +191,7 @@ class _Reader:
                 return steps
             if checked is not None and steps in ([("*", checked)], [("/", checked)]):
                 return [(steps[0][0] + "?", checked)]
-        if isinstance(statement, ast.Assign) and is_name(statement.targets, self.logits):
+        if isinstance(statement, ast.Assign) and is_only_target(statement.targets, self.logits):
             return self.steps_in(statement.value)
         raise self.refusal("it does something to its logits that is neither a scale nor a softcap", statement)
 
@@ -266,11 +266,11 @@ class _Reader:
                 yield node.test
 
     def uses(self) -> list[ast.Name]:
-        names = [n for n in ast.walk(self.function) if isinstance(n, ast.Name) and n.id == self.logits]
+        names = [n for n in ast.walk(self.function) if is_named(n, self.logits)]
         return sorted(names, key=lambda name: (name.lineno, name.col_offset))
 
     def is_logits(self, node: ast.AST) -> bool:
-        return node is self.head_call or (isinstance(node, ast.Name) and node.id == self.logits)
+        return node is self.head_call or is_named(node, self.logits)
 
     def mentions_logits(self, node: ast.AST) -> bool:
         return any(self.is_logits(inner) and not self.is_asked_where(inner) for inner in ast.walk(node))

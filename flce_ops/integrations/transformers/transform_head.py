@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from flce_ops.integrations.transformers.definition import (
     NotUnderstood,
     check_self,
+    definition_of,
     first_line,
-    function_of,
-    is_name,
     is_named,
+    is_only_target,
 )
 from flce_ops.integrations.transformers.operand import path_of
 
@@ -76,7 +76,7 @@ class WithTargets:
 @torch.compiler.disable(reason="a patched class reads a head at its first loss, which must run in eager mode")
 def read_inner(forward: Callable) -> Inner:
     """Of a forward that ends in `return self.decoder(hidden)`, on one line or several."""
-    function, _ = function_of(forward)
+    function, _ = definition_of(forward)
     check_self(function)
     returns = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
     if len(returns) != 1 or returns[0] is not function.body[-1] or returns[0].value is None:
@@ -85,7 +85,7 @@ def read_inner(forward: Callable) -> Inner:
     for statement in reversed(function.body[:-1]):
         if not isinstance(returned, ast.Name):
             break
-        if isinstance(statement, ast.Assign) and is_name(statement.targets, returned.id):
+        if isinstance(statement, ast.Assign) and is_only_target(statement.targets, returned.id):
             returned = statement.value
         elif any(is_named(node, returned.id) for node in ast.walk(statement)):
             raise NotUnderstood(f"it does something else to what it returns: `{first_line(statement)}`")
