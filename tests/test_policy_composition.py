@@ -91,6 +91,19 @@ def test_compiled_in_one_graph_for_any_numbers(device):
     assert counter.frame_count <= 2  # numbers that changed are inputs of the second
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_dynamic_compilation_knows_whether_there_is_a_kl_term(device, beta):
+    """dynamic=True makes variables of numbers, defaults too."""
+    call = make_policy(RAGGED, device=device) | {"ref_log_probs": None}
+    step = torch.compile(flce_ops.linear_policy_loss, fullgraph=True, dynamic=True, backend="eager")
+    if beta:
+        with pytest.raises(Exception, match="beta weighs the KL term, which needs ref_log_probs"):
+            step(**call, beta=beta)
+    else:
+        found, expected = (f(**call, beta=beta).loss for f in (step, flce_ops.linear_policy_loss))
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_autocast_is_that_of_the_plain_formula(device, half):
     call = make_policy(RAGGED, device=device)

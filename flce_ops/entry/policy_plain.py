@@ -110,13 +110,17 @@ def losses_of_rows(
 
 
 def policy_options(call: PolicyLoss) -> PolicyOptions:
-    """The user's numbers as the operators take them; without a beta there is no KL term."""
+    """The user's numbers as the operators take them; without a beta there is no KL term.
+
+    dynamic=True makes a variable of beta. Without ref_log_probs it is compared all the same: a graph knows that it is 0.
+    """
+    no_kl = call.ref_log_probs is None and call.beta == 0.0
     return PolicyOptions(
         call.objective,
         scalar(call.clip_low, call.input),
         scalar(call.clip_high, call.input),
         None if call.dual_clip is None else scalar(call.dual_clip, call.input),
-        scalar_unless(0.0, call.beta, call.input),
+        None if no_kl else scalar_unless(0.0, call.beta, call.input),
         call.kl_estimator,
     )
 
