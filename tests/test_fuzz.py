@@ -11,7 +11,7 @@ from tests.fuzz import judge
 from tests.fuzz.cases import FUNCTIONS, Case
 from tests.fuzz.consistent import consistent
 from tests.fuzz.draw import draw
-from tests.fuzz.run import Ours
+from tests.fuzz.ours import Ours
 
 ROOT = Path(__file__).parent.parent
 SEED, CASES = 1, 40

@@ -3,7 +3,6 @@
 # N tokens, D hidden, V vocabulary
 
 import copy
-import inspect
 import io
 import pickle
 
@@ -27,76 +26,6 @@ def example(device, **made):
     return make_inputs((N, D, V), device=device, dtype=torch.float64, requires_grad=False, **made)
 
 
-torch_has_one = pytest.mark.skipif(
-    not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss"
-)
-
-
-@torch_has_one
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}], ids=["plain", "options"])
-def test_loss_is_that_of_torch(device, options, reduction, bias):
-    """Moving over is one import: same arguments, same state dict, same numbers."""
-    inputs = example(device, weight=True, ignore_index=options.get("ignore_index", -100))
-    kwargs = {"bias": bias, "reduction": reduction, "weight": inputs.weight, "dtype": torch.float64, "device": device}
-    theirs = nn.LinearCrossEntropyLoss(D, V, **kwargs, **options)
-    ours = LinearCrossEntropyLoss(D, V, **kwargs, **options)
-    ours.load_state_dict(theirs.state_dict())
-    hidden = [inputs.input.clone().requires_grad_() for _ in range(2)]
-    losses = [module(h, inputs.target) for module, h in zip((ours, theirs), hidden, strict=True)]
-    assert error(losses[0], losses[1]) < 1e-13
-    for loss in losses:
-        loss.sum().backward()
-    assert error(hidden[0].grad, hidden[1].grad) < 1e-13
-    assert error(ours.linear.weight.grad, theirs.linear.weight.grad) < 1e-13
-
-
-@torch_has_one
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("out_features", [(), (2, 3)])
-def test_strict_state_dicts_are_exchanged_with_torchs(out_features, weighted, bias):
-    def pair(weight):
-        return [
-            module(D, V, bias=bias, weight=weight.clone() if weighted else None, out_features=out_features)
-            for module in (LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)
-        ]
-
-    for giver, taker in (pair(torch.rand(V)), reversed(pair(torch.rand(V)))):
-        taker.load_state_dict(giver.state_dict(), strict=True)
-        assert list(taker.state_dict()) == list(giver.state_dict())
-        for name, tensor in giver.state_dict().items():
-            assert torch.equal(taker.state_dict()[name], tensor)
-
-
-@torch_has_one
-def test_the_constructor_takes_what_torchs_does_in_the_same_way():
-    ours, theirs = (
-        inspect.signature(module).parameters for module in (LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)
-    )
-    assert theirs.keys() <= ours.keys()
-    of_sparse = {"gradient_threshold", "gradient_mode", "gradient_sparse"}
-    assert ours.keys() - theirs.keys() == {"softcap", "logit_scale", "z_loss", *of_sparse}
-    common = ours.keys() & theirs.keys()
-    assert {name for name in common if ours[name].kind != theirs[name].kind} == set()
-    assert {name for name in common if ours[name].default != theirs[name].default} == {"ignore_index"}
-    assert (ours["ignore_index"].default, theirs["ignore_index"].default) == (-100, None)  # of one meaning
-    positional = [name for name in theirs if theirs[name].kind is not inspect.Parameter.KEYWORD_ONLY]
-    assert [name for name in ours if ours[name].kind is not inspect.Parameter.KEYWORD_ONLY] == positional
-
-
-@torch_has_one
-def test_parameters_start_as_torchs_do():
-    torch.manual_seed(0)
-    ours = LinearCrossEntropyLoss(D, V, bias=True)
-    torch.manual_seed(0)
-    theirs = nn.LinearCrossEntropyLoss(D, V, bias=True)
-    assert torch.equal(ours.linear.weight, theirs.linear.weight)
-    assert torch.equal(ours.linear.bias, theirs.linear.bias)
-
-
-# what is wrong, arguments, error, words
 MISTAKES = [
     ("smoothing above 1", {"label_smoothing": 2.0}, ValueError, r"label_smoothing in \[0, 1\], got 2.0"),
     ("smoothing below 0", {"label_smoothing": -0.1}, ValueError, r"label_smoothing in \[0, 1\], got -0.1"),

@@ -4,8 +4,10 @@
     draw.py, consistent.py   how one is drawn, and which arguments go together
     problem.py   a case's tensors, and the graph from its leaves to the arguments of the function
     oracle.py    the same functions on dense logits
+    ours.py      the functions and modules of the package
     run.py       outputs, first and second derivatives of either
     judge.py     whether ours are as near to the float64 result as plain torch's
+    exact.py     what must hold exactly
     report.py    many cases: those that fail by likely cause, the first of each reduced
     triton_on_cpu.py   the Triton kernels in place of the ATen ones, in Triton's interpreter
 

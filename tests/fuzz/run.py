@@ -4,145 +4,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import flce_ops
 from tests.fuzz import oracle
-from tests.fuzz.cases import ARGMAX_METRICS, SECOND_ORDER, Case
+from tests.fuzz.cases import SECOND_ORDER, Case
+from tests.fuzz.ours import Ours
 from tests.fuzz.problem import Problem, Tensors, accumulated
 
 Function = Callable[[Case, Tensors], Tensors]
 
 DIFFERENTIABLE = ("loss", "log_probs", "lse", "entropy", "tail")
 BATCH = (1.0, -2.0, 0.5)  # upstream factors of the mode "batched"
-MODULES = {"head": flce_ops.LinearCrossEntropyHead, "loss_module": flce_ops.LinearCrossEntropyLoss}
-
-
-class Ours:
-    """The outputs by name, as oracle.call has them."""
-
-    def __init__(self, case: Case) -> None:
-        self.module = None
-        if case.function in MODULES:
-            options = logit_options(case) | {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
-            if case.function == "loss_module":
-                options |= {"reduction": case.reduction}
-                options |= {"weight": torch.empty(case.V, device="meta")} if case.class_weight else {}
-            self.module = MODULES[case.function](case.D, case.V, bias=bool(case.bias), device="meta", **options)
-
-    def __call__(self, case: Case, at: Tensors) -> Tensors:
-        arguments = (at["input"], at["weight"], at["target"], at.get("bias"))
-        options = logit_options(case) | {"temperature": case.temperature}
-        if case.learnt in options:
-            options[case.learnt] = at["learnt"]
-        if case.shift:
-            options["shift"] = True
-        if case.function == "log_probs":
-            return self.log_probs(case, arguments, options)
-        sums = {"token_weight": at.get("token_weight")}
-        if case.normalizer:
-            sums["normalizer"] = oracle.normalizer_of(case, at)
-        if case.function == "kl_div":
-            return {"loss": self.divergence(case, at, **options, **sums)}
-        if case.function == "policy":
-            return self.policy(case, at, options | sums)
-        sums["weight"], sums["reduction"] = at.get("class_weight"), case.reduction
-        if case.function in MODULES:
-            return {"loss": self.of_module(case, at, sums)}
-        options |= {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
-        if case.learnt == "z_loss":
-            options["z_loss"] = at["learnt"]
-        if case.function == "given_logits":
-            logits = F.linear(at["input"], at["weight"], at.get("bias"))
-            return {
-                "loss": flce_ops.cross_entropy(
-                    logits, at["target"], inplace_backward=case.handed_over, **options, **sums
-                )
-            }
-        if case.function == "low_rank":
-            return {"loss": self.low_rank(case, at, options | sums)}
-        if case.slots:
-            options["target_weight"] = at["target_weight"]
-        if case.sparse:
-            options |= {"gradient_threshold": case.threshold, "gradient_mode": case.sparse}
-            options["gradient_seed"] = at["gradient_seed"] if case.sparse == "unbiased" else None
-        if case.main_grad:
-            options["main_grad"] = at["main_grad"]
-        if case.function != "metrics":
-            return {"loss": flce_ops.linear_cross_entropy(*arguments, **options, **sums)}
-        if case.metrics:
-            loss, metrics = flce_ops.linear_cross_entropy(*arguments, **options, **sums, return_metrics=case.metrics)
-            return {"loss": loss, **named_metrics(metrics)}
-        loss, metrics = flce_ops.linear_cross_entropy(*arguments, **options, **sums, return_metrics=True)
-        return {"loss": loss, "token_accuracy": metrics.token_accuracy, "argmax": metrics.argmax}
-
-    def log_probs(self, case: Case, arguments: tuple, options: dict) -> Tensors:
-        asked = {"entropy": case.entropy, "argmax": case.argmax, "tail": case.tail}
-        if not case.metrics:
-            found, metrics = flce_ops.linear_log_probs(*arguments, **asked, **options), {}
-        else:
-            found, metrics = flce_ops.linear_log_probs(*arguments, **asked, **options, return_metrics=case.metrics)
-        found = {name: t for name, t in found._asdict().items() if t is not None} | named_metrics(metrics)
-        return found | ({"tail": found.pop("tail_log_prob").exp()} if case.tail else {})
-
-    def policy(self, case: Case, at: Tensors, options: dict) -> Tensors:
-        operands = [at.get(name) for name in ("input", "weight", "target", *oracle.OF_POLICY, "bias")]
-        found = flce_ops.linear_policy_loss(
-            *operands,
-            objective=case.objective,
-            clip_low=case.clip_low,
-            clip_high=case.clip_high,
-            dual_clip=case.dual_clip if case.objective == "ppo" else None,
-            beta=case.kl_factor,
-            kl_estimator=case.kl_estimator,
-            reduction=case.reduction,
-            **options,
-        )
-        return {"loss": found.loss} | ({} if "token_weight" in at else {"metric log_probs": found.log_probs})
-
-    def low_rank(self, case: Case, at: Tensors, options: dict) -> Tensor:
-        weight = at["weight"].detach() if case.frozen else at["weight"]
-        normalizer = options.get("normalizer")
-        if isinstance(normalizer, float):
-            options["normalizer"] = torch.tensor(normalizer, device=weight.device)
-        operands = (at["input"], weight, at["pair_input"], at["pair_weight"], at["target"], at.get("bias"))
-        return torch.ops.flce.linear_cross_entropy_low_rank(*operands, **options)
-
-    def of_module(self, case: Case, at: Tensors, options: dict) -> Tensor:
-        prefix = "linear." if case.function == "loss_module" else ""
-        parameters = {prefix + name: at[name] for name in ("weight", "bias") if name in at}
-        if case.function == "loss_module":
-            options = {name: value for name, value in options.items() if name not in ("weight", "reduction")}
-            parameters |= {"weight": at["class_weight"]} if "class_weight" in at else {}
-        return torch.func.functional_call(self.module, parameters, (at["input"], at["target"]), options)
-
-    def divergence(self, case: Case, at: Tensors, **options) -> Tensor:
-        nothing_ignored = not case.ignored and case.ignore_index == -100 and not case.shift
-        return flce_ops.linear_kl_div(
-            at["input"],
-            at["weight"],
-            at.get("teacher_input"),
-            at.get("teacher_weight"),
-            teacher_probs=at.get("teacher_probs"),
-            linear_bias=at.get("bias"),
-            kind=case.kind,
-            beta=case.beta,
-            target=None if nothing_ignored else at["target"],
-            reduction=case.reduction,
-            teacher_logit_scale=case.teacher_scale,
-            teacher_softcap=case.teacher_softcap,
-            **options,
-        )
-
-
-def named_metrics(metrics: dict[str, Tensor]) -> Tensors:
-    return {name if name in ARGMAX_METRICS else f"metric {name}": found for name, found in metrics.items()}
-
-
-def logit_options(case: Case) -> dict:
-    return {"ignore_index": case.ignore_index, "softcap": case.softcap, "logit_scale": case.logit_scale}
 
 
 # --- the objective ---

@@ -1,0 +1,83 @@
+"""What must hold exactly: constants of a call, and where results are not finite."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.problem import Problem, Tensors, scored_target, valid_tokens
+from tests.fuzz.run import DIFFERENTIABLE
+
+
+@dataclass(frozen=True)
+class Failure:
+    what: str  # the result's name, or "raises"
+    how: str
+    ratio: float = math.inf  # error over what is allowed
+
+
+def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Tensors) -> Iterator[Failure]:
+    case = problem.case
+    labels = problem.views["target"](problem.bases["target"]).cpu()
+    target, ignored = scored_target(case, labels), ~valid_tokens(case, labels)
+    if "logits" in truth and "argmax" in found:
+        z, largest = truth["logits"], found["argmax"]
+        if largest.numel():
+            none = ignored.reshape(largest.shape)
+            if (largest[none] != -1).any():
+                yield Failure("argmax", "a class where ignored")
+                return
+            if (largest[~none] < 0).any() or largest.max() >= case.V:
+                yield Failure("argmax", "no class")
+                return
+            gap = z.amax(-1) - z.gather(-1, largest.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            gap = torch.where(plain["logits"].isfinite().all(-1) & ~none, gap, 0.0)
+            rounding = (plain["logits"].double() - z).nan_to_num(0.0).abs().max() + 1e-6 * z.nan_to_num(0.0).abs().max()
+            if gap.nan_to_num(0.0).max() > 2.0 * rounding:
+                yield Failure("argmax", "not the largest", float(gap.nan_to_num(0.0).max() / (2.0 * rounding)))
+    if "is_top1" in found and "argmax" in found and not torch.equal(found["is_top1"], right_of(found, target, ignored)):
+        yield Failure("is_top1", "not the argmax's")
+    if "token_accuracy" in found and "argmax" in found:
+        counted = torch.stack([right_of(found, target, ignored), ~ignored]).double()
+        right, valid = counted.unsqueeze(-1).flatten(2 if case.mode == "vmap" else 1).sum(-1)
+        share = right / valid
+        if not torch.allclose(found["token_accuracy"].double(), share, rtol=1e-6, equal_nan=True):
+            yield Failure("token_accuracy", "not the argmax's")
+    name = "grad of input"
+    if name in found and not case.relations and not problem.is_view("input"):
+        if truth[name].isfinite().all() and found[name][ignored].any():
+            yield Failure(name, "not zero where ignored")
+
+
+def right_of(found: Tensors, target: Tensor, ignored: Tensor) -> Tensor:
+    return (found["argmax"] == target) & ~ignored
+
+
+def pattern(problem: Problem, name: str, found: Tensor, plain: Tensor, truth: Tensor) -> str:
+    """What is not finite, or should not be; "" if nothing is wrong."""
+    finite = truth.isfinite() & plain.isfinite()
+    finite &= truth.abs() < torch.finfo(found.dtype).max / 4  # near overflow either is right
+    odd = ~truth.isfinite()
+    # torch's own bfloat16 product on a CPU takes a row of nan into the row before it
+    spread = problem.torch_device == "cpu" and problem.arithmetic_dtype() == torch.bfloat16 and odd.any()
+    if not (spread or found[finite].isfinite().all()):
+        return "not finite"
+    if not odd.any():
+        return ""
+    if name in DIFFERENTIABLE:
+        same = [
+            torch.equal(found[odd].double().nan_to_num(7.0), other[odd].double().nan_to_num(7.0))
+            for other in (truth, plain)
+        ]
+        return "" if any(same) else f"{kinds(found[odd])} for {kinds(truth[odd])}"
+    # which of nan and the infinities a sum of them gives depends on its order
+    if found[odd].isfinite().any():
+        return f"finite for {kinds(truth[odd])}"
+    return ""
+
+
+def kinds(tensor: Tensor) -> str:
+    found = {"nan": tensor.isnan(), "inf": tensor == math.inf, "-inf": tensor == -math.inf, "finite": tensor.isfinite()}
+    return "/".join(name for name, mask in found.items() if mask.any())

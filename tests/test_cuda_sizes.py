@@ -1,0 +1,80 @@
+"""Matrices of more than 2^31 numbers on a GPU."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, reference_loss, run, run_reference
+from test_cuda_contract import needs_memory
+
+import flce_ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def only_last_rows(inputs, count):
+    """Ignore all but the last tokens, so that a reference of a few rows knows every gradient."""
+    inputs.target[:-count] = -100
+    few = inputs.clone()
+    few.input = inputs.input.detach()[-count:].clone().requires_grad_()
+    few.target = inputs.target[-count:]
+    return few
+
+
+def assert_of_last_rows(found, last, reduction):
+    """`found` of all tokens; the others are ignored."""
+    exact, count = run_reference(last, reduction=reduction), last.target.shape[0]
+    loss = found["loss"][-count:] if reduction == "none" else found["loss"]
+    assert error(loss, exact["loss"]) < 1e-5  # tensor cores truncate the sums
+    assert error(found["input"][-count:], exact["input"]) < 5e-3
+    assert error(found["linear_weight"], exact["linear_weight"]) < 5e-3
+    assert not found["input"][:-count].any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_more_than_two_to_the_31_logits_in_one_chunk(reduction):
+    """Offsets of int32 would overflow."""
+    needs_memory(60)
+    N, D, V = 20000, 64, 128256
+    assert N * V > 2**31
+    inputs = make_inputs((N, D, V), device="cuda", dtype=torch.bfloat16, ignored=0.0)
+    few = only_last_rows(inputs, 64)
+    with flce_ops.workspace(40 * 2**30):
+        found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    assert flce_ops.last_path().rows_per_chunk * V > 2**31, flce_ops.last_path()
+    assert_of_last_rows(found, few, reduction)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_more_than_two_to_the_31_hidden_values(reduction):
+    needs_memory(40)
+    N, D, V = 530000, 4096, 67
+    assert N * D > 2**31
+    inputs = make_inputs((N, D, V), device="cuda", dtype=torch.bfloat16, ignored=0.0)
+    few = only_last_rows(inputs, 64)
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    assert_of_last_rows(found, few, reduction)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_weight_of_more_than_two_to_the_31_numbers(reduction):
+    needs_memory(60)
+    N, D, V = 200, 4096, 530000
+    assert V * D > 2**31
+    inputs = make_inputs((N, D, V), device="cuda", dtype=torch.bfloat16, ignored=0.0)
+    inputs.target[:100] = V - 1 - torch.arange(100, device="cuda")  # classes past the boundary
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    inputs.linear_weight.requires_grad_(False)
+    exact = reference_loss(inputs.input.float(), inputs.linear_weight.float(), inputs.target, reduction=reduction)
+    assert error(found["loss"], exact) < 5e-6
+    (grad_input,) = torch.autograd.grad(exact.sum(), inputs.input)
+    assert error(found["input"], grad_input.double()) < 8e-3
+    rows = found["linear_weight"][
+        -100:
+    ]  # d/dW of the rare classes at the end: about -x of the one token each is target of
+    expected = -inputs.input.detach()[:100].flip(0)
+    assert error(rows, expected.double()) < 2e-2

@@ -1,0 +1,125 @@
+"""Patched models of Transformers under FSDP2 and under the library's own tensor-parallel plan, against one process."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import torch.distributed as dist
+from process_pool import run_in_world, worlds
+from tiny_models import check_same, has_logits, loss_and_gradients, make_batch, make_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from flce_ops.integrations.transformers import patch
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def check_eval_logits(model, reference, batch, tolerance) -> None:
+    """The head runs twice, for logits and for the loss."""
+    with torch.no_grad():
+        ours, theirs = patch(model, eval_logits=True).eval()(**batch), reference.eval()(**batch)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=tolerance, atol=0)
+    # single logits of a model in bfloat16 are off by up to 12 % of the largest
+    assert (ours.logits.float() - theirs.logits).norm() < tolerance * theirs.logits.norm()
+
+
+FSDP2_CASES = {
+    "head alone": {"wrapped": ["lm_head"]},
+    "root owns the head": {"wrapped": []},
+    "tied": {"wrapped": [], "name": "Llama tied"},
+    "patched after sharding": {"wrapped": ["lm_head"], "patch_first": False},
+    "norm and head together": {"wrapped": [("model.norm", "lm_head")], "name": "Granite"},
+    "mixed precision": {
+        "wrapped": ["lm_head"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_fsdp2_gives_the_gradients_of_one_process(world):
+    run_in_world(world, fsdp2_cases)
+
+
+def fsdp2_cases(device):
+    for case, options in FSDP2_CASES.items():
+        try:
+            fsdp2_case(device, **options)
+        except Exception as error:
+            raise AssertionError(case) from error
+    fsdp2_around_a_transform(device)
+
+
+def fsdp2_around_a_transform(device):
+    """The targets pass through the hooks of two modules; each rank has the whole batch."""
+    model, batch = make_model("ESM, transform and bias", tie_word_embeddings=False).to(device), make_batch()
+    batch = {k: v.to(device) for k, v in batch.items()}
+    reference = copy.deepcopy(model)
+    expected = loss_and_gradients(reference, **batch)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (model.lm_head.decoder, model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+    loss, gradients = loss_and_gradients(patch(model), **batch)
+    check_same((loss, {n: g if g is None else g.full_tensor() for n, g in gradients.items()}), expected)
+    assert not has_logits(model(**batch))
+    check_eval_logits(model, reference, batch, tolerance=1e-4)
+
+
+def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, batch = make_model(name).to(device), {k: v.to(device) for k, v in make_batch(2 * ranks).items()}
+    batch["num_items_in_batch"] = torch.tensor(37, device=device)
+    reference = copy.deepcopy(model)
+    if patch_first:
+        patch(model)
+    options["mesh"] = init_device_mesh(device.type, (ranks,))
+    for block in model.model.layers:
+        fully_shard(block, **options)
+    for names in wrapped:
+        modules = [model.get_submodule(n) for n in ((names,) if isinstance(names, str) else names)]
+        fully_shard(modules, **options)
+    fully_shard(model, **options)
+    if not patch_first:
+        patch(model)
+    mine = {k: v.chunk(ranks)[rank] if v.dim() else v for k, v in batch.items()}
+    loss, gradients = loss_and_gradients(model, **mine)
+    dist.all_reduce(loss)
+    gradients = {n: ranks * g.full_tensor() for n, g in gradients.items()}  # FSDP averages over ranks
+    expected, exact = loss_and_gradients(reference, **batch)
+    if "mp_policy" not in options:
+        check_same((loss, gradients), (expected, exact))
+    else:
+        torch.testing.assert_close(loss, expected, rtol=0.05, atol=0)
+        for name, gradient in gradients.items():
+            assert (gradient - exact[name]).norm() < 0.2 * exact[name].norm(), name
+    assert not has_logits(model(**mine))
+    check_eval_logits(model, reference, mine, tolerance=1e-4 if "mp_policy" not in options else 0.1)
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_a_head_sharded_by_transformers_plan_gives_the_loss_of_one_process(world):
+    run_in_world(world, tensor_parallel_case)
+
+
+def tensor_parallel_case(device):
+    model, batch = make_model("Granite").to(device), {k: v.to(device) for k, v in make_batch().items()}
+    reference = copy.deepcopy(model)
+    expected, exact = loss_and_gradients(reference, **batch)
+    assert model._tp_plan["lm_head"] == "colwise_gather_output"
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    loss, gradients = loss_and_gradients(patch(model), **batch)
+    full = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    check_same((loss, full), (expected, exact))
+    assert not has_logits(model(**batch))
+    check_eval_logits(model, reference, batch, tolerance=1e-4)
