@@ -26,11 +26,15 @@ def forward_and_truth(args, options, **shard):
     return launch_forward(*args, **wanted), aten.forward(*double(*args), **wanted)
 
 
-def assert_rows(found, truth, dtype, slack=1.0):
-    """target_logit, lse, expected_log_prob and max_logit; the argmax where the two largest are apart."""
+def assert_rows(found, truth, dtype, slack=1.0, *, large=False):
+    """target_logit, lse, expected_log_prob and max_logit; the argmax where the two largest are apart.
+
+    Of large logits expected_log_prob is right to their last digits, not to its own: it is judged beside lse.
+    """
     for i in (0, 1, 3, 4):
         assert found[i].dtype == torch.float32
-        assert error(found[i], truth[i]) <= slack * TOLERANCE[dtype], i
+        beside = truth[1] if large and i == 3 else 0.0
+        assert error(found[i] + beside, truth[i] + beside) <= slack * TOLERANCE[dtype], i
     assert found[5].dtype == torch.int64
 
 
@@ -104,8 +108,7 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
     found, truth = forward_and_truth(args, {})
     if case == "logits of hundreds":
         assert ((truth[1] - truth[0])[args[2] != -100] > 40).float().mean() > 0.5
-    # log Z of 60 bits, of which the sum of E (z - r) / Z leaves an entropy of 0.1
-    assert_rows(found, truth, torch.float32, slack=4.0 if case == CASES[0] else 1.0)
+    assert_rows(found, truth, torch.float32, large=case == CASES[0])
     assert torch.equal(found[5], truth[5])
 
     valid = args[2] != -100
