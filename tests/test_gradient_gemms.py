@@ -130,23 +130,6 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_kept_rows(count):
 
 
 @interpreter
-@pytest.mark.parametrize("count", [0, 1, 64])
-def test_tokens_that_the_first_chunk_holds_are_rounded_once(count):
-    """Bit for bit what one chunk gives."""
-    n, d, v = 64, 70, 67
-    e, x = torch.rand(2 * n, v).half(), torch.randn(2 * n, d).half()
-    x[count:] = e[count:] = 0.0
-    made = []
-    for size in (n, 2 * n):
-        made.append(torch.full((v, d), torch.nan, dtype=torch.half))
-        gradient = WeightGradient(made[-1], chunks=2 * n // size)
-        for start in range(0, 2 * n, size):
-            rows, first, last = slice(start, start + size), start == 0, start + size == 2 * n
-            gradient.add(slice(0, v), e[rows], x[rows], kept_of(count, size, start), first=first, last=last)
-    assert torch.equal(*made)
-
-
-@interpreter
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
     """What rounding took from c x is a second addend; rows of other classes stay as they are."""

@@ -258,7 +258,8 @@ def test_kernels_that_triton_takes(op, situation, triton):
 @pytest.mark.parametrize(
     ("situation", "triton"),
     [
-        (Situation("cuda", torch.bfloat16, teacher=torch.float16, softcap=True, one_class=True), True),
+        (Situation("cuda", torch.bfloat16, teacher=torch.float16, softcap=True), True),
+        (Situation("cuda", torch.bfloat16, teacher=torch.float16, one_class=True), False),
         (Situation("cuda", torch.float16), True),  # probabilities
         (Situation("cuda", torch.bfloat16, teacher=torch.float32), False),
         (Situation("cuda", torch.float32, teacher=torch.bfloat16), False),

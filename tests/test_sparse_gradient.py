@@ -133,8 +133,30 @@ def test_an_order_of_classes_changes_nothing_else():
         *inputs.args, **sparse(), gradient_class_order=order, return_metrics=True
     )
     assert error(loss, exact[0]) < 1e-14 and torch.equal(metrics.argmax, exact[1].argmax)
+    assert metrics.token_accuracy == exact[1].token_accuracy > 0.0
     with pytest.raises(ValueError, match=r"gradient_class_order to be a permutation of the 4500 classes, \(4500,\)"):
         flce_ops.linear_cross_entropy(*inputs.args, **sparse(), gradient_class_order=order[:-1])
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_no_class_becomes_ignore_index_where_an_order_places_it(slots):
+    """Every class is a target, and ignore_index is one of the classes."""
+    num_classes, ignored = 31, 4
+    inputs = make_inputs((num_classes, 5, num_classes), dtype=torch.float64, bias=True)
+    target = torch.arange(num_classes, dtype=torch.int32)
+    names = ["lse"] if slots else ["lse", "argmax", "is_top1"]
+    options: dict = {"ignore_index": ignored, "reduction": "none", "return_metrics": names}
+    if slots:
+        target = torch.stack([target.roll(k) for k in range(slots)], 1)
+        options["target_weight"] = torch.rand(num_classes, slots)
+    operands = (inputs.input, inputs.linear_weight, target, inputs.linear_bias)
+    exact, expected = flce_ops.linear_cross_entropy(*operands, **options)
+    order = torch.arange(num_classes - 1, -1, -1)
+    loss, found = flce_ops.linear_cross_entropy(*operands, **options, **sparse(), gradient_class_order=order)
+    assert error(loss, exact) < 1e-14
+    assert all(torch.equal(found[name], expected[name]) for name in names[1:])
+    gradients = [torch.autograd.grad(of.sum(), inputs.linear_bias)[0] for of in (loss, exact)]
+    assert error(*gradients) < 1e-12
 
 
 def test_chunks_and_ignored_tokens_do_not_change_what_is_kept():

@@ -146,6 +146,17 @@ def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
 
 
 @interpreter
+def test_rows_that_exceed_their_unit_are_found_wherever_they_are(by_tensor_maps):
+    """In the first block of classes, the last, and beside others, of more blocks than a program looks at at once."""
+    e, x = torch.rand(96, 2008), torch.randn(96, 80)
+    outgrown = torch.tensor([0, 31, 32, 1100, 1101, 2007])
+    e[:32, outgrown] *= 1e-9
+    found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
+    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert of_rows.max() <= 5e-3, of_rows  # cut off at 8 digits
+
+
+@interpreter
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     """Where all else of its row does, in another row, and in a chunk of rows that fit."""

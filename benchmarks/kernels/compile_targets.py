@@ -24,6 +24,7 @@ from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.live_tiles import LIVE, Blocks, Steps
 from flce_ops.triton.logit_codes import Coding
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
+from flce_ops.triton.outgrown_rows import LOOK, outgrown_rows_kernel
 from flce_ops.triton.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
@@ -76,9 +77,8 @@ def source(
     types: Mapping[str, Any],  # of the other arguments but integers; "constexpr" for what is absent
 ) -> ASTSource:
     unit = {name: 1 for name in kernel.arg_names if name.startswith("stride_") and name.endswith("_d")}
-    values = {**constants, **unit, "PROGRAMS": 132, "PRECISION": "tf32"}
-    if "USE_TMA" in kernel.arg_names:
-        values["USE_TMA"] = tiles.tma
+    usual = {"USE_TMA": tiles.tma, "PROGRAMS": 132, "PRECISION": "tf32"}
+    values = {**constants, **unit, **{name: value for name, value in usual.items() if name in kernel.arg_names}}
     signature: dict[str, Any] = {}
     for place, name in enumerate(kernel.arg_names):
         if name in values:
@@ -145,22 +145,21 @@ def gradient_blocks(tiles: Tiles) -> dict[str, int]:
     return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
 
 
-# Of several chunks of tokens: FIRST, LAST, MARKED; "main_grad" adds to a float32 buffer, "live" multiplies live tiles,
+# Of several chunks of tokens: FIRST, LAST; "main_grad" adds to a float32 buffer, "live" multiplies live tiles,
 # "dense" makes some blocks of classes
 WEIGHT_CHUNKS = {
-    "only": (True, True, False),
-    "first": (True, False, False),
-    "later": (False, False, False),
-    "marked": (False, False, True),
-    "last": (False, True, False),
-    "main_grad": (True, True, False),
-    "live": (False, False, False),
-    "dense": (False, False, False),
+    "only": (True, True),
+    "first": (True, False),
+    "later": (False, False),
+    "last": (False, True),
+    "main_grad": (True, True),
+    "live": (False, False),
+    "dense": (False, False),
 }
 
 
 def weight_variant(tiles: Tiles, chunk: str) -> Variant:
-    first, last, marked = WEIGHT_CHUNKS[chunk]
+    first, last = WEIGHT_CHUNKS[chunk]
     adds = chunk == "main_grad"
     of_rows = [tiles.block_k, tiles.block_n]
     blocks = {
@@ -176,7 +175,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
     else:
         types["stored_ptr"] = "constexpr"
-    if marked or adds or not tiles.tma:
+    if adds or not tiles.tma:
         types["map_ptr"] = "constexpr"
         del blocks["map_ptr"]
     if first and last:
@@ -186,14 +185,25 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     constants = {
         "FIRST": first,
         "LAST": last,
-        "MARKED": marked,
         "ADDS": adds,
         "GROUP": tiles.group,
         **gradient_blocks(tiles),
     }
-    constants["FLATTEN"] = tiles.flatten and not marked and chunk != "live"
+    constants["FLATTEN"] = tiles.flatten and chunk != "live"
     name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
+
+
+def outgrown_variant(tiles: Tiles, *, live: bool) -> Variant:
+    blocks = {
+        "exponentials_map": ("bf16", [tiles.block_k, tiles.block_m]),
+        "rows_map": ("bf16", [tiles.block_k, tiles.block_n]),
+    }
+    types = {"sum_ptr": "*fp16", "exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
+    types |= {"live": LIVE_STEPS if live else EVERY_STEP, "blocks": DENSE_BLOCKS if live else EVERY_BLOCK}
+    of_kernel = source(outgrown_rows_kernel, tiles, {"LOOK": LOOK, **gradient_blocks(tiles)}, blocks, types)
+    name = f"weight, outgrown, {tiles.block_m}x{tiles.block_n}"
+    return Variant(name, of_kernel, tiles, tiles.num_stages)
 
 
 def turned_variant(tiles: Tiles) -> Variant:
@@ -233,9 +243,12 @@ def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
 def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Variant]:
     for name, tiles in WEIGHT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
-            for chunk, (_, _, marked) in WEIGHT_CHUNKS.items():
-                if (every or chunk in ("later", "main_grad")) and (tma or not marked):
+            for chunk in WEIGHT_CHUNKS:
+                if every or chunk in ("later", "main_grad"):
                     yield weight_variant(tiles, chunk)
+            if tma:
+                for live in (False, True) if every else (False,):
+                    yield outgrown_variant(tiles, live=live)
     if capability == 90:
         yield turned_variant(WEIGHT_TILES["hopper"])
     for name, tiles in INPUT_TILES.items():

@@ -6,6 +6,8 @@
 A copy of linear_weight, and in backward its gradient put back: the price of an order that the ids do not have.
 """
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,11 @@ def check_class_order(op: str, call: CrossEntropy) -> None:
     check_device(op, call.input, gradient_class_order=order)
 
 
-def put_in_class_order(call: CrossEntropy) -> None:
-    """The call's operands."""
-    order = call.gradient_class_order
-    assert order is not None
+def in_class_order(call: CrossEntropy) -> CrossEntropy:
+    """Another call, of operands in the order: the accuracy is of `call`'s own target."""
+    assert call.gradient_class_order is not None
+    call = copy(call)
+    call.gradient_class_order = order = with_own_place(call.gradient_class_order, call.ignore_index)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     ignored = call.target == call.ignore_index
     # a class out of range stays so, for the operator to refuse
@@ -43,6 +46,15 @@ def put_in_class_order(call: CrossEntropy) -> None:
         call.linear_bias = moved_rows(call.linear_bias, place)
     if call.weight is not None:
         call.weight = moved_rows(call.weight, place)
+    return call
+
+
+def with_own_place(order: Tensor, ignored: int) -> Tensor:
+    """A class that is ignore_index changes places with the one at its id: no other target becomes ignore_index."""
+    if not 0 <= ignored < order.shape[0]:
+        return order
+    swapped = torch.where(order == ignored, order[ignored], order)
+    return torch.where(torch.arange(order.shape[0], device=order.device) == ignored, ignored, swapped)
 
 
 def moved_rows(rows: Tensor, place: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.class_order import check_class_order, in_order_of_ids, put_in_class_order
+from flce_ops.entry.class_order import check_class_order, in_class_order, in_order_of_ids
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weighted import FromForward, WithGrad, weighted_loss, weighted_losses
@@ -33,18 +33,18 @@ OP = "linear_cross_entropy"
 
 
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
+    autocast_head(call)
+    check_arguments(call)
+    check_sparse_gradient(OP, call)
     check_class_order(OP, call)
     if call.gradient_class_order is not None and call.sparse.gradient_threshold:
-        put_in_class_order(call)
+        call = in_class_order(call)
         loss, statistics = of_classes_in_order(call, asked)
         return loss, in_order_of_ids(statistics, call.gradient_class_order)
     return of_classes_in_order(call, asked)
 
 
 def of_classes_in_order(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
-    autocast_head(call)
-    check_arguments(call)
-    check_sparse_gradient(OP, call)
     *shape, hidden = call.input.shape
     tokens = math.prod(shape)  # -1 has no answer in a vmap over nothing
     target, target_weight = (

@@ -79,7 +79,7 @@ ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambd
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
 ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.slots)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
-KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, EVERY_RANK)  # nothing that differs between ranks
+KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, CLASSES, EVERY_RANK)  # nothing that differs between ranks
 
 FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
 

@@ -75,6 +75,7 @@ def kl_div_situation(operands: KlDivOperands, options: KlDivOptions) -> Situatio
         input.device.type,
         input.dtype,
         input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        (operands.linear_weight.shape[0] if options.vocab_size is None else options.vocab_size) == 1,
         teacher=None if teacher is None else teacher.dtype,
     )
     if options.vocab_size is None:

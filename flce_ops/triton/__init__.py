@@ -25,6 +25,7 @@
             logit_codes.py                    their 16 bits
         weight_gradient.py                    E.T @ (c input), summed over chunks
             sum_units.py                      in which units
+            outgrown_rows.py                  rows that call for another unit
             turned_tiles.py                   where the last block of features is at most half full
         input_gradient.py                     E @ linear_weight
             parts.py                          in how many parts of the vocabulary

@@ -47,7 +47,7 @@ VIEWS = (
     aten.view.dtype,
 )
 KINDS_AT_MOST = 256
-LAUNCHES_AT_MOST = 500  # of a kind: some 3 KiB each; a step of more does not wait for the host
+LAUNCHES_AT_MOST = 2000  # of a kind: some 3 KiB each
 ALIGNMENT = 512  # of an allocation, as the caching allocator has it
 LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
 

@@ -19,9 +19,8 @@ one, too; that of the two launches which it is not leaves at once, as do the lat
 
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
 1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
-whose products exceed what its unit has room for is not added but marked. A second launch, which leaves at once where
-none is, makes its tile again, reads what stands there and chooses a new unit. Without tensor maps all rows go so, and
-need no room. With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as
+whose products exceed what its unit has room for is not added but marked, and added in a new unit by a second launch
+(outgrown_rows.py). Without tensor maps every tile is read, and each chunk chooses its units anew, which need no room. With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as
 large the others have 9 or 10.
 
 A user's buffer (main_grad) is added to, not written: a tile of it is read, and the sum stored in its dtype, once for
@@ -36,6 +35,7 @@ from torch import Tensor
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
+from flce_ops.triton.outgrown_rows import launch_outgrown_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sum_units import (
     LARGEST_SUM,
@@ -80,7 +80,6 @@ def weight_gradient_kernel(
     stride_exponent,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    MARKED: tl.constexpr,  # only what is marked
     ADDS: tl.constexpr,  # to what the result holds; FIRST and LAST, too, as nothing else is known of it
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # classes
@@ -91,7 +90,7 @@ def weight_gradient_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST or MARKED)
+    MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
     HALF_N: tl.constexpr = BLOCK_N // 2
     UNIT_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
@@ -112,9 +111,7 @@ def weight_gradient_kernel(
             tiles = tl.where(only, 0, tiles)
     if ADDS or not (FIRST or LAST):
         tiles = tl.where(count > 0, tiles, 0)
-    if MARKED:
-        tiles = tl.where(tl.load(guard_ptr) > 0, tiles, 0)
-    elif FIRST and not LAST:
+    if FIRST and not LAST:
         if tl.program_id(0) == 0:
             tl.store(guard_ptr, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
@@ -135,10 +132,6 @@ def weight_gradient_kernel(
             steps = number_of_steps(live, class_start, BLOCK_K)
         if not (FIRST and LAST):
             exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
-        if MARKED:
-            marks = tl.load(exponent_places, mask=class_mask, other=0).to(tl.int32) & 1
-            class_mask = class_mask & (marks > 0)
-            steps = tl.where(tl.max(marks, 0) > 0, steps, 0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         step = 0
@@ -203,7 +196,7 @@ def weight_gradient_kernel(
             if MEMORY_ADDS:
                 # one addend a number: the order of tiles does not matter
                 map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
-            elif USE_TMA and not (MARKED or ADDS):
+            elif USE_TMA and not ADDS:
                 map_ptr.store([class_start, feature_start + half * HALF_N], part)
             else:
                 pointer = (result_ptr if LAST else sum_ptr) + left_places + half * HALF_N
@@ -256,7 +249,17 @@ class WeightGradient:
         else:
             self.launch(*arguments)
         if self.tiles.tma:
-            self.launch(*arguments, marked=True)
+            launch_outgrown_rows(
+                self.sum[columns],
+                self.exponents[:, columns],
+                self.guard,
+                exponentials,
+                rows,
+                kept,
+                blocks=self.blocks,
+                live=live,
+                tiles=self.tiles,
+            )
 
     def launch_turned(self, columns: slice, exponentials: Tensor, rows: Tensor, kept: Kept) -> None:
         launch_turned_tiles(
@@ -281,7 +284,6 @@ class WeightGradient:
         *,
         first: bool = False,
         last: bool = False,
-        marked: bool = False,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
         out, total, tiles = self.out[columns], self.sum[columns], self.tiles
@@ -291,8 +293,7 @@ class WeightGradient:
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
-            by_pointers = marked or self.adds
-            matrices[2:] = None if by_pointers else out if last else total, total if last and not first else None
+            matrices[2:] = None if self.adds else out if last else total, total if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
         exponents = None if first and last else self.exponents[:, columns]
@@ -320,7 +321,6 @@ class WeightGradient:
             0 if exponents is None else exponents.stride(0),
             FIRST=first,
             LAST=last,
-            MARKED=marked,
             ADDS=self.adds,
             USE_TMA=tiles.tma,
             BLOCK_M=tiles.block_m,
@@ -328,7 +328,7 @@ class WeightGradient:
             BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten and not marked and live.number is None,
+            FLATTEN=tiles.flatten and live.number is None,
             PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
