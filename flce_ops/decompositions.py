@@ -137,7 +137,7 @@ def forward(call: Forward) -> ForwardOutputs:
             largest, argmax = logits.max(1)
             largest_of.append(largest)
             argmax_of.append(argmax + classes.start)
-        if call.expected_logit:
+        if call.expected_log_prob:
             row_max, row_sum, first_moment = row_moments(logits)
             moment_of.append(first_moment)
         else:
@@ -153,9 +153,9 @@ def forward(call: Forward) -> ForwardOutputs:
     lse, lse_rest = two_sum(row_max, row_sum.log())
     expected = max_logit = squares = mean_logit = lse.new_zeros(0)
     argmax = target.new_zeros(0, dtype=torch.int64)
-    if call.expected_logit:
+    if call.expected_log_prob:
         first_moment = distance.exp() * (torch.stack(moment_of, 1) + distance * sum_of_blocks)
-        expected = torch.where(valid, first_moment.sum(1) / row_sum + row_max, 0.0)
+        expected = torch.where(valid, first_moment.sum(1) / row_sum - row_sum.log(), 0.0)
     if call.log_sum_sq_probs:
         share = distance.exp() * sum_of_blocks / row_sum.unsqueeze(1)
         squares = torch.where(valid, (share.square() * torch.stack(squares_of, 1).exp()).sum(1).log(), 0.0)

@@ -232,7 +232,7 @@ def test_forward_is_the_operators(shard, dtype):
     inputs.target[inputs.target >= 0] += 5 * len(shard) * 11  # some beyond the shard
     inputs.target[inputs.target >= 150] = 0  # some before it
     args = (*inputs.args, inputs.weight)
-    everything = {"logit_sum": True, "expected_logit": True, "argmax": True}
+    everything = {"logit_sum": True, "expected_log_prob": True, "argmax": True}
     options = scalars({**everything, "softcap": 5.0, "logit_scale": 0.7, **shard})
     expected = torch.ops.flce.linear_cross_entropy_forward(*args, **options)
     *found, rest, retained = decompositions.forward(*args, **options)
@@ -249,13 +249,13 @@ def test_a_block_of_classes_that_are_switched_off():
     inputs = make_inputs((50, D, V), dtype=torch.float64, bias=True, requires_grad=False)
     inputs.linear_bias[8:20] = -torch.inf
     inputs.target.fill_(3)
-    expected = torch.ops.flce.linear_cross_entropy_forward(*inputs.args, expected_logit=True, argmax=True)
-    *found, _, _ = decompositions.forward(*inputs.args, expected_logit=True, argmax=True)
+    expected = torch.ops.flce.linear_cross_entropy_forward(*inputs.args, expected_log_prob=True, argmax=True)
+    *found, _, _ = decompositions.forward(*inputs.args, expected_log_prob=True, argmax=True)
     for ours, exact in zip(found, expected):
         assert exact.isfinite().all() and error(ours, exact) < 1e-14
 
 
-# cotangents (of target_logit, lse, logit_sum, expected_logit), output_mask
+# cotangents (of target_logit, lse, logit_sum, expected_log_prob), output_mask
 MASKS = [
     ((True, True, True, True), (True, True, True)),
     ((True, True, False, False), (True, False, False)),
@@ -272,9 +272,9 @@ def test_backward_is_the_operators(given, mask, dtype, softcap):
     inputs = make_inputs((50, D, V), dtype=dtype, bias=True, weight=True, requires_grad=False)
     args = (*inputs.args, inputs.weight)
     options = scalars({"softcap": softcap, "logit_scale": 0.7})
-    _, lse, _, mean, *_ = torch.ops.flce.linear_cross_entropy_forward(*args, **options, expected_logit=True)
+    _, lse, _, mean, *_ = torch.ops.flce.linear_cross_entropy_forward(*args, **options, expected_log_prob=True)
     cotangents = [torch.randn_like(lse).masked_fill(inputs.target < 0, float("nan")) if g else None for g in given]
-    options["grad_expected_logit"], options["expected_logit"] = cotangents.pop(), mean if given[3] else None
+    options["grad_expected_log_prob"], options["expected_log_prob"] = cotangents.pop(), mean if given[3] else None
     found = decompositions.backward(*cotangents, *args, lse, **options, output_mask=list(mask))
     expected = torch.ops.flce.linear_cross_entropy_backward(*cotangents, *args, lse, **options, output_mask=list(mask))
     for one, other in zip(found, expected):

@@ -81,7 +81,7 @@ def test_the_entry_through_opcheck(device, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"expected_logit": True}, {"argmax": True}, {"expected_logit": True, "argmax": True}]
+    "options", [{"expected_log_prob": True}, {"argmax": True}, {"expected_log_prob": True, "argmax": True}]
 )
 def test_the_forward_operator_through_opcheck(device, options):
     inputs = make_inputs((12, 11, 31), device=device, bias=True)
@@ -93,9 +93,9 @@ def test_the_forward_operator_through_opcheck(device, options):
 def test_the_backward_operator_through_opcheck(device, needs):
     inputs = make_inputs((12, 11, 31), device=device, bias=True, requires_grad=needs)
     with torch.no_grad():
-        _, lse, _, expected, *_ = flce.linear_cross_entropy_forward(*inputs.args, expected_logit=True)
+        _, lse, _, expected, *_ = flce.linear_cross_entropy_forward(*inputs.args, expected_log_prob=True)
     cotangents = [torch.randn_like(lse) for _ in range(3)]
-    options = {"output_mask": [True] * 3, "grad_expected_logit": cotangents[2], "expected_logit": expected}
+    options = {"output_mask": [True] * 3, "grad_expected_log_prob": cotangents[2], "expected_log_prob": expected}
     tests = ("test_schema", "test_faketensor")  # its second derivative is refused
     args = (*cotangents[:2], None, *inputs.args, None, lse)
     opcheck(flce.linear_cross_entropy_backward.default, args, options, test_utils=tests)

@@ -216,15 +216,16 @@ def test_rows_far_above_their_reference_are_rescued(case):
         assert error(ours[keep], exact[keep]) <= max(1.5 * error(theirs[keep], exact[keep]) + 1e-6, rounding)
 
 
-@pytest.mark.parametrize("expected_logit", [False, True])
-def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient(expected_logit):
+@pytest.mark.parametrize("expected_log_prob", [False, True])
+def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient(expected_log_prob):
     x, w, target, _, _ = operands(RAGGED, torch.float32, {})
     bias = torch.full((RAGGED[2],), float("-inf"))
     shard = {"vocab_start": RAGGED[2]}  # every target lies before it
-    _, lse, *_ = launch_forward(x, w, target, bias, vocab_size=2 * RAGGED[2], expected_logit=expected_logit, **shard)
+    wanted = {"vocab_size": 2 * RAGGED[2], "expected_log_prob": expected_log_prob}
+    _, lse, *_ = launch_forward(x, w, target, bias, **wanted, **shard)
     assert torch.equal(lse, torch.where(target == -100, 0.0, float("-inf")))
     zero = torch.zeros_like(lse)  # what flce_ops/ops/autograd.py hands over for lse, and its cotangents
-    expectations = {"grad_expected_logit": zero, "expected_logit": zero} if expected_logit else {}
+    expectations = {"grad_expected_log_prob": zero, "expected_log_prob": zero} if expected_log_prob else {}
     grads = launch_backward(
         zero, zero, None, x, w, target, bias, None, zero, output_mask=[True, True, True], **shard, **expectations
     )
@@ -302,7 +303,7 @@ def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
     per_row, mask = torch.ones(5), [True, True, True]
     launch_with_grad(x, w, target, bias, weight, per_row, label_smoothing=0.1, output_mask=mask)
     launch_with_grad(100 * x, w, target, bias, weight, per_row, output_mask=mask)  # rows are rescued
-    launch_forward(x, w, target, bias, weight, logit_sum=True, expected_logit=True, argmax=True)
+    launch_forward(x, w, target, bias, weight, logit_sum=True, expected_log_prob=True, argmax=True)
     launch_backward(
         -per_row,
         per_row,

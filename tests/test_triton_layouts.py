@@ -123,7 +123,7 @@ def test_vectors_over_tokens_and_classes_may_be_strided(smoothing, vectors, pois
 def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(workspace, matrices, poisoned_memory):
     """reduction="none", log-probs and their entropy: forward, then backward with strided cotangents."""
     (*args, row_scale), (*changed, strided_scale) = made((12, 24, 300), matrices, "step")
-    wanted = {"expected_logit": True, "argmax": True}
+    wanted = {"expected_log_prob": True, "argmax": True}
     options = {"output_mask": [True, True, True]}
     truth = aten.forward(*double(*args), **wanted)[:6]
     _, lse, _, expected, *_ = truth
@@ -132,17 +132,17 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
         rows = [strided(tensor.float(), "step") for tensor in (lse, expected)]
         grads = launch_backward(
             *(-strided_scale, strided_scale, None, *changed, rows[0]),
-            grad_expected_logit=strided_scale,
-            expected_logit=rows[1],
+            grad_expected_log_prob=strided_scale,
+            expected_log_prob=rows[1],
             **options,
         )
     x, w, _, bias, _ = double(*args)
-    names = ("target_logit", "lse", "logit_sum", "expected_logit", "max_logit", "argmax")
+    names = ("target_logit", "lse", "logit_sum", "expected_log_prob", "max_logit", "argmax")
     assert_matches(found, truth, names, largest_logit=F.linear(x, w, bias).abs().max())
     assert lse_rest.abs().max() < 1e-6
     scale = row_scale.double()
     truth = aten.backward(
-        *(-scale, scale, None, *double(*args), lse), grad_expected_logit=scale, expected_logit=expected, **options
+        *(-scale, scale, None, *double(*args), lse), grad_expected_log_prob=scale, expected_log_prob=expected, **options
     )
     assert_matches(grads, truth, OUTPUTS[2:])
 

@@ -28,10 +28,10 @@ MASK = [True, True, True]
 
 
 def gradients(launch_or_aten, rows, args, cotangents, **options):
-    """Of target_logit, lse, logit_sum and expected_logit, those that have a cotangent."""
+    """Of target_logit, lse, logit_sum and expected_log_prob, those that have a cotangent."""
     *cotangents, of_expected = cotangents
     if of_expected is not None:
-        options |= {"grad_expected_logit": of_expected, "expected_logit": rows[3]}
+        options |= {"grad_expected_log_prob": of_expected, "expected_log_prob": rows[3]}
     return launch_or_aten(*cotangents, *args, rows[1], lse_rest=rows[8], output_mask=MASK, **options)
 
 
@@ -41,7 +41,7 @@ def case(shape, dtype, wanted, ignored=0.3):
     # of one sign: nothing cancels in the sums over tokens, where only the rounding of G would be left
     signs = (-1.0, 1.0, -0.1, 1.0)
     cotangents = [sign * (torch.rand(shape[0]) + 0.1) if name in wanted else None for name, sign in zip("alms", signs)]
-    truth = aten.forward(*double(*args), logit_sum=True, expected_logit=True)
+    truth = aten.forward(*double(*args), logit_sum=True, expected_log_prob=True)
     return args, cotangents, gradients(aten.backward, truth, double(*args), double(*cotangents))
 
 
@@ -53,7 +53,7 @@ WANTED = [("al", 300), ("s", 128), ("alms", 128)]
 @pytest.mark.parametrize("wanted, retain", WANTED)
 def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
     args, cotangents, truth = case(RAGGED, dtype, wanted)
-    rows = launch_forward(*args, logit_sum=True, expected_logit=True, retain=retain)
+    rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=retain)
     found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     again = gradients(launch_backward, rows, args, cotangents)
     for ours, made_again, right in zip(found, again, truth, strict=True):
@@ -65,10 +65,10 @@ def test_forward_and_backward_in_slices(poisoned_memory):
     """Chunks of forward end where the retained rows do; ranges of backward hold rows of both kinds."""
     args, cotangents, truth = case((450, 20, 600), torch.float32, "alms")
     with flce_ops.workspace(1):
-        rows = launch_forward(*args, logit_sum=True, expected_logit=True, retain=200)
+        rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=200)
         found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
         assert flce_ops.last_path().chunks == 4
-    whole = launch_forward(*args, logit_sum=True, expected_logit=True, retain=450)
+    whole = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=450)
     for part, other in zip(rows[:4], whole[:4], strict=True):
         torch.testing.assert_close(part, other)
     for ours, right in zip(found, truth, strict=True):
@@ -93,8 +93,8 @@ def test_codes_are_logits_within_half_a_step(dtype, steps, poisoned_memory):
 def test_rows_far_above_their_reference(case, poisoned_memory):
     """A rescue leaves the codes as they are: they count from the largest logit of a tile. -inf has code 0."""
     args = rescued_operands(case)
-    rows = launch_forward(*args, expected_logit=True, retain=128)
-    truth = aten.forward(*double(*args), expected_logit=True)
+    rows = launch_forward(*args, expected_log_prob=True, retain=128)
+    truth = aten.forward(*double(*args), expected_log_prob=True)
     valid = args[2] != -100
     cotangents = [torch.randn(len(valid)).masked_fill(~valid, torch.nan) for _ in range(2)]
     mask = {"output_mask": [True, True, case != CASES[0]]}

@@ -102,7 +102,7 @@ def test_forward_and_backward(options, dtype, poisoned_memory):
     call = make_call(dtype=dtype, shape=RAGGED, **made)
     args = [*operands(call), call.get("weight")]
     retain = 0 if options or dtype == torch.float32 else RAGGED[0]
-    wanted = {"logit_sum": True, "expected_logit": True, **options}
+    wanted = {"logit_sum": True, "expected_log_prob": True, **options}
     found = launch_forward(*args, **wanted, retain=retain)
     truth = aten.forward(*double(*args), **wanted)
     for ours, exact in zip(found[:4], truth[:4], strict=True):
@@ -117,8 +117,8 @@ def test_forward_and_backward(options, dtype, poisoned_memory):
             rows[1],
             lse_rest=rows[8],
             output_mask=MASK,
-            grad_expected_logit=of_expected,
-            expected_logit=rows[3],
+            grad_expected_log_prob=of_expected,
+            expected_log_prob=rows[3],
             **options,
             **more,
         )

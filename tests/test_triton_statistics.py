@@ -71,7 +71,7 @@ def test_each_alone_is_what_it_is_with_the_others():
 def test_forward_gives_them(options, poisoned_memory):
     args, numbers = operands(RAGGED, torch.float32, options), numbers_of(options)
     logits = {name: numbers[name] for name in ("softcap", "logit_scale") if name in numbers}
-    asked = {"log_sum_sq_probs": True, "mean_logit": True, "logit_sum": True, "expected_logit": True}
+    asked = {"log_sum_sq_probs": True, "mean_logit": True, "logit_sum": True, "expected_log_prob": True}
     found, truth = launch_forward(*args, **logits, **asked), aten.forward(*double(*args), **logits, **asked)
     plain = aten.forward(*args, **logits, **asked)
     of_rows = [[rows[k] for k in (1, 3, 6, 7)] for rows in (found, truth, plain)]

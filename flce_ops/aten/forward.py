@@ -46,7 +46,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight = upcast(weight, lse.dtype)
-    in_block = product_is_rounded(input) + (call.expected_logit or call.log_sum_sq_probs)
+    in_block = product_is_rounded(input) + (call.expected_log_prob or call.log_sum_sq_probs)
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     products = retained.view(input.dtype)
     if call.retain:
@@ -65,9 +65,9 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
                 max_logit[rows], argmax[rows] = logits.max(1)
             if call.mean_logit:
                 mean_logit[rows] = logits.sum(1) / vocab_size
-            if call.expected_logit:
+            if call.expected_log_prob:
                 row_max, row_sum, first_moment = row_moments(logits)
-                expected[rows] = first_moment / row_sum + row_max
+                expected[rows] = first_moment / row_sum - row_sum.log()
             else:
                 row_max, row_sum = exponentiate_rows(logits)
             if call.log_sum_sq_probs:

@@ -3,11 +3,11 @@
     u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time: chunks.py
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
     lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
-    p = exp(z - lse)                expected_logit_i = zbar_i = sum_j p_ij z_ij
+    p = exp(z - lse)                expected_log_prob_i = hbar_i = sum_j p_ij (z_ij - lse_i)
 
 With cotangents l, a, m, h of the four and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softcap):
 
-    G_ij = ((l_i + h_i (1 + z_ij - zbar_i)) p_ij + m_i w_j + a_i [j = y_i]) f'_ij
+    G_ij = ((l_i + h_i (z_ij - lse_i - hbar_i)) p_ij + m_i w_j + a_i [j = y_i]) f'_ij
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
 z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
@@ -143,7 +143,7 @@ class SoftmaxFactors(NamedTuple):
     """G's part of p is (factor + expected (z - lse)) exp(z - lse); (n,) each, None for 0."""
 
     lse: Tensor
-    factor: Tensor | None  # l + h (1 + lse - zbar), times what the rounding of lse took from p
+    factor: Tensor | None  # l - h hbar, times what the rounding of lse took from p
     expected: Tensor | None  # h, times the same
 
     def of(self, rows: slice) -> "SoftmaxFactors":
@@ -155,10 +155,11 @@ def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> S
 
     exp(z) of an ignored row, whose lse is 0, may be inf, and inf times its factor of 0 nan: its lse is inf here.
     """
-    lse, factor, expected = call.lse, grad_lse, call.grad_expected_logit
+    lse, factor, expected = call.lse, grad_lse, call.grad_expected_log_prob
     if expected is not None:
         expected = torch.where(valid, expected, 0.0).to(lse.dtype)
-        factor = (0.0 if factor is None else factor) + expected * (1.0 + lse - call.expected_logit)
+        distance = call.expected_log_prob if call.lse_rest is None else call.expected_log_prob + call.lse_rest
+        factor = (0.0 if factor is None else factor) - expected * distance
     if call.lse_rest is not None:
         share = torch.exp(-call.lse_rest)
         factor, expected = (None if number is None else number * share for number in (factor, expected))

@@ -1,11 +1,12 @@
 """Row statistics when each rank holds some classes: O(N) numbers cross the ranks, never a logit or a weight.
 
     rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0      logit_sum_r = sum of its w_j z_ij
-              zbar_r = its expected logit        max_r, argmax_r = its largest logit and that one's class
+              hbar_r = sum of its p log p        max_r, argmax_r = its largest logit and that one's class
 
          (2 to 6, N) of every rank                one all_gather; a target of K slots has K numbers
     lse = logsumexp_r lse_r                             target_logit and logit_sum: sums over r       N numbers each,
-    expected_logit = sum_r exp(lse_r - lse) zbar_r      argmax: that of the largest max_r             on every rank
+    expected_log_prob = sum_r s_r (hbar_r + log s_r)    argmax: that of the largest max_r             on every rank
+    with s_r = exp(lse_r - lse)
 
 Backward: d lse / d lse_r = exp(lse_r - lse), so each rank takes its own row of the cotangents and nothing is sent; what
 remains is the sum of grad_input over ranks, which belongs to the caller's placements.
@@ -36,7 +37,7 @@ class RowStatistics(NamedTuple):
     target_logit: Tensor  # (N, K) of such a target
     lse: Tensor
     logit_sum: Tensor | None
-    expected_logit: Tensor | None
+    expected_log_prob: Tensor | None
     argmax: Tensor | None
     log_sum_sq_probs: Tensor | None
     mean_logit: Tensor | None
@@ -73,7 +74,7 @@ def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int
         *rows[:3],
         target_weight=problem.target_weight,
     )
-    entropy = rows.lse - rows.expected_logit if asked.entropy else None
+    entropy = -rows.expected_log_prob if asked.entropy else None
     found = TokenStatistics(None, rows.lse if asked.lse else None, entropy, rows.log_sum_sq_probs, rows.mean_logit)
     found = found.changed(lambda of_rows: torch.where(valid, of_rows.detach(), 0.0))
     return losses, found._replace(argmax=rows.argmax)
@@ -87,14 +88,14 @@ def vocab_parallel_rows(
     ignore_index: int,
     logits: LogitOptions,
     logit_sum: bool = False,
-    expected_logit: bool = False,
+    expected_log_prob: bool = False,
     argmax: bool = False,
     log_sum_sq_probs: bool = False,
     mean_logit: bool = False,
 ) -> RowStatistics:
     asked = {
         "logit_sum": logit_sum,
-        "expected_logit": expected_logit,
+        "expected_log_prob": expected_log_prob,
         "log_sum_sq_probs": log_sum_sq_probs,
         "mean_logit": mean_logit,
         "argmax": argmax,
@@ -114,8 +115,9 @@ def vocab_parallel_rows(
     sums = expected = largest = squares = mean = None
     if logit_sum:
         sums = others["logit_sum"].sum(0)
-    if expected_logit:
-        expected = (lses.softmax(0) * others["expected_logit"]).sum(0)
+    if expected_log_prob:
+        log_share = lses.log_softmax(0).clamp(min=-1e4)  # of a rank that is switched off s log s is 0
+        expected = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
     if log_sum_sq_probs:
         squares = (2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()).logsumexp(0)
     if mean_logit:
@@ -151,8 +153,8 @@ def rows_of_shard(
     others = {}
     if asked["logit_sum"]:
         others["logit_sum"] = logit_sum
-    if asked["expected_logit"]:
-        others["expected_logit"] = finite_in_empty_rows(expected, lse)
+    if asked["expected_log_prob"]:
+        others["expected_log_prob"] = finite_in_empty_rows(expected, lse)
     if asked["log_sum_sq_probs"]:
         others["log_sum_sq_probs"] = finite_in_empty_rows(squares, lse)
     if asked["mean_logit"]:

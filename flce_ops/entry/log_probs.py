@@ -46,7 +46,7 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
         None,
         ignore_index=call.ignore_index,
         **logit_options(call.numbers, call.input)._asdict(),
-        expected_logit=call.entropy,
+        expected_log_prob=call.entropy,
         argmax=call.argmax,
         log_sum_sq_probs=call.log_sum_sq_probs,
         mean_logit=call.mean_logit,

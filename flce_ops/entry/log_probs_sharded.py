@@ -40,7 +40,7 @@ def dtensor_log_probs(call: LogProbs) -> tuple[Tensor, ...]:
             num_classes=num_classes,
             ignore_index=call.ignore_index,
             logits=logit_options(call.numbers, input),
-            expected_logit=call.entropy,
+            expected_log_prob=call.entropy,
             argmax=call.argmax,
             log_sum_sq_probs=call.log_sum_sq_probs,
             mean_logit=call.mean_logit,

@@ -25,7 +25,7 @@ def log_probs_of_rows(
     ignore_index: int,
     target_logit: Tensor,  # as target
     lse: Tensor,  # (...), as the others
-    expected_logit: Tensor | None,
+    expected_log_prob: Tensor | None,
     argmax: Tensor | None,
     log_sum_sq_probs: Tensor | None,
     mean_logit: Tensor | None,
@@ -47,7 +47,7 @@ def log_probs_of_rows(
     return (
         log_probs,
         torch.where(valid, lse, 0.0),
-        nothing if expected_logit is None else torch.where(valid, lse - expected_logit, 0.0),
+        nothing if expected_log_prob is None else torch.where(valid, -expected_log_prob, 0.0),
         nothing.to(torch.int64) if argmax is None else argmax,
         *(nothing if n is None else torch.where(valid, n, 0.0) for n in (log_sum_sq_probs, mean_logit)),
         of_tail,

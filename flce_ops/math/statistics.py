@@ -27,7 +27,7 @@ from flce_ops.math.options import Statistics, TokenStatistics
 def asked_of_forward(asked: Statistics) -> dict[str, bool]:
     """Its lse needs no asking."""
     return {
-        "expected_logit": asked.entropy,
+        "expected_log_prob": asked.entropy,
         "argmax": asked.argmax,
         "log_sum_sq_probs": asked.log_sum_sq_probs,
         "mean_logit": asked.mean_logit,
@@ -36,8 +36,8 @@ def asked_of_forward(asked: Statistics) -> dict[str, bool]:
 
 def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:
     """Constants, of the forward operator's results."""
-    _, lse, _, expected_logit, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
-    entropy = lse - expected_logit if asked.entropy else expected_logit
+    _, lse, _, expected_log_prob, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
+    entropy = -expected_log_prob
     found = TokenStatistics.found(asked, (argmax, lse, entropy, log_sum_sq_probs, mean_logit))
     return found.changed(torch.Tensor.detach)
 

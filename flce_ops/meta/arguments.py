@@ -32,7 +32,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     vocab_start: SymInt = 0  # of a shard: its first class, and the classes of all shards
     vocab_size: OptionalSymInt = None
-    expected_logit: bool = False
+    expected_log_prob: bool = False
     argmax: bool = False
     log_sum_sq_probs: bool = False
     mean_logit: bool = False  # of a shard: its logits' part of the mean over the classes of all shards
@@ -49,8 +49,8 @@ class Backward(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     vocab_start: SymInt = 0
     output_mask: OutputMask
-    grad_expected_logit: Tensor | None = None  # (N,)
-    expected_logit: Tensor | None = None  # (N,)
+    grad_expected_log_prob: Tensor | None = None  # (N,)
+    expected_log_prob: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), what forward retained of these operands
     sparse: SparseGradient

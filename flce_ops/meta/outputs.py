@@ -35,8 +35,8 @@ def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
 
 @takes(Forward)
 def forward_outputs(call: Forward) -> ForwardOutputs:
-    """target_logit, lse, logit_sum, expected_logit, max_logit, argmax, log_sum_sq_probs, mean_logit, lse_rest: (N,), or
-    (0,) if not asked for; the first is (N, K) of such a target. And retained logits, (R, columns) int16.
+    """target_logit, lse, logit_sum, expected_log_prob, max_logit, argmax, log_sum_sq_probs, mean_logit, lse_rest: (N,),
+    or (0,) if not asked for; the first is (N, K) of such a target. And retained logits, (R, columns) int16.
     """
     check_operands("linear_cross_entropy_forward", call.operands, slots=True)
     check_main_grad("linear_cross_entropy_forward", call.operands, call.main_grad)
@@ -47,7 +47,7 @@ def forward_outputs(call: Forward) -> ForwardOutputs:
         input.new_empty(call.operands.target.shape, dtype=dtype),
         input.new_empty(rows, dtype=dtype),
         input.new_empty(rows if call.logit_sum else 0, dtype=dtype),
-        input.new_empty(rows if call.expected_logit else 0, dtype=dtype),
+        input.new_empty(rows if call.expected_log_prob else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=dtype),
         input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
         input.new_empty(rows if call.log_sum_sq_probs else 0, dtype=dtype),
@@ -81,15 +81,15 @@ def backward_in_place_outputs(call: BackwardInPlace) -> Gradients:
 
 def check_backward(op: str, call: Backward) -> None:
     check_operands(op, call.operands, slots=True)
-    if (call.grad_expected_logit is None) != (call.expected_logit is None):
-        raise ValueError(f"{op}: expected grad_expected_logit and expected_logit together, got one of them")
+    if (call.grad_expected_log_prob is None) != (call.expected_log_prob is None):
+        raise ValueError(f"{op}: expected grad_expected_log_prob and expected_log_prob together, got one of them")
     check_per_row(
         op,
         call.operands.input,
         **call.cotangents._replace(grad_target_logit=None)._asdict(),
         lse=call.lse,
-        grad_expected_logit=call.grad_expected_logit,
-        expected_logit=call.expected_logit,
+        grad_expected_log_prob=call.grad_expected_log_prob,
+        expected_log_prob=call.expected_log_prob,
         lse_rest=call.lse_rest,
     )
     check_per_slot(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)

@@ -37,7 +37,7 @@ SPARSE_ENTROPY_REFUSAL = (
 
 
 class ForwardFormula(Formula):
-    """target_logit, lse, logit_sum and expected_logit have a gradient; the others are constants."""
+    """target_logit, lse, logit_sum and expected_log_prob have a gradient; the others are constants."""
 
     arguments = Forward
     op = "linear_cross_entropy_forward"
@@ -51,31 +51,31 @@ class ForwardFormula(Formula):
     @staticmethod
     def setup_context(ctx, inputs, output):
         call = Forward.of(inputs)
-        _, lse, logit_sum, expected_logit, *others = output
+        _, lse, logit_sum, expected_log_prob, *others = output
         ctx.set_materialize_grads(False)
         *constants, lse_rest, retained = others
         constants += [lse_rest, retained]
         constants += [] if call.logit_sum else [logit_sum]
-        constants += [] if call.expected_logit else [expected_logit]
+        constants += [] if call.expected_log_prob else [expected_log_prob]
         ctx.mark_non_differentiable(*constants)
         # Not saved: autograd would refuse it once the backward of another micro-batch has added to it.
         ctx.main_grad, call.main_grad = call.main_grad, None
-        save(ctx, call.values(), lse, expected_logit, lse_rest, *([retained] if call.retain else []))
+        save(ctx, call.values(), lse, expected_log_prob, lse_rest, *([retained] if call.retain else []))
 
     @staticmethod
-    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_logit, *_):
-        call, (lse, expected_logit, lse_rest, *retained) = saved(ctx, Forward)
+    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_log_prob, *_):
+        call, (lse, expected_log_prob, lse_rest, *retained) = saved(ctx, Forward)
         grad_logit_sum = grad_logit_sum if call.logit_sum else None
-        grad_expected_logit = grad_expected_logit if call.expected_logit else None
+        grad_expected_log_prob = grad_expected_log_prob if call.expected_log_prob else None
         cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum)
-        if all(cotangent is None for cotangent in (*cotangents, grad_expected_logit)):
+        if all(cotangent is None for cotangent in (*cotangents, grad_expected_log_prob)):
             return Forward.gradients()
-        if call.sparse.gradient_threshold and grad_expected_logit is not None:
+        if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
             raise NotImplementedError(SPARSE_ENTROPY_REFUSAL)
-        expected_logit = None if grad_expected_logit is None else expected_logit
+        expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
         if call.vocab_size is not None and call.operands.linear_bias is not None:
-            if expected_logit is not None:
-                expected_logit = finite_in_empty_rows(expected_logit, lse)
+            if expected_log_prob is not None:
+                expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
             lse = finite_in_empty_rows(lse, lse)
         mask = wanted(ctx, Forward, *OPERANDS)
         backward, into = torch.ops.flce.linear_cross_entropy_backward, {}
@@ -92,8 +92,8 @@ class ForwardFormula(Formula):
             **call.logits._asdict(),
             vocab_start=call.vocab_start,
             output_mask=mask,
-            grad_expected_logit=grad_expected_logit,
-            expected_logit=expected_logit,
+            grad_expected_log_prob=grad_expected_log_prob,
+            expected_log_prob=expected_log_prob,
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
             **call.sparse._asdict(),
@@ -121,8 +121,8 @@ class BackwardFormula(Formula):
         call = Backward.of(inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(result for result, want in zip(output, call.output_mask) if not want))
-        ctx.has_expectation = call.grad_expected_logit is not None
-        call.grad_expected_logit = call.expected_logit = call.retained = None
+        ctx.has_expectation = call.grad_expected_log_prob is not None
+        call.grad_expected_log_prob = call.expected_log_prob = call.retained = None
         save(ctx, call.values())
 
     @staticmethod

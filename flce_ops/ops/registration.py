@@ -65,7 +65,7 @@ class Operator(NamedTuple):
 OPERATORS = {
     "linear_cross_entropy_forward": Operator(
         arguments.Forward,
-        "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_logit, Tensor max_logit, Tensor argmax, "
+        "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_log_prob, Tensor max_logit, Tensor argmax, "
         "Tensor log_sum_sq_probs, Tensor mean_logit, Tensor lse_rest, Tensor retained",
         meta.forward_outputs,
         autograd.ForwardFormula,

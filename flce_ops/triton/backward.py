@@ -70,8 +70,8 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     input, linear_weight = call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
-    call.lse, call.lse_rest, call.expected_logit, call.grad_expected_logit = contiguous(
-        call.lse, call.lse_rest, call.expected_logit, call.grad_expected_logit
+    call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
+        call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
     )
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
@@ -109,7 +109,7 @@ def run_backward(
         adds = isinstance(call, BackwardInPlace)
         weight_gradient = WeightGradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
-    known = KnownRows(call.lse, call.lse_rest, call.expected_logit, *call.cotangents, call.grad_expected_logit)
+    known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
     apart = input.new_empty(most_rows, hidden) if grad_input is None else None
     product = None

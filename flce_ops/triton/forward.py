@@ -64,7 +64,7 @@ def finish_forward_kernel(
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
         tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)
     if expected_out is not None:
-        expected = (reference2 + tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum) * LN2
+        expected = (tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum - tl.log2(row_sum)) * LN2
         tl.store(expected_out + token, tl.where(mask, expected, 0.0), mask=inside)
     if argmax_out is not None:
         tl.store(max_logit_out + token, tl.load(sums.max_logit + i, mask=mask, other=0.0) * LN2, mask=inside)
@@ -135,7 +135,8 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
     operands = call.operands
     input, linear_weight, target, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
-    sums_a_tile = 2 + call.logit_sum + call.expected_logit + 2 * call.argmax + call.log_sum_sq_probs + call.mean_logit
+    sums_a_tile = 2 + call.logit_sum + call.expected_log_prob + 2 * call.argmax
+    sums_a_tile += call.log_sum_sq_probs + call.mean_logit
     row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
     statistics = TokenStatistics(
@@ -162,7 +163,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             reference_logit=at_target.reference,
             guard=at_target.guard,
             codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
-            expected=call.expected_logit,
+            expected=call.expected_log_prob,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
             class_weight=class_weight,

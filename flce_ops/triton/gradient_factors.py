@@ -2,11 +2,12 @@
 
     G_ij = (row_factor_i + shift_factor_i (z_ij - lse_i)) p_ij + sum_factor_i w_j,  and at the target + target_i
 
-of the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_logit, zbar:
+of the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_log_prob, hbar:
 
-    row_factor = l + h (1 + lse - zbar)      shift_factor = h      sum_factor = m      target = a
+    row_factor = l - h hbar      shift_factor = h      sum_factor = m      target = a
 
-as the derivative of zbar = sum_j p_j z_j by z_j is p_j (1 + z_j - zbar). Kernels have logits in base 2 (times log2 e).
+as the derivative of hbar = sum_j p_j (z_j - lse) by z_j is p_j (z_j - lse - hbar). Kernels have logits
+in base 2 (times log2 e).
 """
 
 from typing import NamedTuple
@@ -33,11 +34,11 @@ class KnownRows(NamedTuple):
 
     lse: Tensor
     lse_rest: Tensor | None
-    expected_logit: Tensor | None
+    expected_log_prob: Tensor | None
     grad_target_logit: Tensor | None  # (N, K) of several classes a token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
-    grad_expected_logit: Tensor | None
+    grad_expected_log_prob: Tensor | None
 
 
 @triton.jit
@@ -77,13 +78,15 @@ def gradient_factors_kernel(
     row_factor = tl.zeros((BLOCK_N,), tl.float32)
     if tokens.grad_lse is not None:
         row_factor += of_tokens(tokens.grad_lse, token, mask)
-    if tokens.grad_expected_logit is not None:
-        grad_expected = of_tokens(tokens.grad_expected_logit, token, mask)
-        row_factor += grad_expected * (1.0 + lse - of_tokens(tokens.expected_logit, token, mask))
+    if tokens.grad_expected_log_prob is not None:
+        grad_expected = of_tokens(tokens.grad_expected_log_prob, token, mask)
+        row_factor -= grad_expected * of_tokens(tokens.expected_log_prob, token, mask)
+        # z2 - lse2 is taken of the rounded lse2
+        row_factor += grad_expected / LOG2E * (lse2.to(tl.float64) - exact_lse2).to(tl.float32)
     row_factor *= share
     tl.store(rows.reference_logit + i, lse2, mask=mask)
     tl.store(rows.row_factor + i, row_factor * scale, mask=mask)
-    if tokens.grad_expected_logit is not None:
+    if tokens.grad_expected_log_prob is not None:
         shift_factor = grad_expected / LOG2E * share
         tl.store(rows.shift_factor + i, shift_factor * scale, mask=mask)
     if tokens.grad_logit_sum is not None:
@@ -93,7 +96,7 @@ def gradient_factors_kernel(
         column = tl.load(column_ptr + i, mask=mask, other=-1)
         target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
         at_target = row_factor
-        if tokens.grad_expected_logit is not None:
+        if tokens.grad_expected_log_prob is not None:
             # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
             distance = target_logit2 - lse2
             at_target += shift_factor * tl.where(distance < -1e4, -1e4, distance)
@@ -132,7 +135,7 @@ def launch_gradient_factors(
         row_factor,
         class_weight,
         None if tokens.grad_logit_sum is None else sum_factor,
-        None if tokens.grad_expected_logit is None else shift_factor,
+        None if tokens.grad_expected_log_prob is None else shift_factor,
     )
     half = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
     gradient_factors_kernel[(triton.cdiv(n, BLOCK_N),)](
