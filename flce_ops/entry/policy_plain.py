@@ -112,7 +112,7 @@ def losses_of_rows(
 def policy_options(call: PolicyLoss) -> PolicyOptions:
     """The user's numbers as the operators take them; without a beta there is no KL term.
 
-    dynamic=True makes a variable of beta. Without ref_log_probs it is compared all the same: a graph knows that it is 0.
+    dynamic=True makes a variable of beta. Without ref_log_probs it is compared all the same, so a graph knows it is 0.
     """
     no_kl = call.ref_log_probs is None and call.beta == 0.0
     return PolicyOptions(
