@@ -14,7 +14,7 @@ NAMES = {
 
 
 def table(rows: Rows) -> str:
-    """ms and share of a copy's bandwidth, the shortest of a line in bold."""
+    """ms, share of a copy's bandwidth and the host's us, the shortest of a line in bold."""
     timed = {(shape_of(row), row["provider"]): row for row in rows if row["ms"]}
     names = {provider: name for provider, name in NAMES.items() if any(key[1] == provider for key in timed)}
     body = []
@@ -26,14 +26,14 @@ def table(rows: Rows) -> str:
 
 
 def shape_of(row: dict[str, str]) -> str:
-    return f"{row['N']}x{row['V']} {row['dtype']}"
+    return f"{row['N']}x{row['V']} {row['dtype'].replace('bfloat', 'bf').replace('float', 'fp')}"
 
 
 def figures(row: dict[str, str] | None, copy: dict[str, str], shortest: float) -> str:
     if row is None:
         return ""
     mark = "**" if float(row["ms"]) == shortest else ""
-    host = f", {float(row['host_us']):.0f} us" if row.get("host_us") else ""
+    host = f", {float(row['host_us']):.0f}" if row.get("host_us") else ""
     return f"{mark}{float(row['ms']):.2f}{mark}, {float(row['GBps']) / float(copy['GBps']):.0%}{host}"
 
 
@@ -41,8 +41,7 @@ def where(rows: Rows) -> str:
     versions = {NAMES[row["provider"]]: row["version"] for row in rows if NAMES.get(row["provider"]) and row["ms"]}
     versions = {name.removesuffix(", in place"): version for name, version in versions.items() if name != "in place"}
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "flce_ops")
-    older = "" if "host_us" in rows[0] else " Of that run, older than --ahead-ms, the host's time is in ms."
-    return f"Commit {rows[0]['commit']}, torch {rows[0]['torch']}; {text}.{older}"
+    return f"Commit {rows[0]['commit']}, torch {rows[0]['torch']}; {text}."
 
 
 TABLES = {"cross_entropy.csv": lambda: table(rows_of("cross_entropy"))}

@@ -1,14 +1,14 @@
 """Rows of a tile of grad_linear_weight whose products outgrew their unit: made again, and added in a new unit.
 
-A later chunk (weight_gradient.py) leaves such rows out and marks them, each in its unit's byte. They are of rare classes
-that are a target for the first time: a few in a chunk of few tokens, where many chunks share a unit's room. The launch
-behind each chunk leaves at once where there is no mark; else
+A later chunk (weight_gradient.py) leaves such rows out and marks them, each in its unit's byte. They are of rare
+classes that are a target for the first time: a few in a chunk of few tokens, where many chunks share a unit's room. The
+launch behind each chunk leaves at once where no chunk has marked any; else
 
     for LOOK blocks of classes at a time:        one read of their marks, for one block of features
         for a block of which a row is marked:    acc = E.T @ (c input),  sum unit + acc  in a new unit
 
 so that looking takes a few reads a program. H200, 16384x2048x128256 in chunks of 384 tokens: 270 us a chunk when every
-tile was looked at by itself and stored what it held, as much as its products again.
+tile was looked at by itself and went through the epilogue, half as long as the chunk's products.
 """
 
 import triton

@@ -20,8 +20,9 @@ one, too; that of the two launches which it is not leaves at once, as do the lat
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
 1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
 whose products exceed what its unit has room for is not added but marked, and added in a new unit by a second launch
-(outgrown_rows.py). Without tensor maps every tile is read, and each chunk chooses its units anew, which need no room. With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as
-large the others have 9 or 10.
+(outgrown_rows.py). Without tensor maps every tile is read, and each chunk chooses its units anew, which need no room.
+With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as large the
+others have 9 or 10.
 
 A user's buffer (main_grad) is added to, not written: a tile of it is read, and the sum stored in its dtype, once for
 each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
