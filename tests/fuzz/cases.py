@@ -104,6 +104,7 @@ class Case:
     frozen: bool = False  # the head beside a low-rank pair
     sparse: str = ""  # gradient_mode, with a gradient_threshold
     threshold: float = 2.0**-6
+    class_order: bool = False  # gradient_class_order, of "drop", which it does not change
     main_grad: str = ""  # dtype of the buffer: "own" is the weight's, "sums" float32 or float64
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several

@@ -82,6 +82,7 @@ def newer_options(case: Case) -> dict:
         new["sparse"] = ""
     elif case.sparse:
         new |= {"main_grad": "", "learnt": ""}
+    new["class_order"] = case.class_order and new.get("sparse", case.sparse) == "drop"
     if not special or case.mode not in BUFFER_MODES:
         new["main_grad"] = ""
     elif case.main_grad and not case.sparse:

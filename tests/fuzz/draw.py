@@ -153,6 +153,7 @@ def newer(random: Random, case: Case) -> dict:
     if case.function == "cross_entropy":
         special = choose(random, {"": 7, "drop": 1, "unbiased": 1.5, "own": 1, "sums": 1.5})
         new |= {"sparse": special} if special in ("drop", "unbiased") else {"main_grad": special}
+        new["class_order"] = special == "drop" and random.random() < 0.5
         new["threshold"] = 2.0 ** -random.randint(3, 9)
     return new
 

@@ -115,6 +115,8 @@ class Problem:
             self.put("pair_weight", 0.3 * self.normal(V, case.rank), case.weight_layout, self.dtype)
         if case.sparse:
             self.put("gradient_seed", torch.tensor(case.seed), "rows", None)
+        if case.class_order:
+            self.put("class_order", torch.randperm(case.V, generator=self.generator), "rows", None)
         if case.main_grad:
             self.put("main_grad", self.eighths((V, D)), "rows", small if case.main_grad == "sums" else self.dtype)
         if case.learnt:
