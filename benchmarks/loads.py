@@ -158,7 +158,7 @@ MARKS = (
 
 NAMES = {
     **{"ours": "flce_ops", "ours_compiled": "compiled", "ours_compacted": "rows compacted by hand"},
-    **{"torch_compile": "torch.compile", "cce": "CCE", "liger": "Liger"},
+    **{"torch_compile": "torch.compile", "cce": "CCE", "liger": "Liger", "quack_chunked": "QuACK"},
 }
 
 
