@@ -92,9 +92,10 @@ def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
             hidden = self.embed(tokens).tanh()
             if target is None:
                 return 15 * torch.tanh(self.lm_head(hidden) / 15)
+            target = target.masked_fill(target == -100, -1)  # theirs
             if fused:
-                return flce_ops.linear_cross_entropy(hidden, self.lm_head.weight, target, softcap=15)
-            return F.cross_entropy(self(tokens).flatten(0, 1), target.flatten(), ignore_index=-100)
+                return flce_ops.linear_cross_entropy(hidden, self.lm_head.weight, target, ignore_index=-1, softcap=15)
+            return F.cross_entropy(self(tokens).flatten(0, 1), target.flatten(), ignore_index=-1)
 
     ours = GPT()
     theirs, start, data = copy.deepcopy(ours), copy.deepcopy(ours), batches()

@@ -224,6 +224,12 @@ def measured(mode: str = "fwd_bwd") -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["mode"] == mode and row["ms"]]
 
 
+def test_the_tests_that_show_a_client_exist():
+    named = re.findall(r"`(test_[\w*]+)`", text_of("docs/clients.md"))
+    assert len(named) >= 15
+    assert not [name for name in named if not list((ROOT / "tests").glob(f"{name}.py"))]
+
+
 def test_tables_are_made_of_the_csvs():
     """After another run: python -m benchmarks.tables."""
     from benchmarks.tables import __main__ as tables
