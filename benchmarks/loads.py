@@ -21,7 +21,7 @@ PEERS = "torch_compile,liger,cce,quack_chunked"
 HOPPER_PEERS = "liger_cutedsl,liger_cutile"
 EVERY_OURS = "ours,ours_compiled,ours_captured"
 HOST_SHAPES = ("2048x512x32000", "256x4096x128256")  # steps that wait for the host
-HOSTS = ("ours", "ours_compiled", "torch_compile", "liger", "cce")
+HOSTS = ("ours", "ours_compiled", "torch_compile", "quack_chunked", "liger", "cce")
 
 
 class Load(NamedTuple):

@@ -71,6 +71,7 @@ def errors_of(rows: Rows, providers: Sequence[str], shapes: Sequence[str]) -> st
 
 
 LOADS_OF_README = (
+    "8192x4096x128256, operands of a trained model",
     *(shape for pair in loads.ODD for shape in pair),
     *(f"8192x4096x128256, {share} ignored" for share in ("50%", "75%", "90%", "99%")),
     *("1024x4096x151936", "1024x2048x128256", "256x4096x128256", "256x4096x151936", "128x4096x151936"),
