@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import importlib
+import re
 import sys
 
 import pytest
@@ -52,16 +53,43 @@ RUNS = {
     "distillation, jsd": ("Distillation", PROMPTS, {**SAMPLED, "beta": 0.4, "learning_rate": 0.2}, "Gemma2"),
 }
 
+MESSAGES = {
+    "messages": [
+        [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        for ask, answer in zip(PROMPTS["prompt"], PAIRS["chosen"], strict=True)
+    ]
+}
+PRIVILEGED = {**PROMPTS, "privileged_context": PAIRS["chosen"]}
+EXPERIMENTAL = {"ORPO": "orpo", "CPO": "cpo", "GKD": "gkd", "OnlineDPO": "online_dpo", "SDPO": "sdpo"}
+
+# Those whose loss is made from the logits of their model.
+UNSERVED = {
+    "ORPO": ("ORPO", PAIRS, {}, "Llama"),
+    "CPO": ("CPO", PAIRS, {}, "Llama"),
+    "GKD": ("GKD", MESSAGES, {"lmbda": 0.0}, "Llama"),
+    "OnlineDPO": ("OnlineDPO", PROMPTS, {"max_new_tokens": 4, "reward_funcs": [prefer_even]}, "Llama"),
+    "SDPO": (
+        "SDPO",
+        PRIVILEGED,
+        {**SAMPLED, "num_generations": 2, "teacher_model_kind": "live", "reward_funcs": prefer_even},
+        "Llama",
+    ),
+    "SFT, smoothed": ("SFT", TEXTS, {"loss_type": "nll", "label_smoothing_factor": 0.1}, "Llama"),
+}
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return word_tokenizer()
+    made = word_tokenizer()
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return made
 
 
-def make_trainer(name: str, tokenizer, folder):
+def make_trainer(name: str, tokenizer, folder, prepare=lambda model: model):
     from datasets import Dataset
 
-    kind, data, options, model_name = RUNS[name]
+    kind, data, options, model_name = {**RUNS, **UNSERVED}[name]
+    library = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}") if kind in EXPERIMENTAL else trl
     # one draw in every run of the tests: a sampled token is another one where rounding decides
     set_seed(3)
     model = make_model(model_name)
@@ -69,9 +97,11 @@ def make_trainer(name: str, tokenizer, folder):
     model.config._name_or_path = str(folder / "model")
     options = {**options}
     extra = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
+    if kind == "GKD":
+        extra["teacher_model"] = make_model()
     if kind == "Distillation":
         extra["teacher_model"] = make_model("Phi, head with bias")  # its hidden size is another one
-    args = getattr(trl, f"{kind}Config")(
+    args = getattr(library, f"{kind}Config")(
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=4,
@@ -88,8 +118,8 @@ def make_trainer(name: str, tokenizer, folder):
     rows = Dataset.from_dict(data)
     if kind == "SFT":
         extra["eval_dataset"] = rows
-    return getattr(trl, f"{kind}Trainer")(
-        model=model, args=args, train_dataset=rows, processing_class=tokenizer, **extra
+    return getattr(library, f"{kind}Trainer")(
+        model=prepare(model), args=args, train_dataset=rows, processing_class=tokenizer, **extra
     )
 
 
@@ -105,12 +135,12 @@ def train(name: str, tokenizer, folder) -> tuple[dict, dict, list[dict]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, calls):
+def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, calls, warned):
     _, theirs, their_logs = train(name, tokenizer, tmp_path)
     assert not calls
     with patched():
         before, ours, our_logs = train(name, tokenizer, tmp_path)
-    assert len(calls) >= STEPS
+    assert len(calls) >= STEPS and not warned()
     largest = max(float((theirs[key] - before[key]).abs().max()) for key in theirs)
     for key, expected in theirs.items():
         # seen: 5e-5 of the largest change by WPO, 3e-6 else, and a unit in the last place of the parameter
@@ -137,6 +167,46 @@ def calls(monkeypatch) -> list[str]:
     for module, function in [(log_probs, flce_ops.linear_log_probs), (divergence, flce_ops.linear_kl_div)]:
         monkeypatch.setattr(module, function.__name__, counted(function))
     return made
+
+
+@pytest.fixture
+def warned(caplog, monkeypatch):
+    """The warnings of this package, none of which was given before."""
+    monkeypatch.setattr("flce_ops.integrations.full_logits._logged", set())
+    return lambda: [record.message for record in caplog.records if record.name == "flce_ops"]
+
+
+# ---------------------------------------------------------------- trainers that make logits all the same
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_trainer_that_makes_logits_is_named_once(name, tokenizer, tmp_path, warned):
+    trainer, reason = make_trainer(name, tokenizer, tmp_path), ""
+    if name == "SFT, smoothed":
+        reason = r" \(label_smoothing_factor is given\)"
+    with patched():
+        trainer.train()
+        trainer.train()
+    (message,) = warned()
+    kind = type(trainer).__name__
+    assert re.match(f"{kind} takes its loss from the logits of its model{reason}: .* docs/clients.md", message)
+    assert not trainer.model._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["SFT", "DPO, softcap", "ORPO", "CPO", "GKD"])
+def test_a_trainer_of_trl_that_is_given_a_patched_model_is_named(name, tokenizer, tmp_path, warned):
+    from flce_ops.integrations import transformers
+
+    trainer = make_trainer(name, tokenizer, tmp_path, transformers.patch)
+    trainer.train()
+    asked, *others = warned()
+    kind = type(trainer).__name__
+    assert asked.startswith(f"{kind} never asks a patched model for its loss. flce_ops.integrations.trl.patch() serves")
+    assert [message.split(":")[0] for message in others] == (
+        [f"{kind} takes its loss from the logits of its model"] if name in UNSERVED else []
+    )
 
 
 # --- patch and unpatch ---

@@ -18,7 +18,7 @@ From then on `model(input_ids, labels=labels).loss` is the operator's; without l
     output_hooks.py           finds hooks that need the logits which the head would make
     no_logits.py              what an output has in place of the logits
     output_metrics.py         by-products of the loss that it has as further fields
-    trainer.py                tells a model when Trainer takes its logits
+    trainer.py                tells a model when Trainer takes its logits, and what it would smooth
 """
 
 from flce_ops.integrations.transformers.patching import patch, patched, unpatch

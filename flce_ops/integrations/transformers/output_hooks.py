@@ -10,16 +10,14 @@ in both.
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from flce_ops.integrations.full_logits import warn_once
 from flce_ops.support import torch_private
-
-logger = logging.getLogger("flce_ops")
 
 ANY_OUTPUT = (
     "torch.distributed",  # FSDP1, FSDP2, tensor parallelism
@@ -30,8 +28,6 @@ ANY_OUTPUT = (
     "transformers.integrations",
 )
 
-_logged: set[str] = set()
-
 
 def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_name: str) -> bool:
     """Whether a hook that is not known to take anything sees what `makers` return, or what `users` take or return."""
@@ -40,13 +36,10 @@ def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_
     hooks = [hook for hook in hooks if not takes_any_output(hook)]
     if hooks and not torch.compiler.is_compiling():
         names = ", ".join(dict.fromkeys(name_of(hook) for hook in hooks))
-        message = (
+        warn_once(
             f"{model_name}: the patched model computes its loss from logits, as unpatched, since there are hooks on "
             f"its output embedding or its loss that see them: {names}"
         )
-        if message not in _logged:
-            _logged.add(message)
-            logger.warning(message)
     return bool(hooks)
 
 

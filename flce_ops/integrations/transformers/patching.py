@@ -7,6 +7,7 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from flce_ops.entry.arguments import check_ranges
 from flce_ops.entry.metrics import NAMES, checked_names
 from flce_ops.integrations.sparse_options import check_threshold
 from flce_ops.integrations.transformers.definition import NotUnderstood
@@ -14,6 +15,7 @@ from flce_ops.integrations.transformers.forward import (
     ACTIVE,
     EVAL_LOGITS,
     GRADIENT_THRESHOLD,
+    LABEL_SMOOTHING,
     METRICS,
     check_loss,
     forward_without_logits,
@@ -28,12 +30,17 @@ from flce_ops.integrations.transformers.instance_forward import (
 )
 from flce_ops.integrations.transformers.logit_steps import Head
 from flce_ops.integrations.transformers.read_head import read_head
-from flce_ops.integrations.transformers.trainer import announce_predictions
+from flce_ops.integrations.transformers.trainer import announce_to_models
 
 Model = nn.Module | type[PreTrainedModel]
 
 # What the user said, and the attribute of the instance or the class that holds it.
-OPTIONS = {"eval_logits": EVAL_LOGITS, "metrics": METRICS, "gradient_threshold": GRADIENT_THRESHOLD}
+OPTIONS = {
+    "eval_logits": EVAL_LOGITS,
+    "metrics": METRICS,
+    "gradient_threshold": GRADIENT_THRESHOLD,
+    "label_smoothing": LABEL_SMOOTHING,
+}
 
 
 def patch(
@@ -42,6 +49,7 @@ def patch(
     eval_logits: bool = False,
     metrics: Sequence[str] = (),
     gradient_threshold: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> Model:
     """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
 
@@ -59,6 +67,8 @@ def patch(
             a causal model's last is 0. Not among the predictions that Trainer takes.
         gradient_threshold: as `linear_cross_entropy`: unbiased sparse gradients of the head, as 2**-10. Each loss
             draws its seed from torch's default generator.
+        label_smoothing: as `linear_cross_entropy`, in training and evaluation. Trainer's label_smoothing_factor needs
+            no option here, and replaces this one in the losses that Trainer asks for.
 
     Returns:
         model_or_class.
@@ -67,20 +77,27 @@ def patch(
         NotImplementedError: the model does something with its logits, or has a head, that the operator cannot
             stand for.
         TypeError: not a Transformers model.
-        ValueError: a metric that there is not, or a gradient_threshold outside of [0, 1).
+        ValueError: a metric that there is not, a gradient_threshold outside of [0, 1), or a label_smoothing outside of
+            [0, 1].
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     check_threshold("patch", gradient_threshold)
+    check_ranges("patch", label_smoothing=label_smoothing)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
         patched: Model = model_or_class
     else:
         patched = base_model_of(model_or_class)
         patch_instance(patched)
-    chosen = {"eval_logits": eval_logits, "metrics": names, "gradient_threshold": gradient_threshold}
+    chosen = {
+        "eval_logits": eval_logits,
+        "metrics": names,
+        "gradient_threshold": gradient_threshold,
+        "label_smoothing": label_smoothing,
+    }
     for name, attribute in OPTIONS.items():
         setattr(patched, attribute, chosen[name])
-    announce_predictions()
+    announce_to_models()
     return model_or_class
 
 
@@ -117,11 +134,18 @@ def patched(
     eval_logits: bool = False,
     metrics: Sequence[str] = (),
     gradient_threshold: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> Iterator[Model]:
     """`patch` for the duration of a with block; what was patched before stays so, with the options it had."""
     inside = vars(model_or_class if isinstance(model_or_class, type) else base_model_of(model_or_class))
     before = {name: inside[attribute] for name, attribute in OPTIONS.items()} if EVAL_LOGITS in inside else None
-    patch(model_or_class, eval_logits=eval_logits, metrics=metrics, gradient_threshold=gradient_threshold)
+    patch(
+        model_or_class,
+        eval_logits=eval_logits,
+        metrics=metrics,
+        gradient_threshold=gradient_threshold,
+        label_smoothing=label_smoothing,
+    )
     try:
         yield model_or_class
     finally:

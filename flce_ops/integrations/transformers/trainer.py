@@ -6,36 +6,102 @@
 
 Only that argument tells them apart; a model's forward gets the same from all three. So `prediction_step` says it to the
 patched models it calls. Models that are not patched are not touched.
+
+With label_smoothing_factor `compute_loss` keeps the labels and takes a loss of its own from the logits. It hands the
+labels to the patched model, whose forward computes that loss in place of the logits.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from flce_ops.integrations.transformers.forward import TAKEN_BY_TRAINER, is_patched
+from flce_ops.integrations.full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
+from flce_ops.integrations.transformers.forward import (
+    SMOOTHED_BY_TRAINER,
+    TAKEN_BY_TRAINER,
+    SmoothedLoss,
+    gives_logits,
+    is_patched,
+)
 
 
-def announce_predictions() -> None:
+def announce_to_models() -> None:
     try:
         from transformers.trainer import Trainer
     except ImportError:  # it needs accelerate, which an installation without Trainer has no use for
         return
-    if not hasattr(Trainer.prediction_step, "flce_original"):
-        Trainer.prediction_step = announcing(Trainer.prediction_step)  # type: ignore[method-assign]
+    for name, announcing in (("prediction_step", announcing_predictions), ("compute_loss", announcing_labels)):
+        original = getattr(Trainer, name)
+        if not hasattr(original, "flce_original"):
+            step = functools.wraps(original)(announcing(original))
+            step.flce_original = original  # type: ignore[attr-defined]
+            setattr(Trainer, name, step)
+    watch_trainers(advice_for)
 
 
-def announcing(original: Callable) -> Callable:
-    @functools.wraps(original)
+def advice_for(trainer: Any) -> str | None:
+    if not any(is_patched(module) for module in trainer.model.modules()):
+        return None
+    if not is_of_trl(trainer):
+        return (
+            "A patched model computes the loss of a call with labels, Trainer's own label smoothing included; give a "
+            "loss of yours the hidden states and flce_ops.linear_cross_entropy"
+        )
+    from flce_ops.integrations.trl.patching import REPLACEMENTS
+
+    if not REPLACEMENTS.originals:
+        warn_once(f"{type(trainer).__name__} never asks a patched model for its loss. {SERVED_OF_TRL}")
+    return SERVED_OF_TRL
+
+
+def announcing_predictions(original: Callable) -> Callable:
     def prediction_step(self, model: nn.Module, inputs: dict, prediction_loss_only: bool, *args, **kwargs):
         patched = [] if prediction_loss_only else [module for module in model.modules() if is_patched(module)]
-        for module in patched:
-            setattr(module, TAKEN_BY_TRAINER, True)
-        try:
+        with announced(TAKEN_BY_TRAINER, True, *patched):
             return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-        finally:
-            for module in patched:
-                setattr(module, TAKEN_BY_TRAINER, False)
 
-    prediction_step.flce_original = original  # type: ignore[attr-defined]
     return prediction_step
+
+
+def announcing_labels(original: Callable) -> Callable:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs=False, num_items_in_batch=None):
+        smoother, labels = self.label_smoother, inputs.get("labels")
+        base = named = self.accelerator.unwrap_model(model)
+        if hasattr(base, "get_base_model"):
+            base, named = base.get_base_model(), base.base_model.model
+        served = type(smoother) is LabelSmoother and self.compute_loss_func is None and isinstance(labels, Tensor)
+        if not served or not is_patched(base) or gives_logits(base):
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        shifts = named._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer decides it
+        smoothed = SmoothedLoss(labels, smoother.epsilon, smoother.ignore_index, shifts, num_items_in_batch)
+
+        def smoothed_loss(outputs: Any, *args: Any, **options: Any) -> Tensor:
+            if not smoothed.computed:  # hooks that see logits had the model run its own forward
+                return smoother(outputs, *args, **options)
+            return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+        self.label_smoother = smoothed_loss
+        try:
+            with announced(SMOOTHED_BY_TRAINER, smoothed, base):
+                return original(self, model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.label_smoother = smoother
+
+    return compute_loss
+
+
+@contextlib.contextmanager
+def announced(attribute: str, value: Any, *patched: nn.Module) -> Iterator[None]:
+    for module in patched:
+        setattr(module, attribute, value)
+    try:
+        yield
+    finally:
+        for module in patched:
+            setattr(module, attribute, None)

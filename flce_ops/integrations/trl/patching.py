@@ -6,7 +6,9 @@ trl.trainer.distillation_trainer._chunked_divergence_loss       called by Distil
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+from flce_ops.integrations.full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
 from flce_ops.integrations.places import Place, Replacements
 from flce_ops.integrations.sparse_options import check_threshold
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
@@ -54,6 +56,11 @@ def patch(*, gradient_threshold: float = 0.0) -> None:
     check_threshold("patch", gradient_threshold)
     REPLACEMENTS.put()
     LOG_PROBS.set(log_probs_with(gradient_threshold))
+    watch_trainers(advice_for)
+
+
+def advice_for(trainer: Any) -> str | None:
+    return SERVED_OF_TRL if REPLACEMENTS.originals and is_of_trl(trainer) else None
 
 
 def unpatch() -> None:

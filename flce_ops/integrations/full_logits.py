@@ -1,0 +1,71 @@
+"""Says once, by name, which trainer makes logits in a training step although something was patched to avoid them.
+
+While Trainer.train runs, a hook on its model looks at what a training forward returns. Transformers' and TRL's `patch`
+say for which trainers, and what to do there.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger("flce_ops")
+
+SERVED_OF_TRL = (
+    "flce_ops.integrations.trl.patch() serves TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers, without "
+    "label_smoothing_factor and compute_loss_func; docs/clients.md says what to do for others"
+)
+
+Adviser = Callable[[Any], str | None]  # of a trainer: what to do about its logits; None where nothing is patched
+_advisers: list[Adviser] = []
+_logged: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.warning(message)
+
+
+def is_of_trl(trainer: Any) -> bool:
+    return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+
+
+def watch_trainers(adviser: Adviser) -> None:
+    from transformers.trainer import Trainer
+
+    if adviser not in _advisers:
+        _advisers.append(adviser)
+    if not hasattr(Trainer.train, "flce_original"):
+        Trainer.train = watching(Trainer.train)  # type: ignore[method-assign]
+
+
+def watching(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        advice = next((found for adviser in _advisers if (found := adviser(self)) is not None), None)
+        if advice is None:
+            return original(self, *args, **kwargs)
+        hook = self.model.register_forward_hook(functools.partial(warn_of_logits, self, advice))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    train.flce_original = original  # type: ignore[attr-defined]
+    return train
+
+
+def warn_of_logits(trainer: Any, advice: str, model: nn.Module, args: Any, output: Any) -> None:
+    logits = output.get("logits") if isinstance(output, dict) else None
+    if torch.compiler.is_compiling() or not isinstance(logits, Tensor) or not logits.requires_grad:
+        return
+    options = {"compute_loss_func": trainer.compute_loss_func, "label_smoothing_factor": trainer.label_smoother}
+    given = [f" ({name} is given)" for name, option in options.items() if option is not None][:1]
+    warn_once(
+        f"{type(trainer).__name__} takes its loss from the logits of its model{''.join(given)}: a training step holds "
+        f"them, and flce_ops does not compute that loss. {advice}"
+    )
