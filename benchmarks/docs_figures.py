@@ -7,7 +7,7 @@ docs/figures/error_against_dtype.svg       error of dX and dW against float64, a
 docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
 
 Measured are the rows of mode fwd_bwd and the default data in every CSV of benchmarks/results/nvidia-h200 that has
-fwd_bwd.csv's columns. The planner needs triton: the chunk sizes are the kernels' own (flce_ops/plan).
+fwd_bwd.csv's columns. The planned lines need triton: the chunk sizes are the kernels' own (flce_ops/plan).
 """
 
 # N tokens, D hidden, V vocabulary

@@ -1,6 +1,11 @@
 """Fused linear + cross-entropy loss as a registered PyTorch operator: `torch.ops.flce.linear_cross_entropy`."""
 
-import torch
+import warnings
+
+with warnings.catch_warnings():
+    # torch's own import, where NumPy is not installed; nothing here uses NumPy
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch
 
 from flce_ops import entry as entry  # registers the operators
 from flce_ops.decompositions import export_decompositions

@@ -1,9 +1,12 @@
 """A fresh process: what importing the package pulls in, how long it takes, that it works without triton."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from fresh_process import run_script
+from fresh_process import ROOT, run_script
 
 
 def run_fresh(script: str) -> str:
@@ -53,6 +56,36 @@ def test_a_training_step_on_the_cpu_imports_no_kernels():
 def test_works_where_triton_is_not_installed():
     block = "import sys\nsys.modules['triton'] = None\nimport flce_ops\n"
     run_fresh(block + TRAIN)
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = sys.modules["triton"] = None
+import flce_ops
+"""
+REST = """
+from flce_ops.plan.__main__ import main
+main("--tokens 300 --hidden 64 --vocab 1000 --tflops 50 --bandwidth 2".split())
+class Head(torch.nn.Module):
+    def forward(self, x, w, t):
+        return flce_ops.linear_cross_entropy(x, w, t)
+half = x.detach().bfloat16(), w.detach().bfloat16(), t
+print(flce_ops.explain(flce_ops.linear_cross_entropy, *half))
+exported = torch.export.export(Head(), half).run_decompositions(flce_ops.export_decompositions())
+assert not any("flce" in str(node.target) for node in exported.graph.nodes)
+torch.testing.assert_close(exported.module()(*half), Head()(*half), rtol=1e-2, atol=0)
+torch.library.opcheck(torch.ops.flce.linear_cross_entropy, (x, w, t))
+"""
+
+
+def test_works_without_numpy_and_triton_and_does_not_speak_of_them():
+    """In a process of its own: torch says that NumPy is missing when it is imported."""
+    script = WITHOUT_NUMPY + TRAIN + REST
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "NumPy" not in done.stderr and "triton" not in done.stderr
 
 
 def test_works_where_torch_distributed_is_not_available():

@@ -2,12 +2,13 @@
 
     python -m flce_ops.plan --tokens 16384 --hidden 4096 --vocab 128256 --dtype bfloat16 --gpus 4
 
-Memory follows from the chunk sizes of the kernels (cuts.py), time from a cost model with measured rates (seconds.py,
-devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
+Memory follows from the chunk sizes of the kernels (cuts.py, chunk_sizes.py), time from a cost model with measured rates
+(seconds.py, devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
 """
 
 from dataclasses import dataclass, replace
 
+from flce_ops.plan.chunk_sizes import chunk_sizes_of_kernels
 from flce_ops.plan.cuts import Head, StepCost, dense_compiled, dense_eager, one_pass, per_token, vocabulary_parallel
 from flce_ops.plan.devices import Device, device_of
 from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
@@ -33,6 +34,7 @@ class Option:
     behind_blocks: float = 0.0  # seconds of communication that can run beside the model's blocks, not in `seconds`
 
 
+@chunk_sizes_of_kernels()
 def plan(head: Head, gpus: int, device: Device) -> list[Option]:
     """The options for `head.tokens` tokens: of each data-parallel rank, or of all ranks that share a vocabulary."""
     options = [

@@ -1,7 +1,6 @@
 """`python -m flce_ops.plan`: the plan as a table."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -16,11 +15,6 @@ MIB = 1 << 20
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     dtype = DTYPES[arguments.dtype]
-    if dtype != torch.float32 and importlib.util.find_spec("triton") is None:
-        sys.exit(
-            f"flce_ops.plan: a plan for {arguments.dtype} asks the Triton kernels for their chunk sizes, and "
-            "triton is not installed; on Linux: pip install 'flce_ops[triton]'"
-        )
     head = Head(arguments.tokens, arguments.hidden, arguments.vocab, dtype)
     try:
         device = device_of(

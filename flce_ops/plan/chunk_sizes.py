@@ -1,0 +1,47 @@
+"""The chunk sizes of the Triton kernels where Triton is not installed, as on macOS and Windows.
+
+They are plain Python in the files of the kernels (flce_ops/triton). While the planner asks for them, a module stands in
+for Triton that can define a kernel and cannot launch one. It and those files are forgotten afterwards, so that
+a step on CUDA still fails with the name of what is missing.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from flce_ops.support.vendor import has_triton
+
+
+class Constexpr:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def stand_ins() -> dict[str, ModuleType]:
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(language).update(constexpr=Constexpr, __getattr__=lambda name: object)  # other types annotate arguments
+    vars(triton).update(
+        language=language,
+        jit=lambda kernel: kernel,
+        cdiv=lambda a, b: -(-a // b),
+        next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
+    )
+    return {"triton": triton, "triton.language": language}
+
+
+@contextlib.contextmanager
+def chunk_sizes_of_kernels() -> Iterator[None]:
+    """flce_ops.triton can be imported inside, to ask and not to run."""
+    if has_triton():
+        yield
+        return
+    before = dict(sys.modules)
+    sys.modules.update(stand_ins())
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(("triton", "flce_ops.triton"))]:
+            del sys.modules[name]
+        sys.modules.update({name: module for name, module in before.items() if name.startswith("triton")})
