@@ -150,3 +150,26 @@ def test_another_thread_gives_the_same_numbers(reduction):
         for future in futures:
             for name, tensor in future.result().items():
                 assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-6), name
+
+
+TWO_STEPS = """
+import json, os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+import flce_ops
+from flce_ops.triton import launch_with_grad
+from flce_ops.triton.replay import Recording
+x, w, target = torch.randn(20, 32), torch.randn(65, 32), torch.randint(65, (20,))
+for _ in range(2):
+    leaf = w.clone().requires_grad_()
+    flce_ops.linear_cross_entropy(x, leaf, target).backward()
+    with Recording([x, w, target]):  # what the second step of a kind runs in on a GPU
+        launch_with_grad(x, w, target, None, None, None, output_mask=[True, True, False])
+print(json.dumps([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]))
+"""
+
+
+def test_two_steps_import_no_compiler():
+    """torch._dynamo takes 3.5 seconds, which the second step of every process once waited for."""
+    pytest.importorskip("triton")
+    assert json.loads(run_fresh(TWO_STEPS)) == []

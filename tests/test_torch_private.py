@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 import torch
-from fresh_process import ROOT
+from fresh_process import ROOT, run_script
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
@@ -300,10 +300,27 @@ def test_a_value_registered_without_leaves_is_kept_by_maps_over_tensors():
     assert doubled == {"loss": 6, "marker": marker}
 
 
+def test_a_dispatch_mode_of_code_that_is_not_traced_does_not_import_the_compiler():
+    done = run_script(
+        "import sys, torch\n"
+        "from flce_ops.support.torch_private import UncompiledDispatchMode\n"
+        "class Count(UncompiledDispatchMode):\n"
+        "    calls = 0\n"
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
+        "        self.calls += 1\n"
+        "        return func(*args, **(kwargs or {}))\n"
+        "with Count() as count:\n"
+        "    torch.empty(3)\n"
+        "assert count.calls == 1\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_other_file_reads_private_names():
     """But for torch.compile's own module, operators by their type, and functional collectives: they have no other."""
     private = re.compile(r"\btorch(\.\w+)*\._(?!dynamo\b|ops\.OpOverload|c10d_functional\.|_)\w+")
     files = (file for folder in ("flce_ops", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py"))
     found = {str(file.relative_to(ROOT)): private.search(file.read_text()) for file in files}
     others = {file: match[0] for file, match in found.items() if match and file != "flce_ops/support/torch_private.py"}
-    assert others == {"flce_ops/triton/replay.py": "torch.utils._python_dispatch"}
+    assert others == {}

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flce_ops.meta.call import Arguments
+from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.driver_launch import DriverLaunches, Place, Written, driver_launches
 from flce_ops.triton.launch_graphs import LaunchGraphs
@@ -89,7 +89,7 @@ class Kernel:
         return launch_and_write_down
 
 
-class Recording(TorchDispatchMode):
+class Recording(UncompiledDispatchMode):
     """Of one call: its launches, and where the memory is that they were given."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
