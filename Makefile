@@ -1,6 +1,7 @@
 # make demo   trains a small GPT with the operator and with F.cross_entropy, compares them -> demo_output/
 # make check  ruff, mypy, the layering, and tests of every part of the package: what to run between edits, 80 seconds
 # make test   ruff, mypy, pytest (the tests marked `gpu` only where CUDA is)
+# make test-gpu the tests that need a GPU, on all cards at once
 # make newest runs the kernels' tests under the newest Triton that the package allows (1 GB more in .venv; Linux)
 # make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
 # All first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
@@ -22,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
 
-.PHONY: demo check test newest docs lint types format toolchain clean
+.PHONY: demo check test test-gpu newest docs lint types format toolchain clean
 
 demo: $(INSTALLED) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -41,6 +42,14 @@ test: lint types toolchain
 	    echo "no CUDA: leaving out the tests marked gpu"; \
 	    $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_WORKERS) $(PYTEST_ARGS); \
 	fi
+
+# The tests that need a GPU: the cards' share of the cores as workers, at most 13 a card, then those that need two cards.
+CARDS = $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count())')
+GPU_WORKERS = $(shell echo $$(( $(CARDS) * 13 < $$(nproc) ? $(CARDS) * 13 : $$(nproc) )))
+
+test-gpu: $(INSTALLED)
+	FLCE_CARDS=$(CARDS) $(BIN)/python -m pytest -m "gpu and not multigpu" -n $(GPU_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	if [ $(CARDS) -gt 1 ]; then $(BIN)/python -m pytest -m multigpu $(PYTEST_ARGS); fi
 
 # --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
 newest: $(INSTALLED)

@@ -9,6 +9,9 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
         "OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
     )
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
+    if "FLCE_CARDS" in os.environ:  # each worker has one card to itself and to the workers that share it
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(worker % int(os.environ["FLCE_CARDS"])))
 
 import torch
 
