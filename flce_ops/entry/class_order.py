@@ -7,6 +7,7 @@ A copy of linear_weight, and in backward its gradient put back: the price of an 
 """
 
 from copy import copy
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ def check_class_order(op: str, call: CrossEntropy) -> None:
     if order.dtype != torch.int64 or order.shape != (num_classes,):
         raise ValueError(f"{expected} in torch.int64, got {tuple(order.shape)} in {order.dtype}")
     check_device(op, call.input, gradient_class_order=order)
-    order = order.full_tensor() if any_dtensor(order) else order
+    if any_dtensor(order):
+        order = cast(Any, order).full_tensor()
     ids = torch.arange(num_classes, device=order.device)
     inside = order.clamp(0, num_classes - 1)
     # two places of one class cannot both be found again
