@@ -287,6 +287,7 @@ print("a silent number", loss.sum().item(), flush=True)
 VALUES = [
     ("gradient_class_order", 'arange(31, device="cuda")', 'zeros(31, dtype=torch.int64, device="cuda")'),
     ("gradient_class_order", 'arange(31, device="cuda")', 'arange(1, 32, device="cuda")'),
+    ("temperature", 'ones((), device="cuda")', 'zeros((), device="cuda")'),
 ]
 
 
