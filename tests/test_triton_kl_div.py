@@ -91,6 +91,20 @@ def test_softcaps(kind, poisoned_memory):
     assert_close(found, exact, 2 * TOLERANCE[dtype])  # what stands before the cap is rounded, its probabilities grow
 
 
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
+def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned_memory):
+    args, options = arguments(dtype, "cross_entropy", {"softcap": softcap}, probs=True, bias=True)
+    args[6][:, ::3] = 0.0
+    args[6][:, 1::5] *= -0.7
+    options["output_mask"] = [True, True, True]
+    row_scale = torch.rand(SHAPE[0])
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    assert_close(found, aten.with_grad(*double(*args), row_scale.double(), **options), 2 * TOLERANCE[dtype])
+    del options["output_mask"]
+    forward = triton_kl_div.launch_kl_div_forward(*args, **options)
+    assert_close(forward[:1], aten.forward(*double(*args), **options)[:1], 2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("nbytes, kind, cut", [(1, "reverse", (3, 128)), (250_000, "jsd", (2, 256))])
 def test_chunks_and_their_parts(nbytes, kind, cut, poisoned_memory):
     """Of a workspace for no row, and for G of 256 rows beside the teacher's logits of 128."""
