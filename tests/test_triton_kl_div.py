@@ -153,6 +153,26 @@ def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
             assert (mine - right).norm() <= 4 * (theirs - right).norm() + 1e-6 * size
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_that_given_probabilities_and_the_student_leave_out(kind, poisoned_memory):
+    """Of one token the student's probability is not 0: "reverse" is inf there, without a gradient."""
+    args, options = arguments(torch.float32, kind, probs=True, bias=True, target=False)
+    args[2][::3] = -torch.inf
+    args[6][:, ::3] = 0.0
+    args[6][4, 1] = 0.0
+    options["output_mask"] = [True, False, False]
+    row_scale = torch.rand(SHAPE[0])
+    _, divergence, grad_input, *_ = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    _, right, right_grad, *_ = aten.with_grad(*double(*args), row_scale.double(), **options)
+    others = torch.arange(SHAPE[0]) != 4
+    if kind == "reverse":
+        assert divergence[4] == right[4] == torch.inf and grad_input[4].isnan().all() and right_grad[4].isnan().all()
+    else:
+        others[4] = True
+    assert right[others].isfinite().all() and right_grad[others].isfinite().all()
+    assert_close((divergence[others], grad_input[others]), (right[others], right_grad[others]), 3e-6)
+
+
 def test_fixed_point_holds_every_logit_below_its_maximum():
     u = torch.cat([-torch.logspace(-6, 4, 500), torch.tensor([0.0, -1.0, -16.9999, -17.0, -17.1, -torch.inf])])
     code = torch.empty(u.shape, dtype=torch.int16)
