@@ -149,6 +149,17 @@ def test_a_learnt_scale_does_not_read_ignored_rows_in_a_compiled_graph(device, b
     assert counter.count == 1
 
 
+def test_a_batch_of_temperatures_compiles(device):
+    args = example(device).args[:3]
+
+    def losses(temperatures):
+        return torch.func.vmap(lambda t: flce_ops.linear_cross_entropy(*args, temperature=t))(temperatures)
+
+    temperatures = torch.tensor([0.7, 1.3], device=device)
+    loss, _ = compiled(losses)
+    assert error(loss(temperatures), losses(temperatures)) < TIGHT
+
+
 def test_a_learnt_scale_beside_a_class_that_is_switched_off(device):
     inputs, found = example(device, bias=True, ignored=0.0), []
     inputs.target.clamp_(max=SHAPE[2] - 2)
