@@ -37,6 +37,7 @@ def make_call(device, dtype=torch.float64, *, positions=(), probabilities=True, 
         target[target < 0.3] = 0.0
         target[::4] = 0.0
         call["target"] = target.to(dtype)
+        call["weight"][2] = -0.3
     else:
         call["target"] = torch.randint(V, (N, *positions), device=device)
         call["target"][::4] = -100
@@ -201,10 +202,33 @@ def test_dtensors_are_refused(one_process, shapes, words, metrics):
         flce_ops.linear_cross_entropy(*operands, return_metrics=metrics)
 
 
-def test_negative_probabilities_are_not_taken_in_silence(device):
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.9}], ids=str)
+def test_negative_probabilities_are_not_taken_in_silence(device, options):
+    """Also of a class whose weight is negative, and where smoothing makes them positive."""
+    for name in ("weight", "linear_bias"):
+        call = make_call(device)
+        del call[name]
+        call["target"][2, 2] = -0.01
+        call["input"].requires_grad_()
+        losses = flce_ops.linear_cross_entropy(**call, **options, reduction="none")
+        assert losses.isnan().nonzero().tolist() == [[2]]
+        (grad,) = torch.autograd.grad(flce_ops.linear_cross_entropy(**call, **options), call["input"])
+        assert grad[2].isnan().all()
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.float64], ids=str)
+def test_the_target_is_smoothed_and_weighted_in_the_dtype_of_the_sums(device, target_dtype, options, weight_dtype):
     call = make_call(device)
-    call["target"][2, 5] = -0.1
-    assert flce_ops.linear_cross_entropy(**call).isnan()
+    weight = call.pop("weight")
+    call["target"] = call["target"].to(target_dtype)
+    if weight_dtype is not None:
+        call["weight"] = weight.to(weight_dtype)
+    exact = {name: tensor.double() for name, tensor in call.items()}
+    expected = run(dense, {"weight": torch.ones_like(weight), **exact}, reduction="mean", **options)
+    for ours, right in zip(run(flce_ops.linear_cross_entropy, call, **options), expected, strict=True):
+        assert error(ours, right) < 1e-13
 
 
 def test_explain_names_the_operators_that_run(device):

@@ -266,6 +266,42 @@ def test_target_out_of_range_is_a_device_assert_with_a_message(dtype, reduction,
     assert "device-side assert" in done.stderr
 
 
+VALUE = """
+import torch, flce_ops
+from benchmarks.busy_device import keep_busy
+torch.cuda.set_sync_debug_mode("error")
+keep_busy(0)  # compiles
+x = torch.randn(40, 16, device="cuda")
+w = torch.randn(31, 16, device="cuda")
+t = torch.randint(31, (40,), device="cuda")
+value = torch.{good}
+flce_ops.linear_cross_entropy(x, w, t, {name}=value)
+value.copy_(torch.{bad})
+keep_busy(1000)
+loss = flce_ops.linear_cross_entropy(x, w, t, {name}=value)
+print("no synchronisation yet", flush=True)
+torch.cuda.set_sync_debug_mode("default")
+torch.cuda.synchronize()
+print("a silent number", loss.sum().item(), flush=True)
+"""
+VALUES = [
+    ("gradient_class_order", 'arange(31, device="cuda")', 'zeros(31, dtype=torch.int64, device="cuda")'),
+    ("gradient_class_order", 'arange(31, device="cuda")', 'arange(1, 32, device="cuda")'),
+    ("temperature", 'ones((), device="cuda")', 'zeros((), device="cuda")'),
+]
+
+
+@pytest.mark.parametrize("name, good, bad", VALUES)
+def test_a_value_that_the_host_does_not_know_is_a_device_assert_with_a_message(name, good, bad):
+    script = VALUE.format(name=name, good=good, bad=bad)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode != 0
+    assert "a silent number" not in done.stdout
+    assert "no synchronisation yet" in done.stdout, "the host waited for the device\n" + done.stderr
+    assert f"linear_cross_entropy: expected {name} to be" in done.stderr
+    assert "device-side assert" in done.stderr
+
+
 # --- memory ---
 
 

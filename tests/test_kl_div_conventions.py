@@ -136,9 +136,43 @@ def test_probabilities_that_do_not_add_up_to_one(device, kind, reduction):
         assert error(found[name], expected[name]) < 1e-13, name
 
 
+@pytest.mark.parametrize("bias", [-torch.inf, -2000.0], ids=["switched off", "underflow"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_that_neither_side_can_choose_is_as_if_it_were_not_there(device, kind, reduction, bias):
+    """0 log (0 / 0) = 0, and so is its gradient, where the formula on logits makes nan of 0 * inf."""
+    pair = make_pair(device=device, dtype=torch.float64, probs=True, bias=True)
+    gone, V = [2, 5], pair["linear_weight"].shape[0]
+    left = [j for j in range(V) if j not in gone]
+    with torch.no_grad():
+        pair["linear_bias"][gone] = bias
+    pair["teacher_probs"][:, gone] = 0.0
+    without = {
+        name: tensor[left].detach().requires_grad_() if name.startswith("linear") else tensor
+        for name, tensor in clone(pair).items()
+    }
+    without["teacher_probs"] = without["teacher_probs"][:, left]
+    expected = run(flce_ops.linear_kl_div, without, kind=kind, reduction=reduction)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    for name, ours in found.items():
+        if name.startswith("linear"):
+            assert not ours[gone].any()
+            ours = ours[left]
+        assert error(ours, expected[name]) < 1e-13, name
+
+
 def test_reverse_is_infinite_where_given_probabilities_forbid_what_the_student_does(device):
-    pair = make_pair(device=device, probs=True, target=False, requires_grad=False)
+    """And has no gradient there; "jsd" has both."""
+    pair = make_pair(device=device, probs=True, target=False)
     pair["teacher_probs"][3, 5] = 0.0
     found = flce_ops.linear_kl_div(**pair, kind="reverse", reduction="none")
     assert found[3] == torch.inf
-    assert found[torch.arange(len(found)) != 3].isfinite().all()
+    others = torch.arange(len(found), device=device) != 3
+    assert found[others].isfinite().all()
+    for reduction in REDUCTIONS:
+        loss = flce_ops.linear_kl_div(**pair, kind="reverse", reduction=reduction)
+        (grad,) = torch.autograd.grad(loss.sum(), pair["input"])
+        assert grad[3].isnan().all() and grad[others].isfinite().all()
+        loss = flce_ops.linear_kl_div(**pair, kind="jsd", reduction=reduction)
+        (grad,) = torch.autograd.grad(loss.sum(), pair["input"])
+        assert loss.isfinite().all() and grad.isfinite().all()

@@ -31,7 +31,7 @@ MISTAKES = [
     ("smoothing below 0", {"label_smoothing": -0.1}, ValueError, r"label_smoothing in \[0, 1\], got -0.1"),
     ("threshold of 1", {"gradient_threshold": 1.0}, ValueError, r"gradient_threshold in \[0, 1\), got 1.0"),
     ("sparse weight", {"gradient_sparse": "weight"}, ValueError, "gradient_sparse to be one of both, input,"),
-    ("zero softcap", {"softcap": 0.0}, ValueError, "softcap to be positive or None, got 0.0"),
+    ("zero softcap", {"softcap": 0.0}, ValueError, "softcap to be positive and finite, or None, got 0.0"),
     ("ignored float", {"ignore_index": -100.0}, TypeError, "ignore_index to be an integer or None, got -100.0"),
     ("reduction", {"reduction": "bogus"}, ValueError, "reduction to be one of none, mean, sum, got 'bogus'"),
     ("no reduction", {"reduction": None}, TypeError, "reduction to be a string, got None"),

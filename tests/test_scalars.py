@@ -70,6 +70,115 @@ def test_a_learnt_temperature_and_a_scale_of_the_students_logits(device):
     assert error(scale.grad, right.grad) < TIGHT
 
 
+def ignored_rows(device):
+    """Arguments, of which rows 2 and 3 count nowhere: class indices, labels to shift, K classes, those of two heads."""
+    inputs = example(device, bias=True, ignored=0.0)
+    target = inputs.target.index_fill(0, torch.tensor([2, 3], device=device), -100)
+    labels = inputs.target.index_fill(0, torch.tensor([3, 4], device=device), -100)
+    heads = torch.stack([inputs.linear_weight, inputs.linear_weight.cos()], 1)
+    return inputs.linear_weight, target, labels, torch.stack([target, target], 1), heads, inputs.linear_bias
+
+
+IGNORED_ROWS = {
+    "mean": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s),
+    "temperature": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(x, w, t, b, temperature=s),
+    "none": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(
+        x, w, t, b, logit_scale=s, softcap=3.0, reduction="none"
+    ),
+    "metrics": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(
+        x, w, t, b, logit_scale=s, return_metrics=True
+    )[0],
+    "weight 0": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(
+        x, w, t.clamp(min=0), b, logit_scale=s, token_weight=(t >= 0).double()
+    ),
+    "shift": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(
+        x, w, labels, b, logit_scale=s, shift=True
+    ),
+    "K classes": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(
+        x, w, k, b, logit_scale=s, target_weight=k.cos().abs()
+    ),
+    "two heads": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_cross_entropy(x, h, k, logit_scale=s),
+    "log-probs": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_log_probs(x, w, t, b, logit_scale=s).log_probs,
+    "policy": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_policy_loss(x, w, t, t.cos(), temperature=s).loss,
+    "policy, none": lambda x, w, t, labels, k, h, b, s: (
+        flce_ops.linear_policy_loss(x, w, t, t.cos(), logit_scale=s, reduction="none").loss
+    ),
+    "divergence": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_kl_div(
+        x, w, w[: len(t)].detach(), w.detach(), kind="jsd", target=t, logit_scale=s, teacher_logit_scale=1.0
+    ),
+    "divergence, shift": lambda x, w, t, labels, k, h, b, s: flce_ops.linear_kl_div(
+        x, w, w[: len(t)].detach(), w.detach(), target=labels, shift=True, logit_scale=s, teacher_logit_scale=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED_ROWS)
+def test_a_learnt_scale_does_not_read_ignored_rows(device, name):
+    """Its gradient and, where there are any, its second derivatives are those of rows that hold numbers."""
+    arguments = ignored_rows(device)
+    x = torch.randn(SHAPE[:2], device=device).double()
+    bad = x.clone()
+    bad[2], bad[3] = torch.nan, torch.inf
+    found = []
+    for rows in (bad, x):
+        leaves = (number(1.7, device), rows.requires_grad_())
+        loss = IGNORED_ROWS[name](leaves[1], *arguments, leaves[0]).square().sum()
+        twice = "divergence" not in name
+        first = torch.autograd.grad(loss, leaves, create_graph=twice)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves[:1]) if twice else ()
+        found.append((*first, *second))
+    assert all(derivative.isfinite().all() for derivative in found[1])
+    for ours, right in zip(*found, strict=True):
+        assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_learnt_scale_does_not_read_ignored_rows_in_a_compiled_graph(device, backend):
+    inputs, scale = example(device, bias=True), number(0.7, device)
+    inputs.target[3] = -100
+    expected = torch.autograd.grad(flce_ops.linear_cross_entropy(*inputs.args, temperature=scale), scale)
+    with torch.no_grad():
+        inputs.input[3] = torch.nan
+    loss, counter = compiled(flce_ops.linear_cross_entropy, backend)
+    found = torch.autograd.grad(loss(*inputs.args, temperature=scale), scale)
+    assert error(found[0], expected[0]) < TIGHT
+    if torch.device(device).type == "cpu":
+        for bad in (-1.0, 0.0):
+            with pytest.raises(RuntimeError, match="expected temperature to be positive and finite"):
+                loss(*inputs.args, temperature=number(bad))
+    assert counter.count == 1
+
+
+def test_a_batch_of_temperatures_compiles(device):
+    args = example(device).args[:3]
+
+    def losses(temperatures):
+        return torch.func.vmap(lambda t: flce_ops.linear_cross_entropy(*args, temperature=t))(temperatures)
+
+    temperatures = torch.tensor([0.7, 1.3], device=device)
+    loss, _ = compiled(losses)
+    assert error(loss(temperatures), losses(temperatures)) < TIGHT
+
+
+def test_a_learnt_scale_beside_a_class_that_is_switched_off(device):
+    inputs, found = example(device, bias=True, ignored=0.0), []
+    inputs.target.clamp_(max=SHAPE[2] - 2)
+    with torch.no_grad():
+        inputs.linear_bias[-1] = -torch.inf
+    for classes in (SHAPE[2], SHAPE[2] - 1):
+        scale = number(1.3, device)
+        operands = (inputs.input, inputs.linear_weight[:classes], inputs.target, inputs.linear_bias[:classes])
+        found += torch.autograd.grad(flce_ops.linear_cross_entropy(*operands, logit_scale=scale), scale)
+    assert error(*found) < TIGHT
+
+
+def test_a_float32_temperature_of_a_float64_model_is_divided_by_in_float64(device):
+    inputs = example(device)
+    temperature = torch.tensor(0.7, device=device)
+    loss = flce_ops.linear_cross_entropy(*inputs.args, temperature=temperature)
+    assert error(loss, reference_loss(*inputs.args, logit_scale=1.0 / temperature.double())) < TIGHT
+
+
 def test_a_learnt_scale_compiles_into_one_graph(device):
     inputs = example(device)
     scale = number(1.7, device)
@@ -116,6 +225,34 @@ def test_a_tensor_that_would_lose_its_graph_is_refused(device, call, kind, messa
     inputs = example(device, ignored=0.0)
     with pytest.raises(kind, match=message):
         call(*inputs.args[:3], number(2.0, device))
+
+
+NUMBERS = {
+    "linear_cross_entropy": lambda x, w, t, **options: flce_ops.linear_cross_entropy(x, w, t, **options),
+    "linear_log_probs": lambda x, w, t, **options: flce_ops.linear_log_probs(x, w, t, **options).log_probs,
+    "linear_policy_loss": lambda x, w, t, **options: flce_ops.linear_policy_loss(x, w, t, t.cos(), **options).loss,
+    "linear_kl_div": lambda x, w, t, **options: flce_ops.linear_kl_div(x, w, x.detach(), w.detach(), **options),
+    "cross_entropy": lambda x, w, t, **options: flce_ops.cross_entropy(x @ w.T, t, **options),
+}
+POSITIVE = ["softcap", "temperature", "teacher_softcap"]
+
+
+@pytest.mark.parametrize("function, name", [(f, name) for f in NUMBERS for name in POSITIVE])
+def test_what_divides_is_positive_and_finite(device, function, name):
+    """As a number everywhere; as a 0-d tensor, where a temperature may be one."""
+    if name == "teacher_softcap" and function != "linear_kl_div":
+        return
+    args = example(device, ignored=0.0).args[:3]
+    for value in (0.0, -1.0, float("inf"), float("nan")):
+        message = f"{function}: expected {name} to be positive and finite"
+        with pytest.raises(ValueError, match=message):
+            NUMBERS[function](*args, **{name: value})
+        tensors = name == "temperature" and function not in ("linear_kl_div", "cross_entropy")
+        if tensors and torch.device(device).type == "cpu":  # on CUDA an assert on the device
+            with pytest.raises(ValueError, match=message):
+                NUMBERS[function](*args, temperature=torch.tensor(value))
+            with pytest.raises(ValueError, match=message):
+                torch.func.vmap(lambda t: NUMBERS[function](*args, temperature=t))(torch.tensor([1.0, value]))
 
 
 # ---------------------------------------------------------------- temperature

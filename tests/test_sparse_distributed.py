@@ -147,6 +147,11 @@ def refused(device):
         flce_ops.linear_cross_entropy(
             *placed.args, gradient_class_order=torch.arange(37, device=device), **sparse(device=device)
         )
+    if torch.device(device).type == "cpu":  # on CUDA an assert on the device
+        zeros = torch.zeros(37, dtype=torch.int64)
+        for order in (zeros, distribute_tensor(zeros, mesh, [Shard(0)])):
+            with pytest.raises(ValueError, match="expected gradient_class_order to be a permutation"):
+                flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=order)
     with pytest.raises(ValueError, match="expects gradient_seed"):
         flce_ops.linear_cross_entropy(*placed.args, gradient_threshold=0.1)
 

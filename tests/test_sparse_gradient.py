@@ -6,6 +6,7 @@ import pytest
 import torch
 from inputs import make_inputs
 from reference_loss import error
+from test_compile import compiled
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +129,7 @@ def test_tiles_of_small_entries_without_a_target_are_left_out(order):
 def test_an_order_of_classes_changes_nothing_else():
     inputs = make_inputs(SHAPE, dtype=torch.float64, bias=True)
     order = torch.randperm(SHAPE[2])
+    inputs.target[5] = (inputs.input[5] @ inputs.linear_weight.T + inputs.linear_bias).argmax()
     exact = flce_ops.linear_cross_entropy(*inputs.args, return_metrics=True)
     loss, metrics = flce_ops.linear_cross_entropy(
         *inputs.args, **sparse(), gradient_class_order=order, return_metrics=True
@@ -136,6 +138,42 @@ def test_an_order_of_classes_changes_nothing_else():
     assert metrics.token_accuracy == exact[1].token_accuracy > 0.0
     with pytest.raises(ValueError, match=r"gradient_class_order to be a permutation of the 4500 classes, \(4500,\)"):
         flce_ops.linear_cross_entropy(*inputs.args, **sparse(), gradient_class_order=order[:-1])
+
+
+NO_PERMUTATIONS = {
+    "one id twice": lambda order: order.index_fill(0, torch.tensor([3], device=order.device), order[7].item()),
+    "zeros": torch.zeros_like,
+    "shifted": lambda order: order + 1,
+    "negative": lambda order: order - 1,
+}
+
+
+@pytest.mark.parametrize("what", NO_PERMUTATIONS)
+def test_an_order_that_is_no_permutation_is_refused_whether_it_is_used_or_not(what):
+    inputs = make_inputs((6, 5, 31), dtype=torch.float64, bias=True)
+    order = NO_PERMUTATIONS[what](torch.randperm(31))
+    probabilities = torch.rand(6, 31).double()
+    heads, classes = inputs.linear_weight[:, None].expand(31, 2, 5), inputs.target[:, None].expand(6, 2)
+    message = r"linear_cross_entropy: expected gradient_class_order to be a permutation.*an id twice or one outside"
+    for options in ({}, sparse(), {"return_metrics": ["lse"]}, {"reduction": "none"} | sparse(mode="drop")):
+        with pytest.raises(ValueError, match=message):
+            flce_ops.linear_cross_entropy(*inputs.args, gradient_class_order=order, **options)
+    for operands in ((inputs.linear_weight, probabilities), (heads, classes)):
+        with pytest.raises(ValueError, match=message):
+            flce_ops.linear_cross_entropy(inputs.input, *operands, gradient_class_order=order)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"gradient_threshold": THRESHOLD, "gradient_mode": "drop"}], ids=str)
+def test_a_compiled_graph_refuses_an_order_that_is_no_permutation(options, backend):
+    inputs = make_inputs((6, 5, 31), dtype=torch.float64)
+    order = torch.randperm(31)
+    loss, counter = compiled(flce_ops.linear_cross_entropy, backend)
+    eager = flce_ops.linear_cross_entropy(*inputs.args)
+    assert error(loss(*inputs.args, gradient_class_order=order, **options), eager) < 1e-12
+    with pytest.raises(RuntimeError, match="gradient_class_order to be a permutation of the 31 classes"):
+        loss(*inputs.args, gradient_class_order=torch.zeros_like(order), **options)
+    assert counter.count == 1
 
 
 @pytest.mark.parametrize("slots", [0, 3])
@@ -255,7 +293,8 @@ def test_a_gradient_that_is_not_chosen_is_exact_and_costs_no_sampling_alone(grad
 def test_the_operators_pass_opcheck(device, mode):
     inputs = make_inputs((12, 11, 31), device=device, bias=True)
     options = sparse(mode=mode) | {"gradient_seed": torch.tensor(3, device=device)}
-    opcheck(torch.ops.flce.linear_cross_entropy.default, inputs.args, options)
+    order = torch.randperm(31, device=device)
+    opcheck(torch.ops.flce.linear_cross_entropy.default, inputs.args, options | {"gradient_class_order": order})
     args = (*inputs.args, None, None)
     opcheck(torch.ops.flce.linear_cross_entropy_with_grad.default, args, {"output_mask": [True] * 3, **options})
     opcheck(torch.ops.flce.linear_cross_entropy_forward.default, inputs.args, options)

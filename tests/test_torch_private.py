@@ -227,6 +227,21 @@ def test_assert_on_device_carries_the_message():
         torch_private.assert_on_device(torch.tensor(False), "what went wrong")
 
 
+def test_check_value_looks_on_the_host_and_asserts_where_a_tracer_records():
+    def f(x):
+        torch_private.check_value(x > 0.0, "what went wrong")
+        return x * 2.0
+
+    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([1.0, -2.0])
+    assert torch.func.vmap(f)(good).tolist() == [2.0, 4.0]
+    for run in (torch.func.vmap(f), torch.func.vmap(torch.func.grad(f))):
+        with pytest.raises(ValueError, match="what went wrong"):
+            run(bad)
+    graph = make_fx(f)(good[0])
+    with pytest.raises(RuntimeError, match="what went wrong"):
+        graph(bad[1])
+
+
 def test_functional_lets_no_tracer_see_what_is_written_in_place():
     @torch_private.functional
     def halved_exponentials(x):

@@ -91,6 +91,20 @@ def test_softcaps(kind, poisoned_memory):
     assert_close(found, exact, 2 * TOLERANCE[dtype])  # what stands before the cap is rounded, its probabilities grow
 
 
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
+def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned_memory):
+    args, options = arguments(dtype, "cross_entropy", {"softcap": softcap}, probs=True, bias=True)
+    args[6][:, ::3] = 0.0
+    args[6][:, 1::5] *= -0.7
+    options["output_mask"] = [True, True, True]
+    row_scale = torch.rand(SHAPE[0])
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    assert_close(found, aten.with_grad(*double(*args), row_scale.double(), **options), 2 * TOLERANCE[dtype])
+    del options["output_mask"]
+    forward = triton_kl_div.launch_kl_div_forward(*args, **options)
+    assert_close(forward[:1], aten.forward(*double(*args), **options)[:1], 2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("nbytes, kind, cut", [(1, "reverse", (3, 128)), (250_000, "jsd", (2, 256))])
 def test_chunks_and_their_parts(nbytes, kind, cut, poisoned_memory):
     """Of a workspace for no row, and for G of 256 rows beside the teacher's logits of 128."""
@@ -137,6 +151,26 @@ def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
             if k in rows:
                 size = torch.maximum(size, row_scale.norm() * rows[k].square().sum(1).mean().sqrt())
             assert (mine - right).norm() <= 4 * (theirs - right).norm() + 1e-6 * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_that_given_probabilities_and_the_student_leave_out(kind, poisoned_memory):
+    """Of one token the student's probability is not 0: "reverse" is inf there, without a gradient."""
+    args, options = arguments(torch.float32, kind, probs=True, bias=True, target=False)
+    args[2][::3] = -torch.inf
+    args[6][:, ::3] = 0.0
+    args[6][4, 1] = 0.0
+    options["output_mask"] = [True, False, False]
+    row_scale = torch.rand(SHAPE[0])
+    _, divergence, grad_input, *_ = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    _, right, right_grad, *_ = aten.with_grad(*double(*args), row_scale.double(), **options)
+    others = torch.arange(SHAPE[0]) != 4
+    if kind == "reverse":
+        assert divergence[4] == right[4] == torch.inf and grad_input[4].isnan().all() and right_grad[4].isnan().all()
+    else:
+        others[4] = True
+    assert right[others].isfinite().all() and right_grad[others].isfinite().all()
+    assert_close((divergence[others], grad_input[others]), (right[others], right_grad[others]), 3e-6)
 
 
 def test_fixed_point_holds_every_logit_below_its_maximum():

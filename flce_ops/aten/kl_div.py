@@ -3,6 +3,7 @@
     z = softcap * tanh(logit_scale * (input @ linear_weight.T + linear_bias) / softcap)      (n, V), student
     t = the same of teacher_input, teacher_weight, teacher_bias                              (n, V), teacher
     log q = z - max z - log sum exp(z - max z)        log p = the same of t, or the logarithm of teacher_probs
+                                                      (teacher_probs themselves for "cross_entropy")
 
     divergence, G = flce_ops/math/divergences.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
@@ -91,8 +92,9 @@ def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) 
     return logits.to(accumulation_dtype(operands.input.dtype))
 
 
-def log_teacher_probs(operands: KlDivOperands, rows: slice) -> Tensor:  # (n, V)
-    return operands.teacher_probs[rows].to(accumulation_dtype(operands.input.dtype)).log()
+def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
+    p = operands.teacher_probs[rows].to(accumulation_dtype(operands.input.dtype))
+    return p if options.kind == "cross_entropy" else p.log()
 
 
 @takes(KlDivForward)
@@ -149,7 +151,7 @@ def stream_rows(
             log_p = teacher_logits(operands, options, rows)
             softmaxes.append((log_p, teacher_shift))
         else:
-            log_p = log_teacher_probs(operands, rows)
+            log_p = log_teacher_probs(operands, options, rows)
         if divergence is not None:
             find_shifts(softmaxes, rows, options)
         else:
@@ -158,7 +160,7 @@ def stream_rows(
         for logits, known in softmaxes:
             logits.sub_(known[1, rows, None])
         del softmaxes, logits
-        known_kl = divergence is None and options.kind != "forward"
+        known_kl = divergence is None and options.of_student
         chunk_divergence, chunk_student_kl, grad_logits = divergence_and_gradient(
             options.kind,
             options.beta,

@@ -7,6 +7,7 @@ A copy of linear_weight, and in backward its gradient put back: the price of an 
 """
 
 from copy import copy
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,20 +15,29 @@ from torch import Tensor
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.options import TokenStatistics
 from flce_ops.meta.checks import check_device
+from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.torch_private import check_value
 
 # N tokens, V vocabulary
 
 
 def check_class_order(op: str, call: CrossEntropy) -> None:
-    order, num_classes = call.gradient_class_order, call.linear_weight.shape[0]
+    """Whether the order is used or not."""
+    order = call.gradient_class_order
     if order is None:
         return
+    num_classes = call.linear_weight.shape[0] if call.linear_weight.dim() else 0
+    expected = f"{op}: expected gradient_class_order to be a permutation of the {num_classes} classes, ({num_classes},)"
     if order.dtype != torch.int64 or order.shape != (num_classes,):
-        raise ValueError(
-            f"{op}: expected gradient_class_order to be a permutation of the {num_classes} classes, ({num_classes},) "
-            f"in torch.int64, got {tuple(order.shape)} in {order.dtype}"
-        )
+        raise ValueError(f"{expected} in torch.int64, got {tuple(order.shape)} in {order.dtype}")
     check_device(op, call.input, gradient_class_order=order)
+    if any_dtensor(order):
+        order = cast(Any, order).full_tensor()
+    ids = torch.arange(num_classes, device=order.device)
+    inside = order.clamp(0, num_classes - 1)
+    # two places of one class cannot both be found again
+    found = torch.zeros_like(order).scatter_(0, inside, ids)[inside] == ids
+    check_value((found & (inside == order)).all(), f"{expected}, got an id twice or one outside")
 
 
 def in_class_order(call: CrossEntropy) -> CrossEntropy:

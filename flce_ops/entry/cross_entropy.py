@@ -7,6 +7,7 @@ tensor subclasses, and everything they do beyond the inner operators is ordinary
 from torch import Tensor
 
 from flce_ops.entry import plain
+from flce_ops.entry.class_order import check_class_order
 from flce_ops.entry.class_probabilities import loss_of_probabilities
 from flce_ops.entry.main_grad import check_main_grad
 from flce_ops.entry.positions import losses_of_positions
@@ -24,6 +25,7 @@ OP = "linear_cross_entropy"
 def composite(call: CrossEntropy) -> Tensor:
     """Body of torch.ops.flce.linear_cross_entropy."""
     check_main_grad(OP, call)
+    check_class_order(OP, call)
     return loss_and_statistics(call, Statistics())[0]
 
 
@@ -39,6 +41,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
             "several classes; linear_log_probs(..., argmax=True) finds the largest logit"
         )
     check_main_grad(OP, call)
+    check_class_order(OP, call)
     indices_of_matrix = call.linear_weight.dim() <= 2 and not call.target.is_floating_point()
     if indices_of_matrix and any_dtensor(call.input, call.linear_weight, call.target):
         from flce_ops.entry.sharded import dtensor_composite_metrics

@@ -2,15 +2,21 @@
 
     s (input @ linear_weight.T + linear_bias) = (s input) @ linear_weight.T + s linear_bias
 
-so it goes to the operands of size (..., D) and (V,) by ordinary differentiable multiplication, once rounded to their
-dtype, and the operators need not know it. A number stays a number, which the kernels apply in float32.
+so it is multiplied into the operands of size (..., D) and (V,), which are rounded to their dtype once, and the
+operators need not know it. A number stays a number, which the kernels apply in float32.
 """
 
-from torch import Tensor
+import math
 
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import check_device
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.torch_private import check_value, forward_mode_is_active
 
 
 def apply_learnt_scale(
@@ -29,14 +35,45 @@ def apply_learnt_scale(
                 f"{op}: a tensor as temperature is not implemented together with softcap, behind which it divides; "
                 "pass temperature as a number"
             )
-        logit_scale, temperature = logit_scale / temperature, 1.0
+        check_value(
+            (temperature > 0.0) & (temperature < math.inf),
+            f"{op}: expected temperature to be positive and finite, got a tensor that holds another number",
+        )
+        logit_scale, temperature = logit_scale / temperature.to(accumulation_dtype(input.dtype)), 1.0
     if isinstance(logit_scale, Tensor):
         check_scale(op, "logit_scale", logit_scale, input)
         check_device(op, input, linear_bias=linear_bias)
-        input = input * logit_scale
-        linear_bias = None if linear_bias is None else linear_bias * logit_scale
+        input = scaled(input, logit_scale)
+        linear_bias = None if linear_bias is None else scaled(linear_bias.unsqueeze(-1), logit_scale).squeeze(-1)
         logit_scale = 1.0
     return input, linear_bias, logit_scale, temperature
+
+
+def scaled(rows: Tensor, scale: Tensor) -> Tensor:  # (..., D), () -> (..., D)
+    learnt = scale.requires_grad and torch.is_grad_enabled()
+    return Scaled.apply(rows, scale) if learnt and not forward_mode_is_active() else rows * scale
+
+
+class Scaled(Function):
+    """rows * scale. A row without a gradient has no part in that of scale: an ignored token may hold nan."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, scale: Tensor) -> Tensor:
+        return rows * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, scale = ctx.saved_tensors
+        products = (grad * rows).sum(-1, dtype=accumulation_dtype(rows.dtype))
+        nothing = products.isnan() & ~grad.any(-1)  # 0 * nan; other rows keep the derivative by their gradient
+        products = torch.where(nothing, 0.0, products)
+        return grad * scale if ctx.needs_input_grad[0] else None, products.sum().to(scale.dtype)
 
 
 def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:

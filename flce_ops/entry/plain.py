@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.class_order import check_class_order, in_class_order, in_order_of_ids
+from flce_ops.entry.class_order import in_class_order, in_order_of_ids
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weighted import FromForward, WithGrad, weighted_loss, weighted_losses
@@ -36,7 +36,6 @@ def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, 
     autocast_head(call)
     check_arguments(call)
     check_sparse_gradient(OP, call)
-    check_class_order(OP, call)
     if call.gradient_class_order is not None and call.sparse.gradient_threshold:
         call = in_class_order(call)
         loss, statistics = of_classes_in_order(call, asked)

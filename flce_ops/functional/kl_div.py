@@ -90,8 +90,10 @@ def linear_kl_div(
             the last one of each sequence.
 
     Returns:
-        float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf where the first
-        distribution has probability on a class to which the second gives exactly 0 (teacher_probs under "reverse").
+        float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf, with a gradient of
+        nan, where the first distribution has probability on a class to which the second gives exactly 0 (teacher_probs
+        under "reverse"). A class to which both give 0 has no part in value or gradient: 0 log (0 / 0) = 0, also where
+        the student's 0 is a smaller number rounded. F.kl_div of the logits makes nan of such a class.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.

@@ -6,10 +6,12 @@ With p the teacher's and q the student's probabilities over the columns of a row
     reverse   KL(q || p) = sum q (log q - log p)             G = q (log q - log p - KL(q || p))
     jsd       m = beta p + (1 - beta) q
               beta KL(p || m) + (1 - beta) KL(q || m)        G = (1 - beta) q (log q - log m - KL(q || m))
+    cross_entropy            -sum p log q                    G = q sum(p) - p
 
-The last line: the derivative by q_j of both terms together is (1 - beta) (log q_j - log m_j), since m's own derivatives
-cancel, and the softmax takes a derivative d by q to q (d - sum q d). sum(p) is 1 unless probabilities were given that
-do not add up to 1, such as a truncated top-k.
+The derivative of "jsd" by q_j, both terms together, is (1 - beta) (log q_j - log m_j), as m's own derivatives cancel,
+and the softmax takes a derivative d by q to q (d - sum q d). sum(p) is 1 unless probabilities were given that do not
+add up to 1, such as a truncated top-k. "cross_entropy" is that of class probabilities times class weights, which may be
+negative: it takes p where the others take log p, and leaves p as it is, which may be the user's tensor.
 
 Where the vocabulary is sharded, a row here is this rank's part of it, and `total` adds the parts of all ranks. Every
 function uses up its two matrices; log_p and log_q may hold -inf.
@@ -25,7 +27,7 @@ from torch import Tensor
 KINDS = ("forward", "reverse", "jsd")
 
 # (n, v) matrices that exist at once, log_q and log_p among them.
-MATRICES = {"forward": 3, "reverse": 3, "jsd": 4}
+MATRICES = {"forward": 3, "reverse": 3, "jsd": 4, "cross_entropy": 3}
 
 Total = Callable[[Tensor], Tensor]  # (k, n) -> (k, n)
 Result = tuple[Tensor | None, Tensor | None, Tensor | None]  # divergence (n,), student_kl (n,), G (n, v)
@@ -35,19 +37,30 @@ def divergence_and_gradient(
     kind: str,
     beta: Tensor | None,  # (), of "jsd"
     log_q: Tensor,  # (n, v)
-    log_p: Tensor,  # (n, v)
+    log_p: Tensor,  # (n, v); p of "cross_entropy"
     *,
     total: Total | None,  # None: the divergence is not wanted, student_kl is known
     student_kl: Tensor | None = None,  # (n,)
     row_scale: Tensor | None,  # (n,), factor of G; None: no gradient wanted
     normalized: bool,  # whether p is known to add up to 1
 ) -> Result:
-    """`student_kl` is KL(q || p) for "reverse", KL(q || m) for "jsd", None for "forward"."""
+    """`student_kl` is KL(q || p) for "reverse", KL(q || m) for "jsd", else None."""
+    if kind == "cross_entropy":
+        return cross_entropy(log_q, log_p, total, row_scale)
     if kind == "forward":
         return forward_kl(log_q, log_p, total, row_scale, normalized)
     if kind == "reverse":
         return reverse_kl(log_q, log_p, total, student_kl, row_scale)
     return jensen_shannon(beta, log_q, log_p, total, student_kl, row_scale)
+
+
+def cross_entropy(log_q: Tensor, p: Tensor, total: Total | None, row_scale: Tensor | None) -> Result:
+    divergence = None
+    if total is not None:
+        (divergence,) = total(torch.where(p == 0.0, 0.0, log_q).mul_(p).sum(1).neg_().unsqueeze(0))
+    if row_scale is None:
+        return divergence, None, None
+    return divergence, None, log_q.exp_().mul_(p.sum(1, keepdim=True)).sub_(p).mul_(row_scale[:, None])
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor, total: Total | None, row_scale: Tensor | None, normalized: bool) -> Result:

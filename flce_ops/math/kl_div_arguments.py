@@ -22,7 +22,7 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 
 
 class KlDivOptions(NamedTuple):
-    kind: str = "forward"
+    kind: str = "forward"  # one of KINDS, or "cross_entropy", of teacher_probs
     beta: Tensor | None = None  # (), of "jsd"
     logit_scale: Tensor | None = None  # (), like the next three
     softcap: Tensor | None = None
@@ -32,3 +32,8 @@ class KlDivOptions(NamedTuple):
     group: str | None = None
     ranks: int = 1
     vocab_size: Annotated[int | None, "SymInt?"] = None
+
+    @property
+    def of_student(self) -> bool:
+        """Whether the gradient needs a divergence of the student: KL(q || p) or KL(q || m)."""
+        return self.kind in ("reverse", "jsd")

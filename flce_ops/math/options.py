@@ -11,6 +11,7 @@ Inside, numbers are 0-d tensors in the accumulation dtype, and None where they d
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -199,9 +200,9 @@ NUMBERS = (
 # What a user's number must be: as the message says it, and whether it is.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
-    "softcap": ("expected softcap to be positive or None", lambda value: value > 0.0),
-    "teacher_softcap": ("expected teacher_softcap to be positive or None", lambda value: value > 0.0),
-    "temperature": ("expected temperature to be positive", lambda value: value > 0.0),
+    "softcap": ("expected softcap to be positive and finite, or None", lambda value: 0.0 < value < inf),
+    "teacher_softcap": ("expected teacher_softcap to be positive and finite, or None", lambda value: 0.0 < value < inf),
+    "temperature": ("expected temperature to be positive and finite", lambda value: 0.0 < value < inf),
     "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
     "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
     "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),

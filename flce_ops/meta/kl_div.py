@@ -24,7 +24,7 @@ def row_statistics(operands: KlDivOperands, options: KlDivOptions) -> tuple[Tens
     return (
         input.new_empty(2, rows, dtype=dtype),
         input.new_empty(2, rows if operands.teacher_probs is None else 0, dtype=dtype),
-        input.new_empty(0 if options.kind == "forward" else rows, dtype=dtype),
+        input.new_empty(rows if options.of_student else 0, dtype=dtype),
     )
 
 
@@ -52,7 +52,7 @@ def with_grad_outputs(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tens
 def backward_outputs(call: KlDivBackward) -> Gradients:
     op, input = "linear_kl_div_backward", call.operands.input
     check_operands(op, call.operands, call.options)
-    student_kl = None if call.options.kind == "forward" else call.student_kl
+    student_kl = call.student_kl if call.options.of_student else None
     check_per_row(op, input, grad=call.grad, student_kl=student_kl)
     shifts = {"shift": call.shift}
     if call.operands.teacher_probs is None:

@@ -18,7 +18,8 @@ def check_operands(op: str, operands: KlDivOperands, options: KlDivOptions) -> N
     least = 1 if options.group is None else 0  # the last of several ranks may have no class
     check_linear(op, input, linear_weight, operands.linear_bias, classes_at_least=least)
     check_teacher(op, operands)
-    check_kind(op, options.kind)
+    if options.kind != "cross_entropy" or operands.teacher_probs is None:
+        check_kind(op, options.kind)
     if operands.valid is not None and (
         operands.valid.dtype != torch.bool or operands.valid.dim() != 1 or operands.valid.shape[0] != input.shape[0]
     ):

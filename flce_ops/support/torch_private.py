@@ -89,6 +89,19 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def check_value(holds: torch.Tensor, message: str) -> None:
+    """ValueError when the 0-d bool tensor is False. On CUDA, and wherever a tracer records operators, an assert."""
+    compiling = torch.compiler.is_compiling()
+    if compiling and functorch_is_active():  # an assert has no batching rule, and Dynamo does not unwrap
+        return
+    while not compiling and torch._C._functorch.is_functorch_wrapped_tensor(holds):  # vmap neither reads nor asserts
+        holds = torch._C._functorch.get_unwrapped(holds)
+    if compiling or holds.device.type == "cuda" or torch._C._len_torch_dispatch_stack():
+        assert_on_device(holds.all(), message)
+    elif not bool(holds.all()):
+        raise ValueError(message)
+
+
 def functional(function: Callable) -> Callable:
     """`function`, whose in-place operators a tracer records as others that return what they would have written.
 

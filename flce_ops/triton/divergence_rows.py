@@ -106,7 +106,9 @@ def divergence_kernel(
         else:
             places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
             mask = row_mask[:, None] & (cols < V)[None, :]
-            log2_p = tl.log2(tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32))
+            log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
+            if KIND != "cross_entropy":
+                log2_p = tl.log2(log2_p)
         beta = number_at(beta_ptr)
         if sums_ptr is not None:
             first, second, third = divergence_terms(log2_q, log2_p, beta, KIND)
@@ -141,7 +143,7 @@ class RowResults(NamedTuple):
     divergence: Tensor | None  # (N,)
     shift: Tensor | None = None  # (2, N)
     teacher_shift: Tensor | None = None  # (2, N), of a teacher that is a model
-    student_kl: Tensor | None = None  # (N,), but for "forward"
+    student_kl: Tensor | None = None  # (N,), of "reverse" and "jsd"
 
 
 @Kernel

@@ -121,7 +121,7 @@ class KlDivStep:
         distributions, sums = self.softmaxes(kept, tokens, logits, known)
         rows = Rows(distributions, self.options.kind, self.options.beta, kept, self.tile)
         gradient = None if scale is None else logits.view(tokens.dtype)
-        if known is not None and self.options.kind != "forward":
+        if known is not None and self.options.of_student:
             rows.take_number(known.student_kl)
         elif known is None or not rows.gradient_at_once:
             totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, scale)

@@ -6,6 +6,9 @@ With p the teacher's and q the student's probability, differences of logarithms 
     forward   p (log p - log q), p                          second           q K - p
     reverse   q (log q - log p), q                          first / second   q (log q - log p - K)
     jsd       p (log p - log m), q (log q - log m), q       second / third   (1 - beta) q (log q - log m - K)
+    cross_entropy   -p log q, p                             second           q K - p
+
+"cross_entropy" takes p, which class weights may have made negative, where the others take log p.
 
 K is divided by the sum of q because the stored q are rounded and do not add up to 1. Where log q - log p or log q -
 log m is the same for all that count (models that agree; a confident student that disagrees) G is 0, and 1e-6 of K would
@@ -54,6 +57,8 @@ def divergence_terms(log2_q, log2_p, beta, KIND: tl.constexpr):
     q, p = tl.exp2(log2_q), tl.exp2(log2_p)
     if KIND == "forward":
         return tl.where(p == 0.0, 0.0, p * (log2_p - log2_q)), p, p
+    elif KIND == "cross_entropy":
+        return tl.where(log2_p == 0.0, 0.0, -log2_p * log2_q), log2_p, log2_p
     elif KIND == "reverse":
         return tl.where(q == 0.0, 0.0, q * (log2_q - log2_p)), q, q
     else:
@@ -67,6 +72,8 @@ def divergence_gradient(log2_q, log2_p, row_number, beta, KIND: tl.constexpr):
     q = tl.exp2(log2_q)
     if KIND == "forward":
         return q * row_number - tl.exp2(log2_p)
+    elif KIND == "cross_entropy":
+        return q * row_number - log2_p
     elif KIND == "reverse":
         return q * (tl.where(q == 0.0, 0.0, log2_q - log2_p) - row_number) * LN2
     else:
@@ -77,7 +84,7 @@ def divergence_gradient(log2_q, log2_p, row_number, beta, KIND: tl.constexpr):
 @triton.jit
 def divergence_of_sums(first, second, third, beta, KIND: tl.constexpr):
     """(divergence in nats, K) of the sums over all classes."""
-    if KIND == "forward":
+    if KIND == "forward" or KIND == "cross_entropy":
         return first * LN2, second
     elif KIND == "reverse":
         return first / second * LN2, first / second
