@@ -252,9 +252,10 @@ OTHERS = ("3", [1.0], 1j, True, 2, 2.5, None, torch.tensor(2), numpy.ones(2))
 def fits(value, hint):
     """As a user reads the signature."""
     kinds = hint.__args__ if hasattr(hint, "__args__") else (hint,)
+    kinds = {type(kind) if isinstance(kind, str) else kind for kind in kinds}  # a Literal's names
     if isinstance(value, (bool, str, torch.Tensor)) or value is None:
         return type(value) in kinds
-    return float in kinds if isinstance(value, float) else isinstance(value, int) and {int, float} & set(kinds)
+    return float in kinds if isinstance(value, float) else isinstance(value, int) and {int, float} & kinds
 
 
 @pytest.mark.parametrize(

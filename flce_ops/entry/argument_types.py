@@ -8,7 +8,7 @@ import itertools
 import types
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from torch import SymFloat, SymInt, Tensor
 
@@ -52,4 +52,5 @@ def typed(function: Function) -> Function:
 
 
 def parts_of(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    parts = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(str if get_origin(part) is Literal else part for part in parts)

@@ -1,6 +1,7 @@
 """Refusals of the public function's arguments by name, before any work and without reading tensor data."""
 
 from numbers import Integral
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from flce_ops.meta.checks import (
 from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
-REDUCTIONS = ("none", "mean", "sum")
+ReductionName = Literal["none", "mean", "sum"]
+REDUCTIONS = get_args(ReductionName)
 
 
 def check_arguments(call: CrossEntropy) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ from flce_ops.integrations.transformers.logit_steps import Head
 from flce_ops.integrations.transformers.read_head import read_head
 from flce_ops.integrations.transformers.trainer import announce_predictions
 
-Model = nn.Module | type[PreTrainedModel]
+Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
 
 # What the user said, and the attribute of the instance or the class that holds it.
 OPTIONS = {"eval_logits": EVAL_LOGITS, "metrics": METRICS, "gradient_threshold": GRADIENT_THRESHOLD}
@@ -73,7 +73,7 @@ def patch(
     check_threshold("patch", gradient_threshold)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
-        patched: Model = model_or_class
+        patched: nn.Module | type[PreTrainedModel] = model_or_class
     else:
         patched = base_model_of(model_or_class)
         patch_instance(patched)
