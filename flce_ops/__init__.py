@@ -64,3 +64,7 @@ if not TYPE_CHECKING:  # which would take any name to be one of the package's
 
             return VocabParallel
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
