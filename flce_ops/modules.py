@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flce_ops.entry.argument_types import typed
+from flce_ops.entry.argument_types import refuse_misnamed, typed
 from flce_ops.entry.arguments import ReductionName, check_ignore_index, check_ranges, check_reduction
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
@@ -149,7 +149,11 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient_seed: Tensor | None = None,
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
+        **misnamed: Any,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
+        refuse_misnamed(
+            type(self).__name__, misnamed, "input", "target", "return_metrics", *ForwardKeywords.__annotations__
+        )
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
@@ -270,7 +274,11 @@ class LinearCrossEntropyHead(nn.Linear):
         gradient_seed: Tensor | None = None,
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
+        **misnamed: Any,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
+        refuse_misnamed(
+            type(self).__name__, misnamed, "input", "target", "return_metrics", *HeadKeywords.__annotations__
+        )
         if target is None:
             return self.logits(input)
         return linear_cross_entropy(

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.metrics import NAMES, checked_names
 from flce_ops.integrations.sparse_options import check_threshold
 from flce_ops.integrations.transformers.definition import NotUnderstood
@@ -36,6 +37,7 @@ Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
 OPTIONS = {"eval_logits": EVAL_LOGITS, "metrics": METRICS, "gradient_threshold": GRADIENT_THRESHOLD}
 
 
+@typed
 def patch(
     model_or_class: Model,
     *,
@@ -111,6 +113,7 @@ def forget_options(patched: nn.Module | type) -> None:
 
 
 @contextlib.contextmanager
+@typed
 def patched(
     model_or_class: Model,
     *,

@@ -7,6 +7,7 @@ trl.trainer.distillation_trainer._chunked_divergence_loss       called by Distil
 import contextlib
 from collections.abc import Iterator
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.integrations.places import Place, Replacements
 from flce_ops.integrations.sparse_options import check_threshold
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
@@ -35,6 +36,7 @@ DIVERGENCE = Place(
 REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss})
 
 
+@typed
 def patch(*, gradient_threshold: float = 0.0) -> None:
     """Make TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers compute by this package's operators.
 
@@ -62,6 +64,7 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
+@typed
 def patched(*, gradient_threshold: float = 0.0) -> Iterator[None]:
     """`patch` for the duration of a with block; if TRL was patched before, it stays so, with the option it had."""
     before = LOG_PROBS.get() if REPLACEMENTS.originals else None
