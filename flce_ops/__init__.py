@@ -1,13 +1,13 @@
 """Fused linear + cross-entropy loss as a registered PyTorch operator: `torch.ops.flce.linear_cross_entropy`."""
 
 import warnings
+from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
     # torch's own import, where NumPy is not installed; nothing here uses NumPy
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
-from flce_ops import entry as entry  # registers the operators
 from flce_ops.decompositions import export_decompositions
 from flce_ops.explain import explain
 from flce_ops.functional import (
@@ -25,22 +25,15 @@ from flce_ops.support.path import Path, last_path
 from flce_ops.support.workspace import get_workspace, set_workspace, workspace
 from flce_ops.version import __version__
 
+if TYPE_CHECKING:
+    from flce_ops.parallel import VocabParallel
+
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
 SAC_SAVE_OPS = [
     torch.ops.flce.linear_cross_entropy_forward.default,
     torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default,
     torch.ops.flce.linear_kl_div_forward.default,
 ]
-
-
-def __getattr__(name: str):
-    """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
-    if name == "VocabParallel":
-        from flce_ops.parallel import VocabParallel
-
-        return VocabParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "SAC_SAVE_OPS",
@@ -64,3 +57,18 @@ __all__ = [
     "set_workspace",
     "workspace",
 ]
+
+
+if not TYPE_CHECKING:  # which would take any name to be one of the package's
+
+    def __getattr__(name):
+        """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
+        if name == "VocabParallel":
+            from flce_ops.parallel import VocabParallel
+
+            return VocabParallel
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -66,10 +66,15 @@ def explain(function: Callable, *args, **kwargs) -> str:
         return of_pair(LowRankCrossEntropy.bind(*args, **kwargs))
     if function not in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy):
         raise TypeError(
-            "explain: expected linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div or "
-            f"cross_entropy of flce_ops, got {getattr(function, '__name__', function)!r}"
+            "explain: expected first linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div or "
+            f"cross_entropy of flce_ops, got {getattr(function, '__name__', type(function).__name__)}; pass the "
+            "function, then its arguments"
         )
-    named = inspect.signature(function).bind(*args, **kwargs)
+    function.check(args, kwargs)  # type: ignore[attr-defined]
+    try:
+        named = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain: {function.__name__} is {error}") from None
     named.apply_defaults()
     call = named.arguments
     if function is cross_entropy:

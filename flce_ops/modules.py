@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
+from flce_ops.entry.argument_types import refuse_misnamed, typed
+from flce_ops.entry.arguments import ReductionName, check_ignore_index, check_ranges, check_reduction
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
-from flce_ops.math.sparse_gradient import SparseGradient
+from flce_ops.functional.keywords import ForwardKeywords, HeadKeywords
+from flce_ops.math.sparse_gradient import Mode, Operand, SparseGradient
 from flce_ops.meta.checks import check_per_class
 from flce_ops.meta.sparse_checks import check_sparse_options
 
@@ -76,15 +78,15 @@ class LinearCrossEntropyLoss(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
-        reduction: str = "mean",
+        reduction: ReductionName = "mean",
         ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
         gradient_threshold: float = 0.0,
-        gradient_mode: str = "unbiased",
-        gradient_sparse: str = "both",
+        gradient_mode: Mode = "unbiased",
+        gradient_sparse: Operand = "both",
         options: object = None,
     ) -> None:
         super().__init__()
@@ -110,6 +112,31 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient_sparse = gradient_sparse
         check_options(self)
 
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        return_metrics: Literal[False] = False,
+        **options: Unpack[ForwardKeywords],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, target: Tensor, *, return_metrics: Literal[True], **options: Unpack[ForwardKeywords]
+    ) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, target: Tensor, *, return_metrics: Sequence[str], **options: Unpack[ForwardKeywords]
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, target: Tensor, *, return_metrics: bool, **options: Unpack[ForwardKeywords]
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
     def forward(
         self,
         input: Tensor,
@@ -122,7 +149,11 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient_seed: Tensor | None = None,
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
+        **misnamed: Any,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
+        refuse_misnamed(
+            type(self).__name__, misnamed, "input", "target", "return_metrics", *ForwardKeywords.__annotations__
+        )
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
@@ -185,8 +216,8 @@ class LinearCrossEntropyHead(nn.Linear):
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
         gradient_threshold: float = 0.0,
-        gradient_mode: str = "unbiased",
-        gradient_sparse: str = "both",
+        gradient_mode: Mode = "unbiased",
+        gradient_sparse: Operand = "both",
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.ignore_index = ignore_index
@@ -199,13 +230,43 @@ class LinearCrossEntropyHead(nn.Linear):
         self.gradient_sparse = gradient_sparse
         check_options(self)
 
-    def forward(  # type: ignore[override]  # with targets it is another function than nn.Linear's
+    @overload  # type: ignore[override]  # with targets it is another function than nn.Linear's
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        *,
+        return_metrics: Literal[False] = False,
+        **options: Unpack[HeadKeywords],
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, target: Tensor, *, return_metrics: Literal[True], **options: Unpack[HeadKeywords]
+    ) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, target: Tensor, *, return_metrics: Sequence[str], **options: Unpack[HeadKeywords]
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        *,
+        return_metrics: bool,
+        **options: Unpack[HeadKeywords],
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+    def forward(
         self,
         input: Tensor,
         target: Tensor | None = None,
         *,
         weight: Tensor | None = None,
-        reduction: str = "mean",
+        reduction: ReductionName = "mean",
         token_weight: Tensor | None = None,
         target_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
@@ -213,7 +274,11 @@ class LinearCrossEntropyHead(nn.Linear):
         gradient_seed: Tensor | None = None,
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
+        **misnamed: Any,
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
+        refuse_misnamed(
+            type(self).__name__, misnamed, "input", "target", "return_metrics", *HeadKeywords.__annotations__
+        )
         if target is None:
             return self.logits(input)
         return linear_cross_entropy(

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.functional import LinearCrossEntropyMetrics
 from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 
@@ -40,6 +41,7 @@ class VocabParallel(ParallelStyle):
         loss = model.head(hidden, target)
     """
 
+    @typed
     def __init__(
         self,
         *,
@@ -49,6 +51,11 @@ class VocabParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
+        for name, layout in (("input", input_layouts), ("target", target_layouts), ("logits", logits_layouts)):
+            if not isinstance(layout, Placement | None):
+                raise TypeError(
+                    f"VocabParallel: expected {name}_layouts to be a Placement or None, as Shard(1), got {layout!r}"
+                )
         self.input_layouts = input_layouts or Replicate()
         self.target_layouts = target_layouts or Replicate()
         self.logits_layouts = logits_layouts or Replicate()
@@ -91,7 +98,7 @@ class VocabParallel(ParallelStyle):
             tensor = named.get(name)
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                 named[name] = DTensor.from_local(tensor, device_mesh, [layout], run_check=False)
-        return (), named
+        return args[2:], named  # more than forward takes, which it refuses
 
     def _to_output(
         self,

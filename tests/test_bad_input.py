@@ -2,7 +2,9 @@
 
 # N tokens, D hidden, V vocabulary
 
+import importlib
 import inspect
+import io
 
 import numpy
 import pytest
@@ -10,6 +12,7 @@ import torch
 from inputs import make_inputs
 
 import flce_ops
+from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss, VocabParallel
 
 N, D, V = 6, 4, 9
 
@@ -244,6 +247,7 @@ FUNCTIONS = {
     flce_ops.linear_cross_entropy: HEAD,
     flce_ops.linear_log_probs: HEAD,
     flce_ops.cross_entropy: {"logits": torch.randn(N, V), "target": HEAD["target"]},
+    flce_ops.linear_policy_loss: {**HEAD, "advantages": torch.randn(N)},
     flce_ops.linear_kl_div: {**HEAD, "teacher_input": torch.randn(N, D), "teacher_weight": torch.randn(V, D)},
 }
 OTHERS = ("3", [1.0], 1j, True, 2, 2.5, None, torch.tensor(2), numpy.ones(2))
@@ -252,9 +256,10 @@ OTHERS = ("3", [1.0], 1j, True, 2, 2.5, None, torch.tensor(2), numpy.ones(2))
 def fits(value, hint):
     """As a user reads the signature."""
     kinds = hint.__args__ if hasattr(hint, "__args__") else (hint,)
+    kinds = {type(kind) if isinstance(kind, str) else kind for kind in kinds}  # a Literal's names
     if isinstance(value, (bool, str, torch.Tensor)) or value is None:
         return type(value) in kinds
-    return float in kinds if isinstance(value, float) else isinstance(value, int) and {int, float} & set(kinds)
+    return float in kinds if isinstance(value, float) else isinstance(value, int) and {int, float} & kinds
 
 
 @pytest.mark.parametrize(
@@ -291,3 +296,162 @@ def test_numbers_of_numpy_are_numbers():
     plain = {name: value.item() for name, value in options.items()}
     torch.testing.assert_close(found, flce_ops.linear_cross_entropy(**HEAD, **plain))
     assert flce_ops.LinearCrossEntropyHead(numpy.int64(D), numpy.int64(V)).weight.shape == (V, D)
+
+
+def parameters_of_kind(function, *kinds):
+    hints = {name: one.annotation for name, one in inspect.signature(function).parameters.items()}
+    return [name for name, hint in hints.items() if set(getattr(hint, "__args__", (hint,))) & set(kinds)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_an_integer_that_is_too_large_is_refused_by_name(function):
+    for name in parameters_of_kind(function, float):
+        with pytest.raises(ValueError, match=rf"^{function.__name__}: expected {name} in the range of float64, got"):
+            function(**FUNCTIONS[function], **{name: 10**400})
+    for name in parameters_of_kind(function, int):
+        for value in (2**63, -(2**63) - 1, numpy.uint64(2**63), 10**5000):
+            with pytest.raises(ValueError, match=rf"^{function.__name__}: expected {name} in the range of int64, got"):
+                function(**FUNCTIONS[function], **{name: value})
+
+
+def test_an_integer_beyond_int64_is_the_number_that_it_is():
+    for name in ("normalizer", "z_loss", "temperature"):
+        found = flce_ops.linear_cross_entropy(**HEAD, **{name: 2**70})
+        torch.testing.assert_close(found, flce_ops.linear_cross_entropy(**HEAD, **{name: 2.0**70}), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", [LinearCrossEntropyHead, LinearCrossEntropyLoss])
+def test_an_integer_that_is_too_large_is_refused_by_the_modules_name(module):
+    for name, value in {"ignore_index": 2**63, "logit_scale": 10**400, "z_loss": 10**400}.items():
+        with pytest.raises(ValueError, match=f"^{module.__name__}: expected {name} in the range of"):
+            module(D, V, **{name: value})
+
+
+# ---------------------------------------------------------------- arguments in another's place
+
+ADVANTAGES = torch.randn(N)
+INDICES_OF_CLASSES = "class indices have; are {0} and target swapped"
+SWAPPED = {
+    "target as the weight": (("input", "target", "linear_weight"), INDICES_OF_CLASSES.format("linear_weight")),
+    "target first": (("target", "linear_weight", "input"), INDICES_OF_CLASSES.format("input")),
+    "weight first": (("linear_weight", "input", "target"), "are input and linear_weight swapped"),
+}
+
+
+@pytest.mark.parametrize("case", SWAPPED)
+@pytest.mark.parametrize(
+    "function", [flce_ops.linear_cross_entropy, flce_ops.linear_log_probs, flce_ops.linear_policy_loss]
+)
+def test_swapped_arguments_are_named(function, case):
+    order, message = SWAPPED[case]
+    others = (ADVANTAGES,) if function is flce_ops.linear_policy_loss else ()
+    with pytest.raises((TypeError, ValueError), match=f"^{function.__name__}: .*{message}") as caught:
+        function(*(HEAD[name] for name in order), *others)
+    assert "quantized" not in str(caught.value)
+
+
+def test_swapped_arguments_of_other_functions_are_named():
+    x, w, t = HEAD.values()
+    for swapped, match in (
+        (lambda: flce_ops.cross_entropy(t, x @ w.T), "^cross_entropy: .*are logits and target swapped"),
+        (lambda: flce_ops.linear_kl_div(x, t, x, w), "^linear_kl_div: .*are linear_weight and target swapped"),
+        (lambda: flce_ops.linear_policy_loss(x, w, ADVANTAGES, t), "^linear_policy_loss: .*advantages .*two swapped"),
+        (lambda: LinearCrossEntropyLoss(D, V)(t, x), "^linear_cross_entropy: .*are input and target swapped"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            swapped()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_a_name_that_is_not_known_says_which_one_is_meant(function):
+    for given, meant in {"labels": "target", "ignore_idx": "ignore_index"}.items():
+        with pytest.raises(
+            TypeError, match=f"^{function.__name__}: no argument is named {given}; did you mean {meant}?"
+        ):
+            function(**FUNCTIONS[function], **{given: 1})
+    with pytest.raises(TypeError, match=f"^{function.__name__}: no argument is named potato; there are .*, softcap"):
+        function(**FUNCTIONS[function], potato=1)
+
+
+@pytest.mark.parametrize("made", [LinearCrossEntropyHead(D, V), LinearCrossEntropyLoss(D, V)], ids=["head", "loss"])
+def test_a_name_that_a_module_does_not_know_says_which_one_is_meant(made):
+    x, _, t = HEAD.values()
+    for given, meant in {"labels": "target", "num_items_in_batch": "normalizer", "metrics": "return_metrics"}.items():
+        with pytest.raises(TypeError, match=f"^{type(made).__name__}: no argument is named {given}; .*{meant}"):
+            made(x, t, **{given: 1})
+    with pytest.raises(TypeError, match="target"):
+        made(x, labels=t)
+    with pytest.raises(TypeError, match=f"^{type(made).__name__}: .* label_smooth; did you mean label_smoothing"):
+        type(made)(D, V, label_smooth=0.1)
+
+
+def test_the_plan_refuses_by_name_and_hands_on_what_it_does_not_know():
+    with pytest.raises(TypeError, match=r"^VocabParallel: expected input_layouts to be a Placement .*'Shard\(1\)'"):
+        VocabParallel(input_layouts="Shard(1)")
+    with pytest.raises(TypeError, match="^VocabParallel: no argument is named input_layout; .*input_layouts"):
+        VocabParallel(input_layout=None)
+    args, named = VocabParallel()._to_dtensors(None, None, ("an input", "a target", "a third"), {"labels": 1})
+    assert args == ("a third",)  # forward takes two
+    assert named == {"input": "an input", "target": "a target", "labels": 1}
+
+
+@pytest.mark.parametrize("name", ["transformers", "trl"])
+def test_a_patch_refuses_arguments_by_name(name):
+    pytest.importorskip("transformers")
+    patching = importlib.import_module(f"flce_ops.integrations.{name}")
+    given = (torch.nn.Linear(D, V),) if name == "transformers" else ()
+    for function in (patching.patch, patching.patched):
+        with pytest.raises(
+            TypeError, match=f"^{function.__name__}: expected gradient_threshold to be a number, got 'x'"
+        ):
+            function(*given, gradient_threshold="x")
+        with pytest.raises(TypeError, match=f"^{function.__name__}: .* threshold; did you mean gradient_threshold"):
+            function(*given, threshold=0.1)
+
+
+# ---------------------------------------------------------------- explain, and what traces
+
+
+def test_explain_names_what_it_misses():
+    x, w, t = HEAD.values()
+    with pytest.raises(
+        TypeError, match="^explain: expected first linear_cross_entropy, .*got Tensor; pass the function"
+    ):
+        flce_ops.explain(x, w, t)
+    with pytest.raises(TypeError, match="^explain: linear_cross_entropy is missing a required argument: 'target'"):
+        flce_ops.explain(flce_ops.linear_cross_entropy, x, w)
+    with pytest.raises(TypeError, match="^linear_log_probs: expected input to be a tensor, got '3'"):
+        flce_ops.explain(flce_ops.linear_log_probs, "3", w, t)
+    with pytest.raises(TypeError, match="^linear_kl_div: no argument is named labels; did you mean target"):
+        flce_ops.explain(flce_ops.linear_kl_div, x, w, x, w, labels=t)
+
+
+class Scored(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(**dict(zip(FUNCTIONS[self.function], tensors)))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_symbolic_tracing_is_refused_by_name(function):
+    tensors = FUNCTIONS[function]
+    first = next(iter(tensors))
+    with pytest.raises(NotImplementedError, match=rf"^{function.__name__}: torch.fx.symbolic_trace .*torch.export"):
+        torch.fx.symbolic_trace(lambda tensor: function(**tensors | {first: tensor}))
+
+
+@pytest.mark.parametrize("module", [LinearCrossEntropyHead, LinearCrossEntropyLoss])
+def test_symbolic_tracing_of_a_module_is_refused_by_name(module):
+    with pytest.raises(NotImplementedError, match="^linear_cross_entropy: torch.fx.symbolic_trace .*torch.export"):
+        torch.fx.symbolic_trace(module(D, V))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_export_to_onnx_is_refused_by_name(function):
+    """By the exporter that needs no package; test_decompositions.py exports what the message says."""
+    with pytest.raises(NotImplementedError, match=rf"^{function.__name__}: ONNX has no such operator; "):
+        torch.onnx.export(Scored(function), tuple(FUNCTIONS[function].values()), io.BytesIO(), dynamo=False)

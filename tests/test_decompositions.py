@@ -317,6 +317,16 @@ def test_every_operator_of_a_program_has_a_decomposition_of_its_signature(name):
     assert call.annotation is OPERATORS[name].arguments
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_of_aten_can_be_exported_to_onnx():
+    """What the refusal of the operators there says to do."""
+    pytest.importorskip("onnxscript")
+    program = exported(make_inputs((N, D, V), requires_grad=False, **TENSORS), **EVERYTHING)
+    torch.onnx.export(program.run_decompositions(flce_ops.export_decompositions()), verbose=False)
+    with pytest.raises(torch.onnx.OnnxExporterError, match="linear_cross_entropy: ONNX has no such operator; export"):
+        torch.onnx.export(program, verbose=False)
+
+
 def test_saved_program_runs_where_flce_ops_is_not_installed(tmp_path):
     inputs = make_inputs((N, D, V), requires_grad=False, **TENSORS)
     program = exported(inputs, **EVERYTHING).run_decompositions(flce_ops.export_decompositions())

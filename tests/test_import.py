@@ -126,6 +126,14 @@ def test_compiled_training_step_in_a_fresh_process():
     run_fresh(script)
 
 
+@pytest.mark.parametrize("package", ["flce_ops", "flce_ops.integrations.transformers", "flce_ops.integrations.trl"])
+def test_dir_has_the_public_names_alone(package):
+    """As a prompt completes them: without the modules that are imported there."""
+    module = pytest.importorskip(package)
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in dir(module))
+
+
 def test_version_is_known():
     import flce_ops
 

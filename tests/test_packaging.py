@@ -1,18 +1,24 @@
-"""The wheel and the sdist: what they hold, that they install and import by themselves."""
+"""The wheel and the sdist: what they hold, that they install, import and type-check by themselves."""
 
 import importlib.metadata
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import textwrap
+import typing
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import flce_ops
+from flce_ops.functional import keywords
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"]
@@ -42,13 +48,19 @@ def build(hook: str, tree: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """(wheel, sdist, wheel made from the sdist); built in a copy, as setuptools leaves a build folder behind."""
+def tree(tmp_path_factory):
+    """A copy of the checkout, as setuptools leaves a build folder behind."""
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         shutil.copy(ROOT / name, tree)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree, tmp_path_factory):
+    """(wheel, sdist, wheel made from the sdist)"""
     wheel = build("build_wheel", tree, tmp_path_factory.mktemp("wheel"))
     shutil.rmtree(tree / "build")
     sdist = build("build_sdist", tree, tmp_path_factory.mktemp("sdist"))
@@ -124,6 +136,155 @@ print(flce_ops.__version__)
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [flce_ops.__version__]
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tree, tmp_path):
+    """No finder, which mypy and Pylance do not run."""
+    files = names_and_contents(build("build_editable", tree, tmp_path))
+    (path,) = (text for name, text in files.items() if name.endswith(".pth"))
+    assert path.decode().strip() == str(tree)
+    assert not [name for name in files if name.endswith(".py")]
+
+
+# ---------------------------------------------------------------- types
+
+PAGES = ("README.md", "docs/quickstart.md", "docs/paths.md", "docs/policy_loss.md")
+
+# around a block that is no program by itself
+FRAGMENT = """
+from typing import Any
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+def fragment(model: Any, mesh: DeviceMesh) -> None:
+"""
+
+# `type: ignore` marks what must be an error: one that is not needed is an error too
+CALLS = """
+from collections.abc import Sequence
+from torch import Tensor, nn, ones
+from torch.distributed.tensor.parallel import ParallelStyle
+from typing_extensions import assert_type
+import flce_ops
+from flce_ops import LinearCrossEntropyMetrics, LinearLogProbs
+from flce_ops.integrations import transformers
+from transformers import LlamaForCausalLM
+
+x, w, y = ones(3, 2), ones(4, 2), ones(3).long()
+names: Sequence[str] = ["entropy"]
+
+def flags(flag: bool, either: bool | Sequence[str], maybe: Sequence[str] | None) -> None:
+    by_flag = flce_ops.linear_cross_entropy(x, w, y, return_metrics=flag)
+    assert_type(by_flag, Tensor | tuple[Tensor, LinearCrossEntropyMetrics])
+    flce_ops.linear_cross_entropy(x, w, y, return_metrics=either)
+    flce_ops.linear_log_probs(x, w, y, return_metrics=maybe)
+    flce_ops.cross_entropy(x, y, return_metrics=flag)
+
+assert_type(flce_ops.linear_cross_entropy(x, w, y, reduction="sum", z_loss=0.1), Tensor)
+assert_type(flce_ops.linear_cross_entropy(x, w, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(flce_ops.linear_cross_entropy(x, w, y, return_metrics=names), tuple[Tensor, dict[str, Tensor]])
+assert_type(flce_ops.cross_entropy(x, y, inplace_backward=True), Tensor)
+assert_type(flce_ops.cross_entropy(x, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(flce_ops.linear_log_probs(x, w, y, tail=True), LinearLogProbs)
+assert_type(flce_ops.linear_log_probs(x, w, y, return_metrics=names), tuple[LinearLogProbs, dict[str, Tensor]])
+found = flce_ops.linear_log_probs(x, w, y, entropy=True, argmax=True, tail=True)
+(found.entropy.mean() + found.tail_log_prob.mean()).item(), found.argmax.eq(y)
+assert_type(flce_ops.linear_kl_div(x, w, x, w, kind="jsd"), Tensor)
+assert_type(flce_ops.linear_policy_loss(x, w, y, ones(3), objective="cispo", kl_estimator="k1").loss, Tensor)
+
+head, loss = flce_ops.LinearCrossEntropyHead(2, 4, gradient_mode="drop"), flce_ops.LinearCrossEntropyLoss(2, 4)
+assert_type(head.forward(x), Tensor)
+assert_type(head.forward(x, y, reduction="none"), Tensor)
+assert_type(head.forward(x, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(head.forward(x, y, return_metrics=names), tuple[Tensor, dict[str, Tensor]])
+assert_type(loss.forward(x, y, shift=True), Tensor)
+assert_type(loss.forward(x, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(loss.forward(x, y, return_metrics=names), tuple[Tensor, dict[str, Tensor]])
+
+def patches(model: LlamaForCausalLM, any_model: nn.Module) -> None:
+    assert_type(transformers.patch(model), LlamaForCausalLM)
+    assert_type(transformers.unpatch(any_model), nn.Module)
+    assert_type(transformers.patch(LlamaForCausalLM), type[LlamaForCausalLM])
+    with transformers.patched(model) as inside:
+        assert_type(inside, LlamaForCausalLM)
+
+plan: ParallelStyle = flce_ops.VocabParallel(use_local_output=False)
+
+flce_ops.linear_cross_entropy(x, w, y, reduction="average")  # type: ignore
+flce_ops.linear_cross_entropy(x, w, y, gradient_mode="top")  # type: ignore
+flce_ops.linear_cross_entropy(x, w, labels=y)  # type: ignore
+flce_ops.linear_log_probs(x, w, y, gradient_sparse="weight")  # type: ignore
+flce_ops.cross_entropy(x, y, temperature=x)  # type: ignore
+flce_ops.linear_kl_div(x, w, x, w, kind="backward")  # type: ignore
+flce_ops.linear_policy_loss(x, w, y, ones(3), objective="grpo")  # type: ignore
+flce_ops.VocabParallel(input_layouts="Shard(1)")  # type: ignore
+flce_ops.linear_cross_entropie  # type: ignore
+head.forward(x, labels=y)  # type: ignore
+"""
+
+
+@pytest.fixture(scope="module")
+def typed_programs(built, tmp_path_factory):
+    """A folder with the code of the pages and with CALLS, and the Python of an environment where the wheel is."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("typed")
+    environment = folder / "environment"
+    venv.create(environment)
+    (site,) = environment.glob("[lL]ib/**/site-packages")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    for page in PAGES:
+        program = ""
+        for kind, block in re.findall(
+            r"^```(py|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+        ):
+            program += block if kind == "python" else FRAGMENT + textwrap.indent(block, "    ")
+        (folder / f"{Path(page).stem.lower()}_page.py").write_text(program)
+    (folder / "calls.py").write_text(CALLS)
+    (folder / "pyrightconfig.json").write_text(
+        '{"include": ["*.py"], "typeCheckingMode": "standard", "reportUnnecessaryTypeIgnoreComment": "error"}'
+    )
+    (python,) = [path for path in environment.glob("*/python*") if path.stem == "python"]
+    return folder, python
+
+
+def check_types(folder: Path, *command: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where the checkout is
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pages_and_typed_calls_pass_mypy_against_the_wheel(typed_programs):
+    pytest.importorskip("mypy")
+    folder, python = typed_programs
+    options = ("--strict", "--untyped-calls-exclude=torch", "--config-file=", "--cache-dir=cache")
+    files = [path.name for path in folder.glob("*.py")]
+    check_types(folder, "-m", "mypy", *options, "--python-executable", str(python), *files)
+
+
+def test_the_pages_and_typed_calls_pass_pyright_against_the_wheel(typed_programs):
+    pytest.importorskip("pyright")
+    folder, python = typed_programs
+    check_types(folder, "-m", "pyright", "--pythonpath", str(python))
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (flce_ops.linear_cross_entropy, keywords.CrossEntropyKeywords),
+        (flce_ops.linear_log_probs, keywords.LogProbsKeywords),
+        (flce_ops.cross_entropy, keywords.LogitsKeywords),
+        (flce_ops.LinearCrossEntropyLoss.forward, keywords.ForwardKeywords),
+        (flce_ops.LinearCrossEntropyHead.forward, keywords.HeadKeywords),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", None),
+)
+def test_overloads_take_the_keywords_of_the_function(function, taken):
+    parameters = inspect.signature(function).parameters.values()
+    options = {one.name: one.annotation for one in parameters if one.kind is one.KEYWORD_ONLY}
+    del options["return_metrics"]
+    assert typing.get_type_hints(taken) == options
 
 
 def test_the_version_is_written_once_and_the_changelog_knows_it():

@@ -5,6 +5,7 @@
 import gc
 import itertools
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,7 @@ from reference_loss import error
 
 import flce_ops
 from flce_ops import get_workspace, set_workspace, workspace
+from flce_ops.support import workspace as budgets
 
 DEFAULT = 512 * 2**20
 SHAPE = (300, 8, 2000)  # 5 chunks in the least workspace
@@ -138,6 +140,19 @@ def test_a_block_can_be_a_decorator():
 def test_what_is_no_positive_number_of_bytes_is_refused(function, bytes):
     with pytest.raises(ValueError, match="workspace: expected a positive number of bytes"):
         function(bytes)
+
+
+@pytest.mark.parametrize("argument", ["nbytes", "retained"])
+@pytest.mark.parametrize(
+    "function", [set_workspace, lambda **bytes: workspace(**bytes).__enter__()], ids=["set", "block"]
+)
+def test_so_few_bytes_that_mib_are_meant_are_warned_of(function, argument, monkeypatch):
+    monkeypatch.setattr(budgets, "_retained", budgets.Budget(None))
+    with pytest.warns(UserWarning, match="workspace: 512 bytes hold no row .* for 512 MiB pass 512 << 20"):
+        function(**{argument: 512})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_workspace(DEFAULT, retained=0)
 
 
 class ChangesAtEachReading(list):

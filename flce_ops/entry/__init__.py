@@ -19,6 +19,10 @@ kl_div.py                       kl_div_plain.py, kl_div_sharded.py, kl_div_check
 policy.py                       policy_plain.py, policy_sharded.py
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
@@ -63,11 +67,35 @@ CAST = (
     schemas.LogProbs,
     schemas.PolicyLoss,
 )
+
+
+def refused_in_onnx(name: str, body: Callable) -> Callable:
+    """Its exporter runs bodies to decompose them, and knows none of the inner operators."""
+    # whose inner operators export_decompositions() leaves out
+    whole = name == "linear_kl_div" or name.startswith("cross_entropy")
+    instead = (
+        "call torch's own formula there"
+        if whole
+        else (
+            "export a program of ATen: torch.onnx.export(torch.export.export(model, args).run_decompositions("
+            "flce_ops.export_decompositions()))"
+        )
+    )
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.onnx.is_in_onnx_export():
+            raise NotImplementedError(f"{name}: ONNX has no such operator; {instead}")
+        return body(*args, **kwargs)
+
+    return run
+
+
 for _name, (_arguments, _results, _body) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
     # On torch.func's key too: the bodies must run before any transform has been peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-        library.impl(_name, _body, _key)
+        library.impl(_name, refused_in_onnx(_name, _body), _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
     for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
         _op = getattr(torch.ops.flce, _name).default

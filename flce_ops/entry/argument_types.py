@@ -3,13 +3,15 @@
 What the annotations do not say, the checks of arguments.py do; an annotation that is not in KINDS says nothing.
 """
 
+import difflib
 import functools
 import itertools
 import types
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
+import torch
 from torch import SymFloat, SymInt, Tensor
 
 Function = TypeVar("Function", bound=Callable)
@@ -25,31 +27,83 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     types.NoneType: ((types.NoneType,), "None"),
 }
 
+# What other libraries name an argument, and what it is here.
+ELSEWHERE = {
+    "labels": ("target",),
+    "input": ("logits",),
+    "hidden_states": ("input",),
+    "bias": ("linear_bias",),
+    "num_items_in_batch": ("normalizer",),
+}
+
 
 def typed(function: Function) -> Function:
-    """`function`, or the constructor of a class, with its arguments' types checked."""
+    """`function`, or the constructor of a class, with its arguments' types checked. Its `check` does that alone."""
     op = function.__qualname__.removesuffix(".__init__")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     hints = {name: parts_of(hint) for name, hint in function.__annotations__.items() if name != "return"}
     known = {name: parts for name, parts in hints.items() if all(part in KINDS for part in parts)}
     fitting = {name: tuple(kind for part in parts for kind in KINDS[part][0]) for name, parts in known.items()}
 
-    @functools.wraps(function)
-    def run(*args, **kwargs):
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Numbers that the dispatcher does not take become those that it does, in `kwargs`."""
         for name, value in itertools.chain(zip(names, args), kwargs.items()):
             kinds = fitting.get(name)
-            if kinds is None or type(value) in kinds:  # an isinstance that asks an ABC takes a microsecond
+            if kinds is None:
+                if name in kwargs and name not in hints:
+                    refuse_name(op, name, tuple(hints))
                 continue
-            if not isinstance(value, kinds) or isinstance(value, bool):  # which is an int
-                expected = " or ".join(KINDS[part][1] for part in known[name])
-                got = repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
-                raise TypeError(f"{op}: expected {name} to be {expected}, got {got}")
-            if name in kwargs and isinstance(value, Real) and not isinstance(value, float | int):
-                kwargs[name] = int(value) if isinstance(value, Integral) else float(value)  # for the dispatcher
+            if type(value) not in kinds:  # an isinstance that asks an ABC takes a microsecond
+                if not isinstance(value, kinds) or isinstance(value, bool):  # which is an int
+                    refuse_type(op, name, value, " or ".join(KINDS[part][1] for part in known[name]))
+                if name in kwargs and isinstance(value, Real) and not isinstance(value, float | int):
+                    kwargs[name] = value = int(value) if isinstance(value, Integral) else float(value)
+            if type(value) is int and not -(2**63) <= value < 2**63:
+                kwargs[name] = as_float(op, name, value, float in known[name])
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        check(args, kwargs)
         return function(*args, **kwargs)
 
+    run.check = check  # type: ignore[attr-defined]
     return cast(Function, run)
 
 
+def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
+    """What a method took as further keywords: a wrapper around it could not be traced by torch.fx."""
+    if isinstance(misnamed, dict):  # else torch.fx's Proxy
+        for name in misnamed:
+            refuse_name(op, name, names)
+
+
+def refuse_name(op: str, name: str, names: tuple[str, ...]) -> NoReturn:
+    meant = [ours for ours in ELSEWHERE.get(name, ()) if ours in names] or difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(names)}"
+    raise TypeError(f"{op}: no argument is named {name}; {hint}")
+
+
+def refuse_type(op: str, name: str, value: Any, expected: str) -> NoReturn:
+    if isinstance(value, torch.fx.Proxy):
+        raise NotImplementedError(
+            f"{op}: torch.fx.symbolic_trace is not implemented, since its Proxy (as {name}) has no shape or dtype; use "
+            "torch.export.export, or torch.fx.wrap your function that makes the call"
+        )
+    got = repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
+    raise TypeError(f"{op}: expected {name} to be {expected}, got {got}")
+
+
+def as_float(op: str, name: str, value: int, allowed: bool) -> float:
+    """Of an integer beyond int64."""
+    try:
+        if allowed:
+            return float(value)
+    except OverflowError:
+        pass
+    dtype = "float64" if allowed else "int64"
+    raise ValueError(f"{op}: expected {name} in the range of {dtype}, got an integer of {value.bit_length()} bits")
+
+
 def parts_of(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    parts = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(str if get_origin(part) is Literal else part for part in parts)

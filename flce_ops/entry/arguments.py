@@ -1,6 +1,7 @@
 """Refusals of the public function's arguments by name, before any work and without reading tensor data."""
 
 from numbers import Integral
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from flce_ops.meta.checks import (
 from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
-REDUCTIONS = ("none", "mean", "sum")
+ReductionName = Literal["none", "mean", "sum"]
+REDUCTIONS = get_args(ReductionName)
 
 
 def check_arguments(call: CrossEntropy) -> None:
@@ -98,14 +100,15 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
     if isinstance(call, CrossEntropy) and target.is_floating_point():
         check_class_probabilities(call)
     elif isinstance(call, CrossEntropy):
-        check_class_indices(op, target, input, slots=call.target_weight is not None)
+        check_class_indices(op, target, input, linear_weight, slots=call.target_weight is not None)
     else:
-        check_class_indices(op, target, input, slots=isinstance(call, LogProbs) and target.dim() == input.dim())
+        slots = isinstance(call, LogProbs) and target.dim() == input.dim()
+        check_class_indices(op, target, input, linear_weight, slots=slots)
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
 
 
-def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool) -> None:
+def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, slots: bool) -> None:
     """(...), or with `slots` (..., K)."""
     check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
@@ -117,6 +120,8 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool) 
     if not slots and target.shape != tokens:
         several = target.dim() == input.dim() and target.shape[:-1] == tokens
         hint = "; several classes a token need target_weight, a weight for each" if several and op == OP else ""
+        if target.shape == linear_weight.shape[:-1]:
+            hint = "; are input and linear_weight swapped?"
         raise ValueError(
             f"{op}: expected target of shape {tokens}, one class index per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}{hint}"

@@ -22,6 +22,7 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, denominator_of_all, quotient
 from flce_ops.math.scalars import logit_options, loss_options, scalar
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
+from flce_ops.meta.main_grad import check_main_grad
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient, options_in_situation
@@ -35,6 +36,7 @@ OP = "linear_cross_entropy"
 def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
     autocast_head(call)
     check_arguments(call)
+    check_main_grad(OP, Operands(call.input, call.linear_weight, call.target, call.linear_bias), call.main_grad)
     check_sparse_gradient(OP, call)
     if call.gradient_class_order is not None and call.sparse.gradient_threshold:
         call = in_class_order(call)

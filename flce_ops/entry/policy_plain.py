@@ -22,7 +22,7 @@ from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyToken
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
-from flce_ops.meta.checks import check_dense, check_device, check_real
+from flce_ops.meta.checks import TARGET_DTYPES, check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
@@ -133,6 +133,11 @@ def tokens_of(call: PolicyLoss) -> PolicyTokens:
 
 def check_arguments(call: PolicyLoss) -> None:
     """Refusals by name, without reading tensor data."""
+    if call.target.is_floating_point() and call.advantages.dtype in TARGET_DTYPES:
+        raise TypeError(
+            f"{OP}: expected target of class indices in int64 or int32, got {call.target.dtype}, and advantages in "
+            f"{call.advantages.dtype}; are the two swapped?"
+        )
     check_head(OP, call)
     tokens = call.input.shape[:-1]
     constants = {name: getattr(call, name) for name in CONSTANTS}

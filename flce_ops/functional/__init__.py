@@ -8,6 +8,7 @@ kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
 logits.py       cross_entropy of given logits
 entry_of.py     the operator that each calls
+keywords.py     their keyword arguments, for overloads
 """
 
 from flce_ops.functional.kl_div import linear_kl_div

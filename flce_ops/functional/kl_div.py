@@ -5,11 +5,12 @@ from torch import Tensor
 
 from flce_ops.entry import kl_div
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
 from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
+from flce_ops.math.divergences import Kind
 from flce_ops.math.scalars import normalizer_tensor
 
 # N tokens, D and E hidden, V vocabulary
@@ -25,12 +26,12 @@ def linear_kl_div(
     teacher_probs: Tensor | None = None,  # (..., V)
     linear_bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V,)
-    kind: str = "forward",
+    kind: Kind = "forward",
     beta: float = 0.5,
     target: Tensor | None = None,  # (...)
     ignore_index: int | None = -100,
     token_weight: Tensor | None = None,  # (...)
-    reduction: str = "mean",
+    reduction: ReductionName = "mean",
     normalizer: Tensor | float | None = None,  # ()
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,

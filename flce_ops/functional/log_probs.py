@@ -1,10 +1,11 @@
 """linear_log_probs: what its arguments mean."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flce_ops.entry import log_probs, metrics
 from flce_ops.entry.argument_types import typed
@@ -12,18 +13,24 @@ from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
+from flce_ops.functional.keywords import LogProbsKeywords
+from flce_ops.math.sparse_gradient import Mode, Operand
 
 # N tokens, K classes of a token, D hidden, V vocabulary
 
 
 class LinearLogProbs(NamedTuple):
-    """One number a token, (...); float32 (float64 for float64 input), argmax int64."""
+    """One number a token, (...); float32 (float64 for float64 input), argmax int64.
+
+    entropy, argmax and tail_log_prob are None unless asked for: typed `Any` beside Tensor, as re.Match.group() is, so
+    that who asked need not tell a type checker.
+    """
 
     log_probs: Tensor  # of target's shape, log p(target), nats; 0 where it is ignore_index
     lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
-    entropy: Tensor | None  # of the distribution, nats; 0 at ignored tokens
-    argmax: Tensor | None  # class of the largest logit, -1 at ignored tokens
-    tail_log_prob: Tensor | None = None  # log of the probability of all classes that target does not name, nats
+    entropy: Tensor | Any  # of the distribution, nats; 0 at ignored tokens
+    argmax: Tensor | Any  # class of the largest logit, -1 at ignored tokens
+    tail_log_prob: Tensor | Any = None  # log of the probability of all classes that target does not name, nats
 
 
 @overload
@@ -33,18 +40,8 @@ def linear_log_probs(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *,
-    ignore_index: int | None = -100,
-    softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
-    shift: bool = False,
-    entropy: bool = False,
-    argmax: bool = False,
-    tail: bool = False,
-    gradient_threshold: float = 0.0,
-    gradient_mode: str = "unbiased",
-    gradient_seed: Tensor | None = None,  # ()
-    gradient_sparse: str = "both",
+    return_metrics: None = None,
+    **options: Unpack[LogProbsKeywords],
 ) -> LinearLogProbs: ...
 
 
@@ -55,19 +52,8 @@ def linear_log_probs(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *,
-    ignore_index: int | None = -100,
-    softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
-    shift: bool = False,
-    entropy: bool = False,
-    argmax: bool = False,
-    tail: bool = False,
-    gradient_threshold: float = 0.0,
-    gradient_mode: str = "unbiased",
-    gradient_seed: Tensor | None = None,  # ()
-    gradient_sparse: str = "both",
     return_metrics: Sequence[str],
+    **options: Unpack[LogProbsKeywords],
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
 
@@ -87,9 +73,9 @@ def linear_log_probs(
     argmax: bool = False,
     tail: bool = False,
     gradient_threshold: float = 0.0,
-    gradient_mode: str = "unbiased",
+    gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
-    gradient_sparse: str = "both",
+    gradient_sparse: Operand = "both",
     return_metrics: Sequence[str] | None = None,
 ) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.

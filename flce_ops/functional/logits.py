@@ -1,15 +1,19 @@
 """cross_entropy of logits that are given: what its arguments mean."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
 from flce_ops.entry.learnt_scale import refuse_tensors
 from flce_ops.entry.logits_plain import OP
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
+from flce_ops.functional.keywords import LogitsKeywords
 from flce_ops.functional.loss import LinearCrossEntropyMetrics
 from flce_ops.math.scalars import normalizer_tensor
 
@@ -24,13 +28,43 @@ ENTRIES = {
 }
 
 
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_metrics: Literal[False] = False,
+    **options: Unpack[LogitsKeywords],
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_metrics: Literal[True],
+    **options: Unpack[LogitsKeywords],
+) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_metrics: bool,
+    **options: Unpack[LogitsKeywords],
+) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+
 @typed
 def cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...)
     *,
     weight: Tensor | None = None,  # (V,)
-    reduction: str = "mean",
+    reduction: ReductionName = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -42,7 +76,7 @@ def cross_entropy(
     shift: bool = False,
     inplace_backward: bool = False,
     return_metrics: bool = False,
-) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics"]:
+) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
     r"""Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())``, without a copy of the logits.
 
     For models that must have logits, and for heads that are not linear; ``linear_cross_entropy`` never holds them. The

@@ -1,20 +1,23 @@
 """linear_cross_entropy: what its arguments mean."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import metrics
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional.entry_of import entry_of
+from flce_ops.functional.keywords import CrossEntropyKeywords
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.math.sparse_gradient import Mode, Operand
 
 # N tokens, D hidden, V vocabulary
 
@@ -26,6 +29,54 @@ class LinearCrossEntropyMetrics(NamedTuple):
     argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    return_metrics: Literal[False] = False,
+    **options: Unpack[CrossEntropyKeywords],
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    return_metrics: Literal[True],
+    **options: Unpack[CrossEntropyKeywords],
+) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    return_metrics: Sequence[str],
+    **options: Unpack[CrossEntropyKeywords],
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    return_metrics: bool,
+    **options: Unpack[CrossEntropyKeywords],
+) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
+
+
 @typed
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
@@ -34,7 +85,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,  # (V,)
     *,
     weight: Tensor | None = None,  # (V,)
-    reduction: str = "mean",
+    reduction: ReductionName = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -47,13 +98,13 @@ def linear_cross_entropy(
     shift: bool = False,
     main_grad: Tensor | None = None,  # (V, D)
     gradient_threshold: float = 0.0,
-    gradient_mode: str = "unbiased",
+    gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
-    gradient_sparse: str = "both",
+    gradient_sparse: Operand = "both",
     gradient_class_order: Tensor | None = None,  # (V,)
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
-) -> Tensor | tuple[Tensor, "LinearCrossEntropyMetrics | dict[str, Tensor]"]:
+) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     Per token that is not ignored, with ``u = input @ linear_weight.T + linear_bias``::

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from flce_ops.entry import policy
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.policy_plain import OP
 from flce_ops.functional.entry_of import entry_of
+from flce_ops.math.policy_arguments import KlEstimator, Objective
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.math.sparse_gradient import Mode, Operand
 
 # N tokens, D hidden, V vocabulary
 
@@ -33,13 +35,13 @@ def linear_policy_loss(
     ref_log_probs: Tensor | None = None,  # (...)
     linear_bias: Tensor | None = None,  # (V,)
     *,
-    objective: str = "ppo",
+    objective: Objective = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     beta: float = 0.0,
-    kl_estimator: str = "k3",
-    reduction: str = "mean",
+    kl_estimator: KlEstimator = "k3",
+    reduction: ReductionName = "mean",
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
@@ -47,9 +49,9 @@ def linear_policy_loss(
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
     gradient_threshold: float = 0.0,
-    gradient_mode: str = "unbiased",
+    gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
-    gradient_sparse: str = "both",
+    gradient_sparse: Operand = "both",
 ) -> LinearPolicyResult:
     r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
 

@@ -13,7 +13,6 @@ The loss is computed inside the forward of the head, around which FSDP2 gathers 
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -37,8 +36,7 @@ def sum_of_losses(self: nn.Linear, input: Tensor, target: Tensor) -> Tensor:  # 
             f"expected all {self.out_features} classes of lm_head on this rank, got {self.weight.shape[0]}: tensor "
             f"parallelism has sharded it; {INSTEAD}"
         )
-    loss = linear_cross_entropy(input, self.weight, target, self.bias, reduction="sum", ignore_index=IGNORE_INDEX)
-    return cast(Tensor, loss)
+    return linear_cross_entropy(input, self.weight, target, self.bias, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):

@@ -18,13 +18,15 @@ function uses up its two matrices; log_p and log_q may hold -inf.
 """
 
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 # n rows of a chunk, v columns of this rank, k sums of a row
 
-KINDS = ("forward", "reverse", "jsd")
+Kind = Literal["forward", "reverse", "jsd"]
+KINDS = get_args(Kind)
 
 # (n, v) matrices that exist at once, log_q and log_p among them.
 MATRICES = {"forward": 3, "reverse": 3, "jsd": 4, "cross_entropy": 3}

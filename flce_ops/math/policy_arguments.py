@@ -1,14 +1,15 @@
 """The tensors and numbers that linear_policy_loss and its operator take, by name."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
 # N tokens, D hidden, V vocabulary
 
-OBJECTIVES = ("ppo", "cispo")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+Objective = Literal["ppo", "cispo"]
+KlEstimator = Literal["k1", "k2", "k3"]
+OBJECTIVES, KL_ESTIMATORS = get_args(Objective), get_args(KlEstimator)
 
 
 class PolicyOperands(NamedTuple):

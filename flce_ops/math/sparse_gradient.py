@@ -32,7 +32,7 @@ applied three times.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -44,8 +44,9 @@ LIVE = 128  # tokens and classes of a tile that is made or left out
 BITS = 26  # of q: the sum of sixteen fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: sets neighbouring numbers apart before they are mixed
-MODES = ("unbiased", "drop", "tiles")
-OPERANDS = ("both", "input", "linear_weight")  # whose gradient is made of the entries that are kept
+Mode = Literal["unbiased", "drop", "tiles"]
+Operand = Literal["both", "input", "linear_weight"]  # whose gradient is made of the entries that are kept
+MODES, OPERANDS = get_args(Mode), get_args(Operand)
 
 
 class SparseGradient(NamedTuple):

@@ -14,6 +14,7 @@ from flce_ops.math.reduction import Reduction
 
 DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual ones, without asking further
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TARGET_DTYPES = (torch.int64, torch.int32)
 
 
 def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
@@ -79,10 +80,17 @@ def check_dense(op: str, **tensors: Tensor | None) -> None:
 def check_unpacked(op: str, name: str, weight: Tensor) -> None:
     """Before its shape, which is that of the storage where a quantized weight came without what it needs to be read."""
     if not weight.dtype.is_floating_point and not weight.dtype.is_complex:
-        raise TypeError(
-            f"{op}: expected {name} in a floating dtype, got {weight.dtype}, the storage of a quantized weight; "
+        hint = swapped_with_target(name, weight) or (
+            ", the storage of a quantized weight; "
             "dequantize it first, as bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)"
         )
+        raise TypeError(f"{op}: expected {name} in a floating dtype, got {weight.dtype}{hint}")
+
+
+def swapped_with_target(name: str, tensor: Tensor) -> str:
+    """The end of a message about its dtype, or nothing."""
+    indices = tensor.dtype in TARGET_DTYPES
+    return f", which class indices have; are {name} and target swapped?" if indices else ""
 
 
 def check_real(op: str, **tensors: Tensor | None) -> None:
@@ -94,7 +102,9 @@ def check_real(op: str, **tensors: Tensor | None) -> None:
 def check_supported_dtype(op: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise TypeError(f"{op}: expected {name} in one of {supported}, got {tensor.dtype}")
+        raise TypeError(
+            f"{op}: expected {name} in one of {supported}, got {tensor.dtype}{swapped_with_target(name, tensor)}"
+        )
 
 
 def check_linear(
@@ -136,7 +146,7 @@ def check_linear(
 
 
 def check_target_dtype(op: str, target: Tensor) -> None:
-    if target.dtype not in (torch.int64, torch.int32):
+    if target.dtype not in TARGET_DTYPES:
         hint = " (linear_cross_entropy alone takes class probabilities)" if target.is_floating_point() else ""
         raise TypeError(f"{op}: expected target of class indices in int64 or int32, got {target.dtype}{hint}")
 

@@ -56,7 +56,7 @@ def check_teacher(op: str, operands: KlDivOperands) -> None:
         )
     if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.dim() < 1:
         raise ValueError(
-            f"{op}: expected teacher_input of shape {(*input.shape[:-1], 'E')} with the tokens of input "
+            f"{op}: expected teacher_input of shape {tuple(input.shape[:-1])} + (E,), with the tokens of input "
             f"{tuple(input.shape)}, got {tuple(teacher_input.shape)}"
         )
     names = ("teacher_input", "teacher_weight", "teacher_bias")

@@ -198,8 +198,8 @@ def register_without_leaves(value: object) -> None:
 class UncompiledDispatchMode(TorchDispatchMode):
     """A dispatch mode that only code below the operators enters, which Dynamo never traces.
 
-    Torch would wrap its __torch_dispatch__ against Dynamo, and the first call of that wrapper imports torch._dynamo: 3.5
-    seconds.
+    Torch would wrap its __torch_dispatch__ against Dynamo, and the first call of that wrapper imports torch._dynamo:
+    3.5 seconds.
     """
 
     @classmethod

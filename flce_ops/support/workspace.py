@@ -17,6 +17,7 @@ Of set_workspace and the blocks still open, what came last decides. A block take
 """
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -32,6 +33,9 @@ RETAINED_WORKSPACES = 2
 # The ATen kernels sum gradients of half operands over chunks in float32 where that copy is small: at most half the
 # workspace, or this much. A larger one is summed in its own dtype, rounded once a chunk (flce_ops/aten/gradients.py).
 FLOAT32_SUM_BYTES = 32 << 20
+
+# Who sets fewer mostly means MiB.
+SUSPICIOUS_BYTES = 32 << 10
 
 # What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
 VECTOR_BYTES_PER_TOKEN = 128
@@ -166,3 +170,9 @@ def check_bytes(function: str, nbytes: int | None, retained: int | None) -> None
         raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")
     if retained is not None and not (type(retained) is int and retained >= 0):
         raise ValueError(f"{function}: expected retained to be a number of bytes, got {retained!r}")
+    for given in (nbytes, retained):
+        if given and given < SUSPICIOUS_BYTES:
+            warnings.warn(
+                f"{function}: {given} bytes hold no row of a usual head's logits; for {given} MiB pass {given} << 20",
+                stacklevel=3,
+            )

@@ -24,3 +24,7 @@ From then on `model(input_ids, labels=labels).loss` is the operator's; without l
 from flce_ops.integrations.transformers.patching import patch, patched, unpatch
 
 __all__ = ["patch", "patched", "unpatch"]
+
+
+def __dir__() -> list[str]:
+    return __all__

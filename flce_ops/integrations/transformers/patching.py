@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import check_ranges
 from flce_ops.entry.metrics import NAMES, checked_names
 from flce_ops.integrations.sparse_options import check_threshold
@@ -32,7 +33,7 @@ from flce_ops.integrations.transformers.logit_steps import Head
 from flce_ops.integrations.transformers.read_head import read_head
 from flce_ops.integrations.transformers.trainer import announce_to_models
 
-Model = nn.Module | type[PreTrainedModel]
+Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
 
 # What the user said, and the attribute of the instance or the class that holds it.
 OPTIONS = {
@@ -43,6 +44,7 @@ OPTIONS = {
 }
 
 
+@typed
 def patch(
     model_or_class: Model,
     *,
@@ -85,7 +87,7 @@ def patch(
     check_ranges("patch", label_smoothing=label_smoothing)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
-        patched: Model = model_or_class
+        patched: nn.Module | type[PreTrainedModel] = model_or_class
     else:
         patched = base_model_of(model_or_class)
         patch_instance(patched)
@@ -128,6 +130,7 @@ def forget_options(patched: nn.Module | type) -> None:
 
 
 @contextlib.contextmanager
+@typed
 def patched(
     model_or_class: Model,
     *,

@@ -19,3 +19,7 @@ head that FSDP2 or ZeRO-3 has sharded, the losses themselves.
 from flce_ops.integrations.trl.patching import patch, patched, unpatch
 
 __all__ = ["patch", "patched", "unpatch"]
+
+
+def __dir__() -> list[str]:
+    return __all__

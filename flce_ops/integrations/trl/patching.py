@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from flce_ops.entry.argument_types import typed
 from flce_ops.integrations.full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
 from flce_ops.integrations.places import Place, Replacements
 from flce_ops.integrations.sparse_options import check_threshold
@@ -37,6 +38,7 @@ DIVERGENCE = Place(
 REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss})
 
 
+@typed
 def patch(*, gradient_threshold: float = 0.0) -> None:
     """Make TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers compute by this package's operators.
 
@@ -69,6 +71,7 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
+@typed
 def patched(*, gradient_threshold: float = 0.0) -> Iterator[None]:
     """`patch` for the duration of a with block; if TRL was patched before, it stays so, with the option it had."""
     before = LOG_PROBS.get() if REPLACEMENTS.originals else None

@@ -1,0 +1,71 @@
+"""Keyword arguments by name and type, for the overloads of functions whose result depends on one of theirs."""
+
+from typing import TypedDict
+
+from torch import Tensor
+
+from flce_ops.entry.arguments import ReductionName
+from flce_ops.math.sparse_gradient import Mode, Operand
+
+# K classes of a token, D hidden, V vocabulary
+
+
+class SparseKeywords(TypedDict, total=False):
+    gradient_threshold: float
+    gradient_mode: Mode
+    gradient_seed: Tensor | None  # ()
+    gradient_sparse: Operand
+
+
+class LogProbsKeywords(SparseKeywords, total=False):
+    ignore_index: int | None
+    softcap: float | None
+    logit_scale: float | Tensor
+    temperature: float | Tensor
+    shift: bool
+    entropy: bool
+    argmax: bool
+    tail: bool
+
+
+class LossKeywords(TypedDict, total=False):
+    weight: Tensor | None  # (V,)
+    reduction: ReductionName
+    ignore_index: int | None
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    token_weight: Tensor | None  # (...)
+    normalizer: Tensor | float | None  # ()
+    shift: bool
+
+
+class LogitsKeywords(LossKeywords, total=False):
+    logit_scale: float
+    temperature: float
+    inplace_backward: bool
+
+
+class CrossEntropyKeywords(LossKeywords, SparseKeywords, total=False):
+    logit_scale: float | Tensor
+    temperature: float | Tensor
+    target_weight: Tensor | None  # (..., K)
+    main_grad: Tensor | None  # (V, D)
+    gradient_class_order: Tensor | None  # (V,)
+    options: object
+
+
+class ForwardKeywords(TypedDict, total=False):
+    """What both modules' forward takes."""
+
+    token_weight: Tensor | None  # (...)
+    target_weight: Tensor | None  # (..., K)
+    normalizer: Tensor | float | None  # ()
+    shift: bool
+    gradient_seed: Tensor | None  # ()
+    gradient_class_order: Tensor | None  # (V,)
+
+
+class HeadKeywords(ForwardKeywords, total=False):
+    weight: Tensor | None  # (V,)
+    reduction: ReductionName
