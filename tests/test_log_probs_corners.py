@@ -198,5 +198,6 @@ def test_entropy_of_nearly_sure_rows_keeps_the_digits_of_plain_torch(device, dty
     exact = step(plain, *(leaf.detach().double().requires_grad_() for leaf in (x, w)))
     found = step(lambda x, w: flce_ops.linear_log_probs(x, w, y, entropy=True).entropy, x, w)
     assert 0 < exact[0].median() < 0.5
+    unit = 2e-7 * len(x) ** 0.5 / exact[0].norm()  # of numbers near 1, the sums of exponentials
     for mine, theirs, truth in zip(found, step(plain, x, w), exact, strict=True):
-        assert error(mine, truth) <= 1.5 * error(theirs, truth)
+        assert error(mine, truth) <= 1.5 * error(theirs, truth) + unit

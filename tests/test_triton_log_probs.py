@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from inputs import make_inputs, scalars
 from reference_loss import error
 from test_triton_interpreter import EVEN, OPTIONS, RAGGED, TOLERANCE, double, logit_options, operands
@@ -51,7 +52,8 @@ def test_forward_gives_the_expected_and_the_largest_logit(shape, dtype, options,
 @pytest.mark.parametrize("wanted", ["expected_log_prob", "argmax", "logit_sum"])
 def test_each_alone_is_what_it_is_with_the_others(wanted, poisoned_memory):
     args = operands(RAGGED, torch.float32, {"bias": True})
-    everything = launch_forward(*args, logit_sum=True, expected_log_prob=True, argmax=True)
+    entropy = wanted == "expected_log_prob"  # which takes the target's logit from elsewhere
+    everything = launch_forward(*args, logit_sum=True, expected_log_prob=entropy, argmax=True)
     alone = launch_forward(*args, **{wanted: True})
     sizes = {"logit_sum": [2], "expected_log_prob": [3], "argmax": [4, 5]}[wanted]
     for i, (one, other) in enumerate(zip(alone[:9], everything[:9], strict=True)):
@@ -81,6 +83,32 @@ def test_the_first_of_equal_logits_within_a_tile_and_across_tiles():
         hidden, weight, target, None, None, torch.ones(37), output_mask=[True, True, False], argmax=True
     )
     assert torch.equal(found[5], first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_entropy_of_nearly_sure_rows_is_no_worse_than_plain_torch(slots, dtype):
+    """The target's logit is made twice, in two orders; what they differ by is 1000 times such a row's entropy."""
+    classes = torch.randn(509, 64) / 8
+    sure = torch.randint(509, (48,))
+    x, w = (40 * classes[sure] + 0.1 * torch.randn(48, 64)).to(dtype), classes.to(dtype)
+    target = sure if slots == 1 else torch.stack([torch.randint(509, (48,)), sure, sure], 1)
+    slope = torch.linspace(-1, 1, 48) * (4096 if dtype == torch.float16 else 1)
+
+    def plain(x, w):
+        log_p = F.linear(x, w).to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return entropy.detach(), *torch.autograd.grad((entropy * slope).sum(), (x, w))
+
+    exact = plain(*(leaf.double().requires_grad_() for leaf in (x, w)))
+    theirs = plain(*(leaf.detach().clone().requires_grad_() for leaf in (x, w)))
+    asked, mask = {"expected_log_prob": True}, {"output_mask": [True, True, False]}
+    _, lse, _, expected, *_, lse_rest, _ = launch_forward(x, w, target, None, None, **asked)
+    known = {"expected_log_prob": expected, "grad_expected_log_prob": -slope, "lse_rest": lse_rest}
+    found = (-expected, *launch_backward(None, None, None, x, w, target, None, None, lse, **mask, **known)[:2])
+    unit = 2e-7 * 48**0.5 / exact[0].norm()  # of numbers near 1, the sums of exponentials
+    for mine, plainly, truth in zip(found, theirs, exact, strict=True):
+        assert error(mine, truth) <= 1.5 * error(plainly, truth) + unit
 
 
 # loss above 40 nats: exp(z - z_target) leaves float32's room, the chunk's exponentials are made again

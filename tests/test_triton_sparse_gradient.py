@@ -19,6 +19,7 @@ from flce_ops.triton.finish_rows import FinishedRows
 from flce_ops.triton.gather_sums import launch_gather_lists
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.sparse_lists import Lists, launch_lists
+from flce_ops.triton.sparse_or_dense import lists_may_pay
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -213,6 +214,7 @@ def test_the_entries_of_a_span_are_counted_in_int32():
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
     """And where lists are long, the GEMMs of an exact step in place of them."""
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
+    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.USUAL_SHARE", 0.0)  # the device decides
     monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
     args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
@@ -227,6 +229,33 @@ def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisone
     exact = launch_with_grad(*args, output_mask=[True, True, False])
     errors = [error(ours, expected) for ours, expected in zip(whole[2:4], exact[2:4])]
     assert max(errors) < 1e-6 if classes_per_entry == 96 else min(errors) > 1e-2
+
+
+def test_where_lists_cannot_pay_the_exact_step_runs_and_says_so(poisoned_memory):
+    """Small D, or a threshold that is low for V: no lists are made only to be found too long."""
+    args, mask = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None), [True, True, False]
+    exact = launch_with_grad(*args, output_mask=mask)
+    for mode in ("unbiased", "drop"):
+        found = launch_with_grad(*args, output_mask=mask, **options(2.0**-4, mode))
+        is_exact = [torch.equal(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
+        assert all(is_exact) if mode == "unbiased" else not any(is_exact[2:4])
+        assert ("an exact gradient: so low a gradient_threshold" in flce_ops.last_path().reason) == (mode == "unbiased")
+    lse = dense_logits(*args[:2]).logsumexp(1)
+    losses = torch.randn(28), torch.randn(28), None
+    exact = launch_backward(*losses, *args[:5], lse, output_mask=mask)
+    found = launch_backward(*losses, *args[:5], lse, output_mask=mask, **options(2.0**-4))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[:2], exact[:2]))
+    assert "an exact gradient" in flce_ops.last_path().reason
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_classes", "lowest"),  # the lowest threshold that has lists, of sparse.csv's problems, and D = 320
+    [(1024, 50304, 2.0**-11), (4096, 128256, 2.0**-13), (320, 128256, None)],
+)
+def test_the_threshold_from_which_lists_may_pay(hidden, num_classes, lowest):
+    powers = [2.0**-k for k in range(6, 14)]
+    paying = [threshold for threshold in powers if lists_may_pay(threshold, num_classes, hidden)]
+    assert paying == [threshold for threshold in powers if lowest is not None and threshold >= lowest]
 
 
 def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
@@ -288,6 +317,8 @@ class OtherOperations(TorchDispatchMode):
 @pytest.mark.parametrize("mode", ["unbiased", "drop", "tiles"])
 def test_sparse_steps_can_be_repeated_from_a_recording(mode, monkeypatch):
     """A view that replay.py did not know made the host launch each kernel anew: 1.6 for 1.15 at 8192x1024x50304."""
+    for name in ("LISTS_COST", "USUAL_SHARE"):  # the device decides
+        monkeypatch.setattr(f"flce_ops.triton.sparse_or_dense.{name}", 0.0)
     steps = {}
 
     def repeated(step, *arguments, fresh=()):

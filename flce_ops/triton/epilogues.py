@@ -43,6 +43,17 @@ def reference_logits(pointer, rows, row_mask):
     return tl.load(pointer + rows, mask=row_mask, other=float("inf"))
 
 
+class ReferenceClass(NamedTuple):
+    """The class of each row whose logit is the reference, (n,) each.
+
+    That logit is a dot product of its own, in another order than the GEMM's. Where a row is nearly sure of the class,
+    its entropy is far smaller than their difference, so there the GEMM's gives way.
+    """
+
+    column: Tensor  # int64, -1 for 0
+    logit: Tensor  # a rescue leaves it as it is
+
+
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
@@ -54,6 +65,8 @@ class ExpSum(NamedTuple):
     squares: Tensor | None = None  # (T, n) out, sum_cols E^2
     total: Tensor | None = None  # (T, n) out, sum_cols z
     coding: Coding | None = None  # its maxima out
+    reference_class: ReferenceClass | None = None
+    first_column: int = 0  # of these classes
 
     def of(self, tiles: slice, columns: slice) -> "ExpSum":
         def part(numbers: Tensor | None, of: slice = tiles) -> Tensor | None:
@@ -68,6 +81,7 @@ class ExpSum(NamedTuple):
             argmax=part(self.argmax),
             squares=part(self.squares),
             total=part(self.total),
+            first_column=columns.start,
         )
 
 
@@ -76,6 +90,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     class_weight = class_weights(operands.class_weight, cols, col_mask)
     reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
     partial_offset = tile.to(tl.int64) * n + rows
+    if operands.reference_class is not None:
+        own = tl.load(operands.reference_class.column + rows, mask=row_mask, other=0).to(tl.int32)
+        own_logit = tl.load(operands.reference_class.logit + rows, mask=row_mask, other=0.0)
+        is_own = (cols + operands.first_column)[None, :] == tl.maximum(own, 0)[:, None]
+        z = tl.where(is_own, own_logit[:, None], z)
     if operands.logit_sum is not None:
         weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
         tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.columns import weighted_column_sum
-from flce_ops.triton.epilogues import ExpSum, MaxSum
+from flce_ops.triton.epilogues import ExpSum, MaxSum, ReferenceClass
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logit_codes import LogitCodes, coding
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
@@ -83,6 +83,7 @@ def launch_exponentials(
     logit_sum: bool = False,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     expected: bool = False,
+    reference_class: ReferenceClass | None = None,  # whose logits are taken from it
     argmax: bool = False,
     squares: bool = False,
     total: bool = False,
@@ -111,6 +112,7 @@ def launch_exponentials(
         squares=per_tile_if(squares),
         total=per_tile_if(total),
         coding=None if codes is None else coding(codes, input.dtype),
+        reference_class=reference_class,
     )
 
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
@@ -140,7 +142,8 @@ def launch_exponentials(
     combine_kernel[(triton.cdiv(rows, BLOCKS["BLOCK_N"]),)](
         guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **BLOCKS
     )
-    exponentiate(ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares), guard)
+    again = ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares)
+    exponentiate(again._replace(reference_class=reference_class), guard)
     launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
     max_logit, columns = argmax_over_tiles(sums, linear_weight.shape[0]) if argmax else (None, None)
     return RowSums(

@@ -164,6 +164,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list
             guard=at_target.guard,
             codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
             expected=call.expected_log_prob,
+            reference_class=at_target.reference_class if call.expected_log_prob else None,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
             class_weight=class_weight,

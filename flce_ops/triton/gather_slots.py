@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.triton.epilogues import ReferenceClass
 from flce_ops.triton.gather_tokens import AtTarget, launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
@@ -40,7 +41,8 @@ def slot_logits_kernel(
     logit_ptr,  # (n, K) out, base 2; 0 where the class is not here
     dz_du_ptr,  # (n, K) out, dz/du / logit_scale; None without a softcap
     column_ptr,  # (n, K) out, int64: the class among these columns, -1 elsewhere
-    reference_ptr,  # (n,) base 2, a logit of the row; out: the largest of it and of the slots'
+    reference_ptr,  # (n,) base 2, the logit of column 0; out: the largest of it and of the slots'
+    reference_class,  # ReferenceClass, out
     n,
     V,
     D,
@@ -58,7 +60,7 @@ def slot_logits_kernel(
     row = tl.program_id(0)
     if row < kept_rows(kept, n):
         token = tl.load(kept.order + row).to(tl.int64)
-        largest = tl.load(reference_ptr + row)
+        largest, column_of_largest = tl.load(reference_ptr + row), tl.full((), 0, tl.int64)
         logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
         for start in range(0, SLOTS, BLOCK_S):
             slot = start + tl.arange(0, BLOCK_S)
@@ -87,8 +89,14 @@ def slot_logits_kernel(
             tl.store(column_ptr + place, tl.where(hit, column, -1), mask=inside)
             if logit_options.softcap is not None:
                 tl.store(dz_du_ptr + place, dz_du, mask=inside)
-            largest = tl.maximum(largest, tl.max(tl.where(hit, z2, float("-inf")), 0))
+            here = tl.where(hit, z2, float("-inf"))
+            of_slots = tl.max(here, 0)
+            column_of_slots = tl.max(tl.where(here == of_slots, column, 0), 0)
+            column_of_largest = tl.where(of_slots > largest, column_of_slots, column_of_largest)
+            largest = tl.maximum(largest, of_slots)
         tl.store(reference_ptr + row, largest)
+        tl.store(reference_class.column + row, column_of_largest)
+        tl.store(reference_class.logit + row, largest)
 
 
 def launch_gather_targets(
@@ -114,6 +122,7 @@ def launch_gather_targets(
     logit = reference.new_empty(n, slots)
     dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
     column = target.new_empty(n, slots, dtype=torch.int64)
+    reference_class = ReferenceClass(column.new_empty(n), torch.empty_like(reference))
     slot_logits_kernel[(n,)](
         kept,
         rows,
@@ -124,6 +133,7 @@ def launch_gather_targets(
         dz_du,
         column,
         reference,
+        reference_class,
         n,
         linear_weight.shape[0],
         hidden,
@@ -137,4 +147,4 @@ def launch_gather_targets(
         BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
         num_warps=4,
     )
-    return AtTarget(logit, dz_du, column, reference, guard, logit_sum)
+    return AtTarget(logit, dz_du, column, reference_class, reference, guard, logit_sum)

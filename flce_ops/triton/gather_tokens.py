@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.triton.epilogues import ReferenceClass
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits, number_at
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair, pair_logit
@@ -35,6 +36,7 @@ class AtTarget(NamedTuple):
     logit: Tensor  # base 2
     dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
     column: Tensor  # int64, the target's, -1 if it is not here
+    reference_class: ReferenceClass
     reference: Tensor  # a copy of `logit`, for a rescue to change
     guard: Tensor  # () int32, 0
     logit_sum: Tensor | None  # base 2, sum_j w_j z_j, where asked for
@@ -171,4 +173,4 @@ def launch_gather_tokens(
         RANK=pair.rank,
         num_warps=4,
     )
-    return AtTarget(logit, dz_du, column, reference, guard, logit_sum)
+    return AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)

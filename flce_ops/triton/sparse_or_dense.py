@@ -10,6 +10,11 @@ number them, a tenth of the blocks has half of the entries, and no variance. Whe
 before it is trained, all blocks are dense; and so they are where lists would save less than they take to be made.
 
 128 kept tokens of the first chunk decide for all, so chunks do not.
+
+What the device finds dense has paid for that finding: 4.5 ms for 4.0 at 8192x1024x50304 and 2^-12. So where lists are
+not to be expected to pay, which D, V and the threshold say, the host launches an exact step in the first place:
+
+    usual entries a token  = USUAL_SHARE / threshold          worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
 """
 
 from typing import NamedTuple
@@ -29,6 +34,9 @@ CLASSES_PER_ENTRY = 96
 # Of the time of all classes' GEMMs, what it takes to make and order lists: this over D. They read V numbers a token,
 # the GEMMs make 4 V D operations of them: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
 LISTS_COST = 320
+# Of the 1 / threshold entries that a token keeps at most: 0.07 to 0.09 with the hidden states of trained models
+# (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12), nearly all where rows are flat.
+USUAL_SHARE = 1 / 8
 DECIDING = tl.constexpr(128)  # tokens, evenly spread
 
 
@@ -54,6 +62,15 @@ NONE_DENSE = DenseClasses()
 def empty_dense(num_classes: int, like: Tensor) -> DenseClasses:
     is_dense, index = like.new_empty(2, triton.cdiv(num_classes, LIVE.value) + 1, dtype=torch.int32).unbind()
     return DenseClasses(is_dense[:-1], index, like.new_empty((), dtype=torch.int32))
+
+
+def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:
+    return USUAL_SHARE / threshold <= worth(num_classes, hidden)
+
+
+def worth(num_classes: int, hidden: int) -> float:
+    """Entries a token whose lists take as long as the GEMMs of so many classes; none where D is small."""
+    return (1.0 - LISTS_COST / hidden) * num_classes / CLASSES_PER_ENTRY
 
 
 @Kernel
@@ -134,5 +151,5 @@ def launch_sparse_or_dense(
         num_warps=4,
     )
     most = LIVE.value / CLASSES_PER_ENTRY
-    worth = (1.0 - LISTS_COST / hidden) * blocks * most
-    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, worth, most, BLOCK=1024, num_warps=8)
+    at_most = worth(blocks * LIVE.value, hidden)
+    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)

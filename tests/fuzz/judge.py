@@ -213,9 +213,9 @@ def second_line(
 
 
 def on_triton(problem: Problem) -> bool:
-    """In the interpreter float32 stands in for bfloat16."""
-    half = problem.arithmetic_dtype() in (torch.bfloat16, torch.float16)
-    return problem.device == "interpreter" or (problem.device == "cuda" and half)
+    """In the interpreter float32 stands in for bfloat16; given logits take the kernels in float32, too."""
+    of_kernels = [torch.bfloat16, torch.float16] + [torch.float32] * (problem.case.function == "given_logits")
+    return problem.device == "interpreter" or (problem.device == "cuda" and problem.arithmetic_dtype() in of_kernels)
 
 
 def rounding_of_logits(problem: Problem) -> float:
