@@ -122,5 +122,5 @@ def test_a_case_is_the_same_whenever_it_is_drawn():
 def test_the_command_runs_the_triton_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.fuzz", "--device", "interpreter", "--cases", "3", "--seed", str(SEED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ})
     assert "# 3 cases of seed" in done.stdout, done.stderr
