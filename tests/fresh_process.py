@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 180  # one script
+SECONDS = 600  # one script: only a hang takes longer
 
 SERVER = f"""
 import json, os, signal, sys, traceback, torch

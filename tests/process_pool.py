@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-CASE_SECONDS = 120  # one case, compilation included
+CASE_SECONDS = 600  # one case, compilation included, on a slow machine with other work: only a hang takes longer
 GRACE_SECONDS = 5  # for the others' tracebacks once one process has failed: they may wait for it in a collective
 
 GPU_WORLDS = (2, 4, 8)

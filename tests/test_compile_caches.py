@@ -45,7 +45,7 @@ print(json.dumps(found))
 def run_steps(root: Path, tag: str, *keys: str | None) -> dict:
     environment = {**os.environ, "PYTHONPATH": str(root), "TORCH_COMPILE_CACHE_KEY_TAG": tag}
     command = [sys.executable, "-W", "ignore", "-c", STEPS, json.dumps([str(root), keys])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -126,8 +126,9 @@ def test_first_tile_all_minus_infinity(device, reduction):
     inputs.target.copy_(torch.randint(1018, 1021, (33,)))
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
     exact = run_reference(inputs, reduction=reduction)
-    for name in exact:
-        assert error(found[name], exact[name]) < 3e-6, name
+    plain = run(plain_loss, inputs, reduction=reduction)
+    for name in exact:  # a bias of three classes, whose gradients may cancel in one draw of thirty
+        assert error(found[name], exact[name]) <= 2 * error(plain[name], exact[name]) + 1e-6, name
 
 
 def test_loss_of_a_class_switched_off_is_infinite_as_in_torch(device):

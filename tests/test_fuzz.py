@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz import judge
-from tests.fuzz.cases import FUNCTIONS, Case
+from tests.fuzz.cases import BUFFER_MODES, FUNCTIONS, Case
 from tests.fuzz.consistent import consistent
 from tests.fuzz.draw import draw
 from tests.fuzz.ours import Ours
@@ -31,6 +32,13 @@ def test_the_arguments_of_every_function_are_drawn():
         assert sum(bool(getattr(case, name)) for case in cases) > 10, name
     for name, values in DRAWN.items():
         assert {getattr(case, name) for case in cases} >= values, name
+    caps = [case.softcap for case in cases if case.softcap is not None]
+    assert min(caps) < 0.01 and max(caps) > 1e5
+    assert {case.sparse for case in cases if case.class_order} == {"", "drop", "unbiased"}
+    assert {(case.learnt, case.poison) for case in cases} >= set(
+        product(("logit_scale", "temperature"), ("nan", "inf"))
+    )
+    assert {case.mode for case in cases if case.main_grad} == set(BUFFER_MODES)
     for function in FUNCTIONS:
         modes = {case.mode for case in cases if case.function == function}
         assert len(modes) > 10, function
@@ -72,6 +80,11 @@ NEWER = {
     "a pair": {"function": "low_rank", "rank": 3, "frozen": True, "wants": ("input", "pair_input", "pair_weight")},
     "lists": {"sparse": "unbiased", "threshold": 2.0**-5},
     "a buffer": {"main_grad": "sums", "mode": "backward"},
+    "two micro-batches": {"main_grad": "sums", "mode": "two_forwards"},
+    "a buffer that is zeroed": {"main_grad": "sums", "mode": "zeroed"},
+    "an order": {"sparse": "unbiased", "threshold": 2.0**-5, "class_order": True},
+    "a learnt scale": {"learnt": "logit_scale", "logit_scale": 2.0},
+    "a learnt temperature": {"learnt": "temperature", "temperature": 0.7},
 }
 BLIND = {  # what ours is given in place of what the case has
     "soft targets": lambda at: {"target_weight": at["target_weight"] * 1.001},
@@ -82,6 +95,11 @@ BLIND = {  # what ours is given in place of what the case has
     "a pair": lambda at: {"pair_input": at["pair_input"] * 1.001},
     "lists": lambda at: {"gradient_seed": at["gradient_seed"] + 1},
     "a buffer": lambda at: {"main_grad": at["main_grad"].clone()},
+    "two micro-batches": lambda at: {"main_grad": at["main_grad"].clone()},
+    "a buffer that is zeroed": lambda at: {"main_grad": at["main_grad"].clone()},
+    "an order": lambda at: {"class_order": at["class_order"].flip(0)},
+    "a learnt scale": lambda at: {"learnt": at["learnt"].detach()},
+    "a learnt temperature": lambda at: {"learnt": at["learnt"].detach()},
 }
 
 
@@ -104,5 +122,5 @@ def test_a_case_is_the_same_whenever_it_is_drawn():
 def test_the_command_runs_the_triton_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.fuzz", "--device", "interpreter", "--cases", "3", "--seed", str(SEED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ})
     assert "# 3 cases of seed" in done.stdout, done.stderr

@@ -16,7 +16,8 @@ BOTH = {"entropy": True, "argmax": True}
 
 # What may come on top of plain torch's error when that happens to be small, in units of the operands' rounding.
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SLACK = {torch.float64: 30, torch.float32: 5, torch.bfloat16: 0.6, torch.float16: 0.6}
+# float64 is its own truth here, with an error of 0: sums of V terms in another order are off by 30 units.
+SLACK = {torch.float64: 100, torch.float32: 5, torch.bfloat16: 0.6, torch.float16: 0.6}
 
 # name: (what make_inputs adds, options)
 ARGUMENTS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from inputs import RAGGED, make_inputs
 from process_pool import run_in_world, worlds
-from reference_loss import error, run, run_reference
+from reference_loss import error, plain_loss, run, run_reference
 from test_checkpoint import COMPILABLE, WAYS
 from test_memory import MiB, peak_on_cpu, peak_on_cuda
 from test_numerics import ARGUMENTS
@@ -39,7 +39,8 @@ def added(main_grad, inputs, function=flce_ops.linear_cross_entropy, cotangent=N
     return found | {"linear_weight": main_grad.double() - before.double()}
 
 
-# On top of autograd's own error: twice what 8 seeds showed on the CPU; of float16 for sums in another order on CUDA.
+# On top of autograd's own error, or plain torch's: twice what 8 seeds showed on the CPU; of float16 for sums in another
+# order on CUDA.
 SLACK = {torch.float64: 8e-16, torch.float32: 4e-7, torch.bfloat16: 8e-4, torch.float16: 1e-5}
 
 
@@ -52,13 +53,16 @@ def test_the_gradient_is_added_and_the_others_are_autograds(device, name, reduct
     inputs = make_inputs((70, 33, 123), device=device, dtype=dtype, **made)
     cotangent = torch.randn(70 if reduction == "none" else (), device=device)
     exact = run_reference(inputs, cotangent, reduction=reduction, **options)
+    # autograd's gradients of a scalar loss are made in forward: they, or plain torch's, may be exact by luck
     usual = run(flce_ops.linear_cross_entropy, inputs, cotangent, reduction=reduction, **options)
+    plain = run(plain_loss, inputs, cotangent, reduction=reduction, **options)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     main_grad = (exact["linear_weight"].std() * buffer_of(inputs, torch.float64)).to(sums)
     found = added(main_grad, inputs, cotangent=cotangent, reduction=reduction, **options)
     assert flce_ops.last_path().op == "linear_cross_entropy_backward_"
     for key, result in found.items():
-        assert error(result, exact[key]) <= error(usual[key], exact[key]) + SLACK[dtype], key
+        theirs = max(error(other[key], exact[key]) for other in (usual, plain))
+        assert error(result, exact[key]) <= 1.1 * theirs + SLACK[dtype], key
 
 
 @pytest.mark.parametrize("rows", [0, 128, 256])

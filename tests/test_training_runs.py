@@ -157,7 +157,7 @@ def test_a_process_that_dies_and_a_budget_that_is_spent_are_reasons(monkeypatch)
     chosen = Run("exact", 0, Path("tokens"), SIZE, 1, 1e-3, 1, 1, False, None, 1)
     assert training.take(chosen, CPU, time.monotonic()) == ([], {}, "time budget spent")
     monkeypatch.setattr(training, "serve", multiprocessing.process.current_process)  # which takes no arguments
-    assert training.take(chosen, CPU, time.monotonic() + 120) == ([], {}, "its process ended with 1")
+    assert training.take(chosen, CPU, time.monotonic() + 600) == ([], {}, "its process ended with 1")
 
 
 def test_every_setting_of_the_pages_ran_to_its_end():

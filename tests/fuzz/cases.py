@@ -13,11 +13,15 @@ LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded",
 SECOND_ORDER = ("create_graph", "func_twice", "hvp")
 REFUSED = ("forward_mode", "third")
 SPARSE_MODES = ("backward", "grad", "retain_graph", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")
-BUFFER_MODES = ("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")  # of main_grad
+BUFFER_MODES = (  # of main_grad; "zeroed": the buffer, between forward and backward
+    *("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks"),
+    *("two_forwards", "two_backwards", "zeroed"),
+    *("compile_aot", "compile_two_forwards", "compile_two_backwards", "compile_zeroed"),
+)
 MODES = (
     *("backward", "grad", "retain_graph", "create_graph_once", *SECOND_ORDER, "func", "batched", "vmap"),
     *("checkpoint", "reentrant_checkpoint", "saved_tensor_hooks", "no_grad", "inference_mode"),
-    *("compile_eager", "compile_aot", *REFUSED),
+    *("two_forwards", "two_backwards", "compile_eager", "compile_aot", *REFUSED),
 )
 
 # What the arguments have to do with each other; any that do not contradict may be together.
@@ -104,7 +108,7 @@ class Case:
     frozen: bool = False  # the head beside a low-rank pair
     sparse: str = ""  # gradient_mode, with a gradient_threshold
     threshold: float = 2.0**-6
-    class_order: bool = False  # gradient_class_order, of "drop", which it does not change
+    class_order: bool = False  # gradient_class_order, a permutation
     main_grad: str = ""  # dtype of the buffer: "own" is the weight's, "sums" float32 or float64
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several

@@ -75,31 +75,33 @@ def newer_options(case: Case) -> dict:
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
     if slots:
         new["V"] = max(case.V, 2)  # of one class the gradient is a rounding of 0
-    if slots or case.function == "low_rank":
-        new["poison"] = ""  # the pair's features would have to hold it too; of slots the oracle multiplies by 0
+    if case.function == "low_rank":
+        new["poison"] = ""  # the pair's features would have to hold it too
     special = case.function == "cross_entropy" and not slots
     if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
         new["sparse"] = ""
     elif case.sparse:
         new |= {"main_grad": "", "learnt": ""}
-    new["class_order"] = case.class_order and new.get("sparse", case.sparse) == "drop"
+    new["class_order"] = case.class_order and case.function in ("cross_entropy", "metrics")
     if not special or case.mode not in BUFFER_MODES:
         new["main_grad"] = ""
     elif case.main_grad and not case.sparse:
         new["wants"] = tuple(sorted({*case.wants, "weight"}))
         new["views"] = tuple(name for name in case.views if name != "weight")
+    if not new.get("main_grad", case.main_grad) and case.mode.endswith("zeroed"):
+        new["mode"] = "backward"
     return new
 
 
 def can_be_learnt(case: Case) -> bool:
-    if case.sparse or case.function in ("policy", "low_rank"):
+    if case.sparse or case.function == "low_rank":
         return False
     if case.mode.startswith("compile") and (case.learnt in ("softcap", "z_loss") or case.softcap is not None):
         return False  # Dynamo wraps the refusal
     if case.learnt == "z_loss":
         return case.function in ("cross_entropy", "metrics")
     if case.learnt == "temperature":
-        return case.function in ("cross_entropy", "metrics", "log_probs")
+        return case.function in ("cross_entropy", "metrics", "log_probs", "policy")
     return case.function not in ("head", "loss_module", "given_logits")
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from random import Random
 
-from tests.fuzz.cases import ARGMAX_METRICS, LOG_PROB_METRICS, METRICS, RELATIONS, Case
+from tests.fuzz.cases import ARGMAX_METRICS, BUFFER_MODES, LOG_PROB_METRICS, METRICS, RELATIONS, Case
 from tests.fuzz.consistent import consistent
 
 # D hidden, V vocabulary, E hidden of the teacher
@@ -103,7 +103,7 @@ def flags(random: Random, case: Case) -> dict:
     """Which options there are."""
     new: dict = {
         "bias": choose(random, {"": 6, "normal": 4, "large": 0.3, "-inf": 0.3}),
-        "softcap": maybe(random, 0.2, random.choice([0.5, 3.0, 5.0, 30.0]), None),
+        "softcap": maybe(random, 0.2, 5.0, None),
         "logit_scale": maybe(random, 0.25, 0.7, 1.0),
         "int32": random.random() < 0.15,
     }
@@ -119,7 +119,7 @@ def flags(random: Random, case: Case) -> dict:
             "beta": choose(random, {0.5: 4, 0.1: 1, 0.9: 1, 0.0: 0.2, 1.0: 0.2}),
             "teacher": choose(random, {"hidden": 4, "probs": 3, "near": 1, "sparse probs": 1, "student": 1}),
             "teacher_scale": maybe(random, 0.2, random.choice([1.0, 0.5]), None),
-            "teacher_softcap": maybe(random, 0.15, 4.0, None),
+            "teacher_softcap": maybe(random, 0.15, 10.0 ** random.uniform(-3.0, 6.0), None),
         }
         return new
     return new | {
@@ -153,7 +153,7 @@ def newer(random: Random, case: Case) -> dict:
     if case.function == "cross_entropy":
         special = choose(random, {"": 7, "drop": 1, "unbiased": 1.5, "own": 1, "sums": 1.5})
         new |= {"sparse": special} if special in ("drop", "unbiased") else {"main_grad": special}
-        new["class_order"] = special == "drop" and random.random() < 0.5
+        new["class_order"] = random.random() < (0.5 if new.get("sparse") else 0.05)
         new["threshold"] = 2.0 ** -random.randint(3, 9)
     return new
 
@@ -163,17 +163,23 @@ def numbers(random: Random, case: Case) -> dict:
     scaled = case.logit_scale != 1.0
     return {
         "reduction": choose(random, {"mean": 5, "sum": 3, "none": 3}),
+        "softcap": None if case.softcap is None else softcap(random),
         "logit_scale": random.choice([0.1, 0.7, -1.3, 2.0, 0.0]) if scaled else 1.0,
         "temperature": maybe(random, 0.5, random.choice([0.3, 0.7, 2.0]), 1.0) if scaled else 1.0,
         "ignore_index": choose(random, {-100: 8, 0: 1, case.V // 2: 1, -1: 0.5}),
         "ignored": choose(random, {0.0: 3, 0.2: 5, 0.8: 1, 1.0: 0.4}),
         "factor": choose(random, {1.0: 5, 3.0: 1, -0.25: 1, 1024.0: 0.5, 0.0: 0.2}),
         "cotangent": choose(random, {"ones": 3, "normal": 3, "nan where ignored": 0.3}),
-        "learnt": maybe(random, 0.03, random.choice(["logit_scale", "temperature", "softcap", "z_loss"]), ""),
+        "learnt": choose(random, {"": 90, "logit_scale": 4, "temperature": 4, "softcap": 1, "z_loss": 1}),
         "z_loss": random.choice([1e-4, 1e-2, 1.0]) if case.z_loss else 0.0,
         "token_weight": choose(random, {"": 7, "uniform": 2, "signed": 1, "some zero": 0.5}),
         "normalizer": choose(random, {"": 7, "number": 1, "tensor": 1, "count": 0.5, "zero": 0.1}),
     }
+
+
+def softcap(random: Random) -> float:
+    usual = random.choice([0.5, 3.0, 5.0, 30.0])
+    return maybe(random, 0.5, usual, 10.0 ** random.uniform(-3.0, 6.0))
 
 
 def data(random: Random, case: Case) -> dict:
@@ -181,7 +187,7 @@ def data(random: Random, case: Case) -> dict:
     return {
         "data": choose(random, kinds),
         "targets": choose(random, {"likely": 3, "uniform": 3, "one class": 0.5, "largest": 0.7}),
-        "poison": maybe(random, 0.03, random.choice(["nan", "inf"]), "") if case.ignored else "",
+        "poison": maybe(random, 0.4 if case.learnt else 0.1, random.choice(["nan", "inf"]), "") if case.ignored else "",
     }
 
 
@@ -214,8 +220,10 @@ def derivatives(random: Random, case: Case) -> dict:
         "backward": 20, "grad": 20, "retain_graph": 8, "create_graph": 16, "create_graph_once": 4, "func": 6,
         "func_twice": 4, "hvp": 1, "batched": 1.5, "vmap": 3, "checkpoint": 4, "reentrant_checkpoint": 2,
         "saved_tensor_hooks": 2, "no_grad": 3, "inference_mode": 2, "compile_eager": 0.5, "compile_aot": 0.5,
-        "forward_mode": 0.3, "third": 0.3,
+        "two_forwards": 1, "two_backwards": 1, "forward_mode": 0.3, "third": 0.3,
     }  # fmt: skip
+    if case.main_grad:
+        weights = {mode: 1 if mode.startswith("compile") else 6 for mode in BUFFER_MODES}
     return {"mode": choose(random, weights)}
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_ops.entry.class_order import with_own_place
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
 from tests.fuzz.cases import ARGMAX_METRICS, Case
 from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens
@@ -20,16 +21,16 @@ from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens
 def call(case: Case, at: Tensors) -> Tensors:
     """The outputs by name."""
     learnt = {case.learnt: at["learnt"]} if case.learnt else {}
-    scale, temperature = case.logit_scale, case.temperature
-    if case.learnt in ("logit_scale", "temperature"):  # documented: multiplied into input and bias, in their dtype
-        factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
-        at = {name: tensor * factor if name in ("input", "bias") else tensor for name, tensor in at.items()}
-        scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
     at = {**at, "target": scored_target(case, at["target"])}
     case = replace(case, shift=False)
     valid = valid_tokens(case, at["target"])
     # what ignored rows hold does not matter, nan and infinite divergences included
     at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
+    scale, temperature = case.logit_scale, case.temperature
+    if case.learnt in ("logit_scale", "temperature"):  # documented: multiplied into input and bias, in their dtype
+        factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
+        at = {name: tensor * factor if name in ("input", "bias") else tensor for name, tensor in at.items()}
+        scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
     cap = learnt.get("softcap", case.softcap)
     if case.function == "low_rank":
         at["input"] = torch.cat([at["input"], at["pair_input"]], -1)
@@ -124,7 +125,10 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
         if not len(rows):
             return gradient
         sparse = SparseGradient(case.threshold, case.sparse, at["gradient_seed"])
-        keep_entries(rows, slopes.pop().flatten() * factor, sparse, Draws(torch.arange(len(rows), device=rows.device)))
+        order = with_own_place(at["class_order"], case.ignore_index) if case.class_order else slice(None)
+        in_order, draws = rows[:, order], Draws(torch.arange(len(rows), device=rows.device))
+        keep_entries(in_order, slopes.pop().flatten() * factor, sparse, draws)
+        rows[:, order] = in_order
         return rows.view_as(gradient)
 
     if product.requires_grad:

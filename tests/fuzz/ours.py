@@ -60,7 +60,8 @@ class Ours:
         if case.sparse:
             options |= {"gradient_threshold": case.threshold, "gradient_mode": case.sparse}
             options["gradient_seed"] = at["gradient_seed"] if case.sparse == "unbiased" else None
-            options["gradient_class_order"] = at.get("class_order")
+        if case.class_order:
+            options["gradient_class_order"] = at["class_order"]
         if case.main_grad:
             options["main_grad"] = at["main_grad"]
         if case.function != "metrics":

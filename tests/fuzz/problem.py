@@ -32,7 +32,7 @@ class Problem:
         self.device = device  # "interpreter" is the CPU's
         self.torch_device = "cuda" if device == "cuda" else "cpu"
         self.dtype = getattr(torch, case.dtype)
-        plain = {"function": "cross_entropy", "sparse": "", "main_grad": "", "metrics": ()}
+        plain = {"function": "cross_entropy", "sparse": "", "class_order": False, "main_grad": "", "metrics": ()}
         self.first_call = replace(case, reduction="none", token_weight="", normalizer="", **plain)
         self.generator = torch.Generator().manual_seed(case.seed)
         self.bases: Tensors = {}

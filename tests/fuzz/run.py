@@ -91,11 +91,13 @@ def run(problem: Problem, function: Function, mode: str, dtype: torch.dtype | No
         with torch.autocast(device_type, getattr(torch, autocast)) if autocast else nullcontext():
             return objective_of(problem, function, {**leaves, **some})
 
-    result = derive(mode, problem, objective, wanted)
+    result = derive(mode, problem, objective, wanted, leaves.get("main_grad"))
+    ours, way = isinstance(function, Ours), case.mode.removeprefix("compile_")
+    if way in ("two_forwards", "two_backwards") and not ours:
+        result |= {name: 2.0 * tensor for name, tensor in result.items() if name.startswith("grad of ")}
     if case.main_grad:  # autograd got none
-        of_weight = result.pop("grad of weight")
-        ours = isinstance(function, Ours)
-        result["main_grad"] = leaves["main_grad"] if ours else leaves["main_grad"].double() + of_weight
+        of_weight, before = result.pop("grad of weight"), leaves["main_grad"].double()
+        result["main_grad"] = leaves["main_grad"] if ours else of_weight + (0.0 if way == "zeroed" else before)
     return {name: tensor.detach() for name, tensor in result.items()}
 
 
@@ -105,7 +107,9 @@ def oracle_mode(mode: str) -> str:
     return "create_graph" if mode in SECOND_ORDER else "grad"
 
 
-def derive(mode: str, problem: Problem, objective: Callable, wanted: Tensors) -> Tensors:
+def derive(
+    mode: str, problem: Problem, objective: Callable, wanted: Tensors, main_grad: Tensor | None = None
+) -> Tensors:
     names, tensors = list(wanted), list(wanted.values())
 
     def named(kind: str, grads: list[Tensor | None]) -> Tensors:
@@ -133,15 +137,21 @@ def derive(mode: str, problem: Problem, objective: Callable, wanted: Tensors) ->
         return {}
     if mode.startswith("compile"):
         torch._dynamo.reset()
-        backend = {"compile_eager": "eager", "compile_aot": "aot_eager"}[mode]
+        backend = "eager" if mode == "compile_eager" else "aot_eager"
         objective = torch.compile(objective, backend=backend, fullgraph=True)
+        mode = mode.removeprefix("compile_")
     if mode in ("checkpoint", "reentrant_checkpoint"):
         value, found = checkpointed(objective, names, tensors, mode == "reentrant_checkpoint")
     else:
         with saved_tensor_hooks() if mode == "saved_tensor_hooks" else nullcontext():
             value, found = objective(wanted)
-    if mode in ("backward", "reentrant_checkpoint"):
-        value.backward()
+    if mode in ("backward", "reentrant_checkpoint", "two_forwards", "two_backwards", "zeroed"):
+        again = objective(wanted)[0] if mode == "two_forwards" else value
+        if mode == "zeroed":
+            main_grad.zero_()
+        value.backward(retain_graph=mode == "two_backwards")
+        if mode in ("two_forwards", "two_backwards"):
+            again.backward()
         return {**found, **named("grad", [tensor.grad for tensor in tensors])}
     if mode == "batched":
         factors = torch.tensor(BATCH, dtype=value.dtype, device=value.device)
