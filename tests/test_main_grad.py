@@ -394,7 +394,7 @@ class Head(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.clone())
-        self.scale = nn.Parameter(torch.ones(weight.shape[1]))
+        self.scale = nn.Parameter(weight.new_ones(weight.shape[1]))
 
     def forward(self, input, target, main_grad):
         options = {} if main_grad is None else {"main_grad": main_grad}
