@@ -11,6 +11,7 @@ from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.support import rank_check
 
 # N tokens, D and E hidden, V vocabulary
 
@@ -107,6 +108,8 @@ def linear_kl_div(
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
         Language Models", 2024. See docs/distillation.md.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(kl_div.OP, locals())
     refuse_tensors(
         kl_div.OP,
         beta=beta,

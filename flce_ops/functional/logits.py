@@ -12,6 +12,7 @@ from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.loss import LinearCrossEntropyMetrics
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.support import rank_check
 
 # N tokens, V vocabulary
 
@@ -85,6 +86,8 @@ def cross_entropy(
     Source:
         DESIGN.md; docs/logits.md has the cost and who needs it.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(OP, locals())
     refuse_tensors(
         OP,
         softcap=softcap,
