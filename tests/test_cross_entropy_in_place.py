@@ -84,6 +84,55 @@ def test_no_gradient_is_wrong_in_silence_where_handed_over_logits_had_other_read
         SAVED[case](logits.requires_grad_(), target).backward()
 
 
+ASKED = {
+    "retain_grad": lambda z: z.retain_grad(),
+    "a hook": lambda z: z.register_hook(lambda grad: None),
+    "a hook of several": lambda z: torch.autograd.graph.register_multi_grad_hook([z], lambda grads: None),
+}
+
+
+# No hook on a view: torch 2.13 crashes where one is set after the base was written to, by any operation.
+@pytest.mark.parametrize(("view", "ask"), [*((False, ask) for ask in ASKED), (True, "retain_grad")])
+def test_a_gradient_of_the_logits_that_is_asked_for_after_handing_them_over_is_refused(view, ask):
+    """No gradient reaches them any more: z.grad would stay None in silence."""
+    logits, target, _ = make_logits()
+    made = (logits.requires_grad_().view(-1) * 2.0).view(37, 131) if view else logits.requires_grad_() * 2.0
+    loss = in_place(made, target)
+    ASKED[ask](made)
+    with pytest.raises(
+        RuntimeError, match=r"no gradient reaches a retain_grad\(\) or a hook that was set on them since"
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_gradient_of_the_logits_that_is_asked_for_before_handing_them_over_arrives(view):
+    logits, target, _ = make_logits()
+
+    def gradients(loss):
+        seen = []
+        made = (logits.view(-1) * 2.0).view(37, 131) if view else logits * 2.0
+        made.register_hook(seen.append)
+        made.retain_grad()
+        loss(made, target).backward()
+        return made.grad, *seen
+
+    logits.requires_grad_()
+    torch.testing.assert_close(gradients(in_place), gradients(dense))
+
+
+def test_a_gradient_of_logits_that_were_copied_is_still_theirs():
+    """The gradient is written over the copy."""
+    logits, target, _ = make_logits((36, 50))
+    made = (logits.requires_grad_().view(4, 9, 50) * 1.0)[:, :-1]
+    loss = in_place(made, target.view(4, 9)[:, 1:])
+    made.retain_grad()
+    loss.backward()
+    assert flce_ops.last_path().op == "cross_entropy_with_grad_" and torch.equal(
+        made.grad, logits.grad.view(4, 9, 50)[:, :-1]
+    )
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

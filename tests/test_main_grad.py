@@ -232,6 +232,79 @@ def test_compiled_steps_add_what_eager_ones_add():
         torch.autograd.grad(compiled(*args, ours), inputs.input, create_graph=True)
 
 
+def loss_beside_a_view(input, linear_weight, target, memory):
+    """The buffer is a part of a larger one, as Megatron's are."""
+    return flce_ops.linear_cross_entropy(torch.sin(input), linear_weight, target, main_grad=memory[3:])
+
+
+def forwards_first(loss, args, buffer):
+    for made in [loss(*args, buffer), loss(*args, buffer)]:
+        made.backward()
+
+
+def backward_twice(loss, args, buffer):
+    made = loss(*args, buffer)
+    made.backward(retain_graph=True)
+    made.backward()
+
+
+def zeroed_between(loss, args, buffer):
+    made = loss(*args, buffer)
+    buffer.zero_()
+    made.backward()
+
+
+def pipeline(loss, args, buffer):
+    waiting = [loss(*args, buffer) for _ in range(3)]
+    for _ in range(2):
+        waiting.pop(0).backward()
+        waiting.append(loss(*args, buffer))
+    zeroed_between(loss, args, buffer)
+    for made in waiting:
+        made.backward()
+
+
+def saved_on_cpu(loss, args, buffer):  # a copy of each saved tensor, on the CPU as well
+    with torch.autograd.graph.save_on_cpu():
+        made = loss(*args, buffer)
+    made.backward()
+
+
+@pytest.mark.parametrize("function", [compiled_loss, loss_beside_a_view])
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", None), ("aot_eager", True), ("inductor", None)])
+def test_the_buffer_may_change_between_a_compiled_forward_and_its_backward(device, backend, dynamic, function):
+    inputs = make_inputs((N, D, V), device=device)
+    rows = V + 3 if function is loss_beside_a_view else V
+    ours = torch.randn(rows, D, device=device)
+    eager = ours.clone()
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    # torch refuses retain_graph of a compiled backward that may write over what it saved
+    with torch._functorch.config.patch(donated_buffer=False):
+        for schedule in (forwards_first, backward_twice, zeroed_between, pipeline, saved_on_cpu):
+            schedule(compiled, inputs.args[:3], ours)
+            schedule(function, inputs.args[:3], eager)
+            assert error(ours, eager) < 1e-6, schedule.__name__
+    assert inputs.linear_weight.grad is None
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("in_the_graph", [True, False])
+def test_another_reader_of_the_buffer_is_refused_beside_a_compiled_loss(backend, in_the_graph):
+    """As in eager: what was saved of the buffer has changed."""
+    inputs = make_inputs((N, D, V))
+    args, main_grad = inputs.args[:3], torch.zeros_like(inputs.linear_weight)
+
+    def with_reader(*args):
+        return compiled_loss(*args) + (args[1] * args[3]).sum()
+
+    compiled = torch.compile(with_reader if in_the_graph else compiled_loss, fullgraph=True, backend=backend)
+    first = compiled(*args, main_grad)
+    second = compiled(*args, main_grad) if in_the_graph else (inputs.linear_weight * main_grad).sum()
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
 @pytest.mark.parametrize("way", COMPILABLE)
 def test_a_compiled_checkpoint_adds_once(way):
     inputs = make_inputs((N, D, V))
@@ -325,7 +398,7 @@ class Head(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.clone())
-        self.scale = nn.Parameter(torch.ones(weight.shape[1]))
+        self.scale = nn.Parameter(weight.new_ones(weight.shape[1]))
 
     def forward(self, input, target, main_grad):
         options = {} if main_grad is None else {"main_grad": main_grad}

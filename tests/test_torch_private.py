@@ -221,6 +221,37 @@ def test_comes_from_outside_a_traced_graph_knows_its_inputs_from_what_it_compute
     assert not torch_private.comes_from_outside_a_traced_graph(leaf * 1.0)
 
 
+def test_an_input_that_one_operator_reads_is_saved_without_version_check():
+    """One that another operator reads, too, keeps the check: what that saved has changed."""
+    from functorch.compile import aot_function, nop
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor, ctx.traced = factor, torch_private.traced_input(factor)
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.traced is not None:
+                torch_private.save_without_version_check(ctx.traced, torch.ops.aten.mul.Tensor)
+            return grad * ctx.factor, None
+
+    def gradient(function, view):
+        x, factor = torch.ones(2, requires_grad=True), torch.ones(3, 2)
+        of_rows = lambda x, factor: function(x, factor[1] if view else factor)  # noqa: E731
+        made = aot_function(of_rows, nop)(x, factor).sum()
+        factor.fill_(3.0)
+        made.backward()
+        return x.grad.tolist()
+
+    assert torch_private.traced_input(torch.ones(2)) is None
+    assert gradient(Product.apply, view=False) == [9.0, 9.0] and gradient(Product.apply, view=True) == [3.0, 3.0]
+    for view in (False, True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(lambda x, factor: Product.apply(x, factor) + torch.atan2(x, factor), view)
+
+
 def test_assert_on_device_carries_the_message():
     torch_private.assert_on_device(torch.tensor(True), "never seen")
     with pytest.raises(RuntimeError, match="what went wrong"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -44,7 +45,8 @@ def backward(call: Backward) -> Gradients:
 @takes(BackwardInPlace)
 def backward_in_place(call: BackwardInPlace) -> Gradients:
     grads = meta.backward_in_place_outputs(call)
-    main_grad = call.main_grad.data  # its version is counted in ops/autograd.py: where Triton writes, too
+    main_grad = call.main_grad.data  # of a version of its own: one step of the buffer's, however many chunks write
+    torch.autograd.graph.increment_version(call.main_grad)
     on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), (ZERO, None, None))
     return grads
 

@@ -18,6 +18,7 @@ from flce_ops.entry.weighted import WithGrad
 from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
 from flce_ops.math.reduction import Reduction
+from flce_ops.ops.cross_entropy_autograd import remember_handed_over
 from flce_ops.ops.paths import path_of_given_logits
 
 # N tokens, V vocabulary
@@ -33,6 +34,8 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
         call, LogitOperands(logits, call.target.reshape(tokens), call.weight), Statistics(argmax=argmax)
     )
     with_grad = None if call.reduction == "none" else one_pass_of(logits, handed_over or copied)
+    if handed_over and not copied and with_grad is not None:
+        with_grad = partial(losses_of_handed_over, with_grad, call.logits)
     loss, largest = loss_of_tokens(call, problem, losses_from_forward, with_grad)
     return loss.reshape(shape) if call.reduction == "none" else loss, largest.reshape(shape) if argmax else None
 
@@ -59,6 +62,14 @@ def losses_with_grad(
     """() with its gradient, the losses of tokens (N,), and argmax: (N,) or (0,)."""
     loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=problem.statistics.argmax)
     return loss, losses, largest
+
+
+def losses_of_handed_over(
+    with_grad: WithGrad, callers_own: Tensor, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = with_grad(problem, reduction)
+    remember_handed_over(found[0], callers_own)
+    return found
 
 
 def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,), 0 where ignored; argmax (N,) or (0,)

@@ -12,6 +12,7 @@ from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.divergences import Kind
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.support import rank_check
 
 # N tokens, D and E hidden, V vocabulary
 
@@ -110,6 +111,8 @@ def linear_kl_div(
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
         Language Models", 2024. See docs/distillation.md.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(kl_div.OP, locals())
     refuse_tensors(
         kl_div.OP,
         beta=beta,

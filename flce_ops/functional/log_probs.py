@@ -15,6 +15,7 @@ from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import LogProbsKeywords
 from flce_ops.math.sparse_gradient import Mode, Operand
+from flce_ops.support import rank_check
 
 # N tokens, K classes of a token, D hidden, V vocabulary
 
@@ -127,6 +128,8 @@ def linear_log_probs(
     Source:
         DESIGN.md has the mathematics, docs/log_probs.md what each result is for and costs.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(log_probs.OP, locals())
     refuse_tensors(log_probs.OP, softcap=softcap, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap

@@ -16,6 +16,7 @@ from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import LogitsKeywords
 from flce_ops.functional.loss import LinearCrossEntropyMetrics
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.support import rank_check
 
 # N tokens, V vocabulary
 
@@ -97,7 +98,8 @@ def cross_entropy(
             loss is differentiated, the logits are the result of an operation (no leaf, no input of a compiled graph, no
             retain_grad()) and all of their memory, and the gradient is made in forward (no float16, checkpoint or
             torch.func); elsewhere the logits stay. ``explain`` says which. Autograd raises where another operation had
-            saved them (a tanh its result, say) or where something computed from them afterwards is differentiated.
+            saved them (a tanh its result, say), where something computed from them afterwards is differentiated, or
+            where retain_grad() or a hook was set on them after the loss.
         return_metrics: also return the accuracy and the argmax, from the same pass and without a host sync.
 
     Returns:
@@ -118,6 +120,8 @@ def cross_entropy(
     Source:
         DESIGN.md; docs/logits.md has the cost and who needs it.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(OP, locals())
     refuse_tensors(
         OP,
         softcap=softcap,

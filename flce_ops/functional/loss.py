@@ -18,6 +18,7 @@ from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import CrossEntropyKeywords
 from flce_ops.math.scalars import normalizer_tensor
 from flce_ops.math.sparse_gradient import Mode, Operand
+from flce_ops.support import rank_check
 
 # N tokens, D hidden, V vocabulary
 
@@ -221,6 +222,8 @@ def linear_cross_entropy(
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(linear.OP, locals())
     check_torch_options(linear.OP, options, input.dtype)
     refuse_tensors(linear.OP, softcap=softcap, z_loss=z_loss, label_smoothing=label_smoothing)
     refuse_tensors(linear.OP, gradient_threshold=gradient_threshold)

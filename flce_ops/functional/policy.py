@@ -14,6 +14,7 @@ from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.policy_arguments import KlEstimator, Objective
 from flce_ops.math.scalars import normalizer_tensor
 from flce_ops.math.sparse_gradient import Mode, Operand
+from flce_ops.support import rank_check
 
 # N tokens, D hidden, V vocabulary
 
@@ -120,6 +121,8 @@ def linear_policy_loss(
         et al., "DAPO", 2025; MiniMax, "MiniMax-M1", 2025 (CISPO); Ye et al., "Mastering Complex Control in MOBA
         Games", 2020 (dual clip). See docs/policy_loss.md.
     """
+    if rank_check.wanted():
+        rank_check.check_ranks(OP, locals())
     refuse_tensors(OP, softcap=softcap, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta)
     refuse_tensors(OP, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(

@@ -26,7 +26,7 @@ from flce_ops.ops.formula import (
 from flce_ops.ops.paths import choice_of
 from flce_ops.ops.retained import retained_rows
 from flce_ops.support.differentiated import differentiated
-from flce_ops.support.torch_private import runs_in_this_backward
+from flce_ops.support.torch_private import runs_in_this_backward, save_without_version_check, traced_input
 
 # N tokens, D hidden, V vocabulary
 
@@ -60,6 +60,7 @@ class ForwardFormula(Formula):
         ctx.mark_non_differentiable(*constants)
         # Not saved: autograd would refuse it once the backward of another micro-batch has added to it.
         ctx.main_grad, call.main_grad = call.main_grad, None
+        ctx.traced = None if ctx.main_grad is None else traced_input(ctx.main_grad)
         save(ctx, call.values(), lse, expected_log_prob, lse_rest, *([retained] if call.retain else []))
 
     @staticmethod
@@ -84,6 +85,8 @@ class ForwardFormula(Formula):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = torch.ops.flce.linear_cross_entropy_backward_, {"main_grad": ctx.main_grad}
+        if ctx.traced is not None:  # here: all of the traced forward is known
+            save_without_version_check(ctx.traced, torch.ops.flce.linear_cross_entropy_forward.default)
         gradients = backward(
             *cotangents,
             *call.operands,
@@ -101,9 +104,6 @@ class ForwardFormula(Formula):
         )
         if into:
             mask[1] = False
-            # Not a tracer's: a compiled graph saves the buffer, and has to find its version of forward in backward.
-            if type(ctx.main_grad) is Tensor:
-                torch.autograd.graph.increment_version(ctx.main_grad)
         return Forward.gradients(**where_wanted(gradients, mask))
 
 

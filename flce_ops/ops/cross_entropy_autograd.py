@@ -11,6 +11,7 @@ With z, p, f' and d as in flce_ops/aten/double_backward.py and H the cotangent o
     dL/du = l p (z' - lse') f' + d f'' H
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,10 @@ SECOND_DERIVATIVE_REFUSAL = (
 USED_AFTERWARDS = (
     "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, but something computed "
     "from them since then wants a gradient; compute it before the loss, or pass inplace_backward=False"
+)
+ASKED_AFTERWARDS = (
+    "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, and no gradient reaches "
+    "a retain_grad() or a hook that was set on them since then; set it before the loss, or pass inplace_backward=False"
 )
 TRANSFORM_REFUSAL = (
     "cross_entropy_with_grad_: torch.func transforms are not implemented; call flce_ops.cross_entropy, which has them"
@@ -171,6 +176,7 @@ class WithGradInPlaceFormula(LogitsFormula):
     def setup_context(ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
+        ctx.handed_over = None
         leaf = traced_leaf(inputs[-1])  # before the root's history is this node
         ctx.mark_dirty(grad_logits)
         ctx.mark_non_differentiable(losses, argmax)
@@ -180,7 +186,25 @@ class WithGradInPlaceFormula(LogitsFormula):
     def backward(ctx, grad_loss, _losses, _argmax, grad_of_gradient):
         if grad_of_gradient is not None:
             raise RuntimeError(USED_AFTERWARDS)
+        if ctx.handed_over is not None and asked_since(*ctx.handed_over):
+            raise RuntimeError(ASKED_AFTERWARDS)
         return *gradients(ctx, LogitsWithGradInPlace, grad_loss), None
+
+
+def remember_handed_over(loss: Tensor, logits: Tensor) -> None:
+    """`logits` are the caller's own tensor, which may be a view of the root."""
+    if hasattr(loss.grad_fn, "handed_over"):  # written in place
+        loss.grad_fn.handed_over = weakref.ref(logits), gradient_readers(logits)
+
+
+def gradient_readers(logits: Tensor) -> tuple[bool, bool]:
+    """Whether retain_grad() was called, and whether a hook was set: further hooks are of the same operation then."""
+    return logits.retains_grad, bool(logits._backward_hooks)
+
+
+def asked_since(reference: Callable, before: tuple[bool, bool]) -> bool:
+    logits = reference()
+    return logits is not None and any(now and not then for now, then in zip(gradient_readers(logits), before))
 
 
 def traced_leaf(logits: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ target_range.py           a class index outside the vocabulary is an error
 readable.py               layouts of matrices that BLAS reads without a copy
 differentiated.py         whether a derivative may be asked for
 exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
+rank_check.py             FLCE_CHECK_RANKS=1: arguments that differ between the ranks of DTensors
 vendor.py                 whose GPU it is
 torch_private.py          every private name of torch
 compile_cache.py          torch.compile's caches, keyed by this package's code

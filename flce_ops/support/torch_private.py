@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -82,6 +84,38 @@ def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
     It stands there with a grad_fn of no operation. Where it is written over, outputs lose their gradient to it.
     """
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "torch::autograd::Error"
+
+
+def traced_input(tensor: torch.Tensor) -> Node | None:
+    """What AOTAutograd's graph calls the input that `tensor` is, or is a view of; None where it traces nothing."""
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(tensor, FunctionalTensor):
+        return None
+    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
+    node: Any = None if slot is None else slot.proxy.node
+    while node is not None and is_view(node):
+        node = node.args[0]
+    return node
+
+
+def save_without_version_check(node: Node, op: torch._ops.OpOverload) -> None:
+    """Has the compiled graph hold an input for its backward as `ctx.tensor = tensor` does, if only `op` reads it.
+
+    A tensor that a compiled graph saves is refused in backward if something has written to it since forward.
+    """
+    aten = torch.ops.aten
+    shape_reads = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
+    same_memory = [node]
+    for tensor in same_memory:
+        same_memory += [user for user in tensor.users if is_view(user)]
+    readers = {user.target for tensor in same_memory for user in tensor.users if not is_view(user)}
+    if node.op == "placeholder" and readers <= {op, *shape_reads}:
+        for tensor in same_memory:
+            tensor.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

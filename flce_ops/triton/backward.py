@@ -62,6 +62,7 @@ def launch_backward(call: Backward) -> meta.Gradients:
 @takes(BackwardInPlace)
 def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
     outputs = meta.backward_in_place_outputs(call)
+    torch.autograd.graph.increment_version(call.main_grad)
     run_over_tokens(call, outputs)
     return outputs
 
