@@ -232,6 +232,8 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
         scale = case.logit_scale if case.teacher_scale is None else case.teacher_scale
         teacher = logits(at["teacher_input"], at["teacher_weight"], None, scale, case.teacher_softcap)
         log_p = F.log_softmax(teacher / case.temperature, -1).to(log_q.dtype)
+    if "token_weight" in at and not at["token_weight"].requires_grad:  # those of weight 0 are left out, nan slopes too
+        valid = valid & (at["token_weight"] != 0.0).unsqueeze(-1)
     log_p = torch.where(valid, log_p, log_q.detach())
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
