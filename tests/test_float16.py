@@ -39,8 +39,9 @@ def assert_as_finite_and_exact(found, plain, exact):
     compared = [name for name in found if plain[name].isfinite().all()]
     for name in compared:
         assert found[name].isfinite().all(), name
-        # few tokens, whose rounded logits happen to be better or worse; and numbers that underflow in both
-        slack = 0.5 * UNIT + 2.0**-24 * found[name].numel() ** 0.5 / exact[name].norm()
+        # one entry may dominate the only row: the rounding of it, up to a unit, may spare plain torch; and numbers
+        # that underflow in both
+        slack = UNIT + 2.0**-24 * found[name].numel() ** 0.5 / exact[name].norm()
         assert error(found[name], exact[name]) <= 1.5 * error(plain[name], exact[name]) + slack, name
     return compared
 
