@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from torch import Tensor
 
+from flce_ops.meta.results import AtIgnored, Result
 from flce_ops.support.path import Choice, NoChoice
 
 SCHEMA_TYPES: dict[Any, str] = {
@@ -48,12 +49,19 @@ class Arguments:
     choice: Choice = NoChoice()  # of its path, and notes of what runs there: for flce_ops.last_path()
     notes: tuple[str, ...] = ()
 
+    op: ClassVar[str] = ""
+    results: ClassVar[tuple[Result, ...]] = ()
+    written: ClassVar[str] = ""  # an argument that the operator writes to
+    autocast: ClassVar[bool] = False  # whether its operands are cast
+
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # how many of them
     index: ClassVar[dict[str, int]]
     keywords: ClassVar[tuple[str, ...]]
     defaults: ClassVar[list[Any]]
     fields: ClassVar[list[tuple[str, Any, int, int]]]  # name, group or None, first value, one past the last
+    fills: ClassVar[tuple[AtIgnored | None, ...]]  # of the results
+    made: ClassVar[tuple[str, ...]]  # operands whose gradients are among them
 
     def __init_subclass__(cls, keyword_from: str = "") -> None:
         arguments: list[Argument] = []
@@ -79,6 +87,8 @@ class Arguments:
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
+        cls.fills = tuple(result.at_ignored for result in cls.results)
+        cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 
     @classmethod
     def schema(cls) -> str:
@@ -89,7 +99,12 @@ class Arguments:
             parts.insert(0, argument.declared(defaults))
         if cls.positional < len(cls.arguments):
             parts += ["*", *(argument.declared() for argument in cls.arguments[cls.positional :])]
-        return f"({', '.join(parts)})"
+        schema = f"({', '.join(parts)})"
+        return schema.replace(f"Tensor {cls.written}", f"Tensor(a!) {cls.written}", 1) if cls.written else schema
+
+    @classmethod
+    def results_schema(cls) -> str:
+        return f"({', '.join(f'Tensor {result.name}' for result in cls.results)})"
 
     @classmethod
     def values_of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
