@@ -24,7 +24,6 @@ from flce_ops.meta.results import (
     Result,
     class_index,
     gradients,
-    rows_of,
     scalar,
     slots,
     token,
@@ -262,9 +261,9 @@ class KlDivForward(Arguments, keyword_from="options"):
     op = "linear_kl_div_forward"
     results = (
         token("divergence"),
-        Result("shift", lambda call: (2, *rows_of(call)), at_ignored=ZERO_COLUMN),
+        Result("shift", lambda call: (2, call.operands.input.shape[0]), at_ignored=ZERO_COLUMN),
         Result("teacher_shift", lambda call: shape_of_teacher_shift(call.operands), at_ignored=ZERO_COLUMN),
-        Result("student_kl", rows_of, lambda call: call.options.kind != "forward"),
+        Result("student_kl", asked=lambda call: call.options.kind != "forward"),
     )
     autocast = True
 

@@ -39,7 +39,8 @@ from flce_ops.meta.sparse_checks import check_sparse
 
 Outputs = tuple[Tensor, ...]  # the results of a call, as its class declares them
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
-PER_ROW = ("row_scale", "lse", "grad_expected_log_prob", "expected_log_prob", "lse_rest", "grad")
+OF_FORWARD = ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob")
+TOKENS = (*OF_FORWARD, *Cotangents._fields[1:], *PolicyTokens._fields, "row_scale", "grad")  # arguments (N,)
 
 
 def outputs(call: Any) -> Any:
@@ -52,8 +53,8 @@ def outputs(call: Any) -> Any:
 
 @functools.cache
 def checks_of(arguments: type[Arguments]) -> list[Callable[[str, Any], None]]:
-    kinds = {group or name for name, group, _, _ in arguments.fields}
-    return [check for kind, check in CHECKS.items() if kind in kinds]
+    kinds = {group for _, group, _, _ in arguments.fields} | {*arguments.index}
+    return list(dict.fromkeys(check for kind, check in CHECKS.items() if kind in kinds))
 
 
 def check_head(op: str, call: Any) -> None:
@@ -88,7 +89,7 @@ def check_logits(op: str, call: Any) -> None:
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
-    check_per_row(op, logits, "logits", target=target)
+    check_per_row(op, call.operands, target=target)
     if weight is not None:
         check_per_class(op, "weight", weight, logits.shape[1], "logits.T")
     check_device(op, logits, "logits", target=target, weight=weight)
@@ -96,7 +97,11 @@ def check_logits(op: str, call: Any) -> None:
 
 def check_reduction(op: str, call: Any) -> None:
     check_denominator(op, call.reduction)
-    check_per_row(op, *first_operand(call), row_scale=call.reduction.row_scale)
+
+
+def check_rows(op: str, call: Any) -> None:
+    values = dict(zip(call.index, call.values()))
+    check_per_row(op, call.operands, **{name: values[name] for name in TOKENS if isinstance(values.get(name), Tensor)})
 
 
 def check_target_weight(op: str, call: Any) -> None:
@@ -110,11 +115,8 @@ def check_target_weight(op: str, call: Any) -> None:
     check_device(op, call.operands.input, target_weight=target_weight)
 
 
-def check_cotangents(op: str, call: Any) -> None:
-    by_row = call.cotangents._asdict()
-    if isinstance(call.operands, Operands):
-        check_per_slot(op, call.operands.target, grad_target_logit=by_row.pop("grad_target_logit"))
-    check_per_row(op, *first_operand(call), **by_row)
+def check_grad_target_logit(op: str, call: Any) -> None:
+    check_per_slot(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
 
 
 def check_grad_grads(op: str, call: Any) -> None:
@@ -123,16 +125,9 @@ def check_grad_grads(op: str, call: Any) -> None:
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
 
 
-def check_rows(op: str, call: Any) -> None:
-    check_per_row(op, *first_operand(call), **{name: getattr(call, name) for name in PER_ROW if name in vars(call)})
-
-
-def check_expectation(op: str, call: Any) -> None:
+def check_of_forward(op: str, call: Any) -> None:
     if (call.grad_expected_log_prob is None) != (call.expected_log_prob is None):
         raise ValueError(f"{op}: expected grad_expected_log_prob and expected_log_prob together, got one of them")
-
-
-def check_retained(op: str, call: Any) -> None:
     retained = call.retained
     if retained is None:
         return
@@ -159,10 +154,6 @@ def check_sparsity(op: str, call: Any) -> None:
         check_sparse(op, call.sparse, call.operands.input)
 
 
-def check_tokens(op: str, call: Any) -> None:
-    check_per_row(op, call.operands.input, **call.tokens._asdict())
-
-
 def check_objective(op: str, call: Any) -> None:
     check_policy(op, call.policy, call.tokens.ref_log_probs)
 
@@ -175,7 +166,7 @@ def check_divergence_rows(op: str, call: Any) -> None:
     """What forward found of rows: teacher_shift and student_kl are empty where it has none."""
     input = call.operands.input
     if call.options.kind != "forward":
-        check_per_row(op, input, student_kl=call.student_kl)
+        check_per_row(op, call.operands, student_kl=call.student_kl)
     shifts = {"shift": call.shift}
     if call.operands.teacher_probs is None:
         shifts["teacher_shift"] = call.teacher_shift
@@ -184,12 +175,7 @@ def check_divergence_rows(op: str, call: Any) -> None:
             raise ValueError(f"{op}: expected {name} of shape (2, {input.shape[0]}), got {tuple(tensor.shape)}")
 
 
-def first_operand(call: Any) -> tuple[Tensor, str]:
-    """And its name."""
-    return call.operands[0], call.operands._fields[0]
-
-
-CHECKS: dict[Any, Callable[[str, Any], None]] = {  # in this order
+CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in this order
     Operands: check_head,
     PolicyOperands: check_head,
     LowRankOperands: check_pair,
@@ -197,14 +183,12 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # in this order
     KlDivOperands: check_divergence,
     Reduction: check_reduction,
     PolicyOptions: check_objective,
-    PolicyTokens: check_tokens,
-    Cotangents: check_cotangents,
-    GradGrads: check_grad_grads,
+    **dict.fromkeys(TOKENS, check_rows),
     "target_weight": check_target_weight,
-    "grad_expected_log_prob": check_expectation,
-    **dict.fromkeys(("row_scale", "lse", "grad"), check_rows),
+    "grad_target_logit": check_grad_target_logit,
+    GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
-    "retained": check_retained,
+    "retained": check_of_forward,
     SparseGradient: check_sparsity,
     "main_grad": check_added,
 }

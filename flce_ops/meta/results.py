@@ -30,11 +30,11 @@ BY_TOKEN = ("input", "low_rank_input", "logits")  # operands (N, ...) that have 
 
 class Result(NamedTuple):
     name: str
-    shape: Callable[[Any], Sequence[int]]  # of a call
-    asked: Callable[[Any], Any] | None = None  # whether a call asks for it; None: each does
+    shape: Callable[[Any], Sequence[int]] | None = None  # of a call; None: (N,), or that of the operand
+    asked: Callable[[Any], Any] | None = None  # whether a call asks for it, else it is (0,); None: each does
     at_ignored: AtIgnored | None = ZERO  # None: not by token
-    dtype: torch.dtype | None = None  # None: the accumulation dtype
-    operand: str = ""  # of a gradient: what it is of, in whose dtype
+    dtype: torch.dtype | None = None  # None: the accumulation dtype, or that of the operand
+    operand: str = ""  # of a gradient: what it is of
 
 
 def scalar(name: str) -> Result:
@@ -43,7 +43,7 @@ def scalar(name: str) -> Result:
 
 def token(name: str, asked_by: str = "") -> Result:
     """`asked_by` is the attribute of a call that asks for it."""
-    return Result(name, rows_of, attrgetter(asked_by) if asked_by else None)
+    return Result(name, asked=attrgetter(asked_by) if asked_by else None)
 
 
 def class_index(name: str, asked_by: str) -> Result:
@@ -54,34 +54,31 @@ def slots(name: str) -> Result:
     return Result(name, attrgetter("operands.target.shape"))
 
 
-def gradient(operand: str, place: int) -> Result:
-    """`place` is its index in output_mask."""
-
-    def shape(call: Any) -> Sequence[int]:
-        of = getattr(call.operands, operand)
-        return call.operands.linear_weight.shape[:1] if of is None else of.shape  # no bias: as one had it
-
-    at_ignored = ZERO if operand in BY_TOKEN else None
-    return Result(f"grad_{operand}", shape, lambda call: call.output_mask[place], at_ignored, operand=operand)
-
-
 def gradients(*operands: str) -> tuple[Result, ...]:
-    return tuple(gradient(operand, place) for place, operand in enumerate(operands))
+    """In the order of an output_mask."""
 
+    def of(operand: str, place: int) -> Result:
+        at_ignored = ZERO if operand in BY_TOKEN else None
+        return Result(f"grad_{operand}", None, lambda call: call.output_mask[place], at_ignored, operand=operand)
 
-def rows_of(call: Any) -> Sequence[int]:
-    return call.operands[0].shape[:1]
+    return tuple(of(operand, place) for place, operand in enumerate(operands))
 
 
 def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
     """Uninitialised."""
-    first, found = call.operands[0], []
-    accumulate = accumulation_dtype(first.dtype)
+    operands, found = call.operands, []
+    first = operands[0]
+    rows, accumulate = first.shape[:1], accumulation_dtype(first.dtype)
     for _, shape, asked, _, dtype, operand in results:
-        like = first
+        like, size, dtype = first, rows, dtype or accumulate
         if operand:
-            like = getattr(call.operands, operand)
-            like = first if like is None else like
-        of_dtype = like.dtype if operand else dtype or accumulate
-        found.append(like.new_empty(shape(call) if asked is None or asked(call) else (0,), dtype=of_dtype))
+            of = getattr(operands, operand)
+            # linear_bias has a gradient where there is none, too
+            like, size = (first, operands[1].shape[:1]) if of is None else (of, of.shape)
+            dtype = like.dtype
+        if asked is not None and not asked(call):
+            size = (0,)
+        elif shape is not None:
+            size = shape(call)
+        found.append(like.new_empty(size, dtype=dtype))
     return tuple(found)
