@@ -138,6 +138,7 @@ class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_low_rank_with_grad"
     results = (*LOSSES, *gradients("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale"))
     autocast = True
+    constants = ("linear_weight",)
 
     operands: LowRankOperands
     reduction: Reduction

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
+import torch
 from torch import Tensor
 
 from flce_ops.meta.results import AtIgnored, Result
@@ -53,6 +54,7 @@ class Arguments:
     results: ClassVar[tuple[Result, ...]] = ()
     written: ClassVar[str] = ""  # an argument that the operator writes to
     autocast: ClassVar[bool] = False  # whether its operands are cast
+    constants: ClassVar[tuple[str, ...]] = ()  # tensors that a gradient is refused for, beside its numbers
 
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # how many of them
@@ -125,6 +127,18 @@ class Arguments:
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         return cls.of(cls.values_of(args, kwargs))
+
+    @classmethod
+    def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
+        """A call with these fields, and of the others those that `call` has, of another operator or this one."""
+        made, known = cls.__new__(cls), vars(call) | own
+        for name, group, _, _ in cls.fields:
+            made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
+        return made
+
+    def dispatched(self) -> Any:
+        """What its operator returns."""
+        return self.run(getattr(torch.ops.flce, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """The same call with change(name, value) for its values."""

@@ -63,27 +63,23 @@ class ForwardFormula(Formula):
                 expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
             lse = finite_in_empty_rows(lse, lse)
         mask = wanted(ctx, Forward, *OPERANDS)
-        backward, into = torch.ops.flce.linear_cross_entropy_backward, {}
+        backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
             # as .grad, it stays as it is in a backward that was asked for other gradients alone
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
-                backward, into = torch.ops.flce.linear_cross_entropy_backward_, {"main_grad": ctx.main_grad}
-        gradients = backward(
-            *of_loss,
-            *call.operands,
-            lse,
-            ignore_index=call.ignore_index,
-            **call.logits._asdict(),
-            vocab_start=call.vocab_start,
+                backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
+        gradients = backward.like(
+            call,
+            cotangents=Cotangents(*of_loss),
+            lse=lse,
             output_mask=mask,
             grad_expected_log_prob=grad_expected_log_prob,
             expected_log_prob=expected_log_prob,
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
-            **call.sparse._asdict(),
             **into,
-        )
+        ).dispatched()
         if into:
             mask[1] = False
             # Not a tracer's: a compiled graph saves the buffer, and has to find its version of forward in backward.
@@ -116,16 +112,7 @@ class BackwardFormula(Formula):
                 "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "
                 "compute it from F.linear's logits"
             )
-        found = torch.ops.flce.linear_cross_entropy_double_backward(
-            *grad_grads,
-            *call.cotangents,
-            *call.operands,
-            call.lse,
-            ignore_index=call.ignore_index,
-            **call.logits._asdict(),
-            vocab_start=call.vocab_start,
-            lse_rest=call.lse_rest,
-        )
+        found = DoubleBackward.like(call, grad_grads=GradGrads(*grad_grads)).dispatched()
         names = (*Cotangents._fields, *OPERANDS)
         return where_wanted(found, wanted(ctx, Backward, *names), names)
 

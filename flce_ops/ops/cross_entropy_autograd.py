@@ -49,10 +49,9 @@ class ForwardFormula(Formula):
 
     @classmethod
     def gradients(cls, ctx, call, kept, *cotangents):
-        grad_logits = torch.ops.flce.cross_entropy_backward(
-            *cotangents[:3], *call.operands, *kept, ignore_index=call.ignore_index, **call.logits._asdict()
-        )
-        return {"logits": grad_logits}
+        lse, lse_rest = kept
+        backward = LogitsBackward.like(call, cotangents=Cotangents(*cotangents[:3]), lse=lse, lse_rest=lse_rest)
+        return {"logits": backward.dispatched()}
 
 
 class BackwardFormula(Formula):

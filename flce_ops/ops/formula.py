@@ -116,8 +116,9 @@ class Formula(Function):
     def kernel(cls, op: torch._ops.OpOverload) -> Callable:
         """That of `op` on the autograd keys: this formula where a gradient can flow, else straight down."""
         arguments = cls.arguments
-        # constants of an operator; flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient
-        numbers = [(index, name) for name, index in arguments.index.items() if name in (*NUMBERS, *CONSTANTS)]
+        # flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient of a number
+        constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
+        numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
         def run(*args, **kwargs):
             values = arguments.values_of(args, kwargs)

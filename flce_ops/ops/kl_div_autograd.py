@@ -7,8 +7,6 @@
 The teacher is constant: it gets no gradient, and asking for one is refused.
 """
 
-import torch
-
 from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
@@ -46,9 +44,9 @@ class ForwardFormula(KlDivFormula):
     @classmethod
     def gradients(cls, ctx, call, kept, grad_divergence, *_):
         mask = wanted(ctx, KlDivForward, *OPERANDS)
-        gradients = torch.ops.flce.linear_kl_div_backward(
-            grad_divergence, *call.operands, *kept, **call.options._asdict(), output_mask=mask
-        )
+        shift, teacher_shift, student_kl = kept
+        rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
+        gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, output_mask=mask).dispatched()
         return where_wanted(gradients, mask)
 
 

@@ -23,7 +23,7 @@ from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
-from flce_ops.meta.arguments import LowRankWithGrad, PolicyWithGrad, WithGrad
+from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
 from flce_ops.meta.policy import check_constants
 from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
@@ -59,11 +59,6 @@ class LowRankWithGradFormula(MadeInForward):
     arguments = LowRankWithGrad
 
     @classmethod
-    def check(cls, op, values):
-        if values[cls.arguments.index["linear_weight"]].requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"{op._schema.name}: linear_weight gets no gradient here; pass it detached")
-
-    @classmethod
     def made_again(cls, call, grad_loss=None):
         gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
         return of_pair(call, gradients), losses
@@ -86,8 +81,7 @@ class LowRankWithGradFormula(MadeInForward):
         if torch.is_grad_enabled():
             gradients, losses = cls.made_again(call)
         else:  # the losses that forward gave a compiled checkpoint would make once more for who reads them
-            op = torch.ops.flce.linear_cross_entropy_low_rank_with_grad
-            _, losses, *gradients = cls.arguments.run(op, call.values())
+            _, losses, *gradients = call.dispatched()
         grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
         return where_wanted(gradients, needs, made) | {"row_scale": grad_row_scale}
 
@@ -117,25 +111,17 @@ def recomputed_step(
     gives of tokens.
     """
     operands, asked = Operands(*call.operands), {}
-    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
     if isinstance(call, WithGrad):
         asked = {"logit_sum": call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics)}
-    found = forward(*operands, **asked, **logits)
+    found = Forward.run(forward, Forward.like(call, operands=operands, **asked).values())
     of_rows: Callable[..., LossesOfRows] = losses_of_classes if isinstance(call, WithGrad) else losses_of_policy
     losses, valid, cotangents_of, besides = of_rows(call, operands, found)
     _, lse, *_, lse_rest, retained = found
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
     cotangents = cotangents_of(scale if grad_loss is None else scale * grad_loss)
-    gradients = backward(
-        *cotangents,
-        *operands,
-        lse,
-        **logits,
-        output_mask=call.output_mask,
-        lse_rest=lse_rest,
-        retained=retained if retained.shape[0] else None,
-    )
-    return gradients, losses, besides
+    rows = {"lse": lse, "lse_rest": lse_rest, "retained": retained if retained.shape[0] else None}
+    of_backward = Backward.like(call, cotangents=cotangents, operands=operands, **rows)
+    return Backward.run(backward, of_backward.values()), losses, besides
 
 
 def losses_of_classes(call: WithGrad, operands: Operands, found: Sequence[Tensor]) -> LossesOfRows:
@@ -165,14 +151,8 @@ def losses_of_policy(call: PolicyWithGrad, operands: Operands, found: Sequence[T
 def concatenated(call: LowRankWithGrad) -> WithGrad:
     """The same loss by the ordinary operator."""
     want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
-    return WithGrad.bind(
-        *call.operands.concatenated,
-        *call.reduction,
-        ignore_index=call.ignore_index,
-        **call.loss._asdict(),
-        **call.logits._asdict(),
-        output_mask=[want_input or want_pair_input, want_pair_weight or want_scale, want_bias],
-    )
+    output_mask = [want_input or want_pair_input, want_pair_weight or want_scale, want_bias]
+    return WithGrad.like(call, operands=call.operands.concatenated, output_mask=output_mask)
 
 
 def of_pair(call: LowRankWithGrad, gradients: Sequence[Tensor]) -> list[Tensor]:
