@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.meta.results import AtIgnored, Result
-from flce_ops.support.path import Choice, NoChoice
+from flce_ops.support.path import Choice
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -47,7 +47,7 @@ class Argument(NamedTuple):
 class Arguments:
     """A call of an operator. Its values, in the schema's order, are what the dispatcher and autograd see."""
 
-    choice: Choice = NoChoice()  # of its path, and notes of what runs there: for flce_ops.last_path()
+    choice: Choice = Choice()  # of its path, and notes of what runs there: for flce_ops.last_path()
     notes: tuple[str, ...] = ()
 
     op: ClassVar[str] = ""

@@ -14,7 +14,6 @@ triton/cut.py.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +21,9 @@ from torch import Tensor
 from flce_ops.math.options import LowRankOperands
 from flce_ops.meta.call import Arguments
 from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
+from flce_ops.support.path import Choice
 from flce_ops.support.table import Condition, Path, choose
-from flce_ops.support.vendor import device_name, made_by_nvidia
-
-
-class Choice(NamedTuple):
-    """A path of an operator, for last_path()."""
-
-    op: str
-    path: Path
-    situation: Situation
-
-    @property
-    def implementation(self) -> str:
-        return self.path.name
-
-    def reason(self) -> str:
-        """The tensors, and what rules out the paths that come before."""
-        situation, paths = self.situation, KERNELS[self.op]
-        ruled_out = "; ".join(
-            f"{path.name} expects {', '.join(path.ruled_out_by(situation))}" for path in paths[: paths.index(self.path)]
-        )
-        return f"{device_name(situation.device)} tensors in {situation.dtype}" + (ruled_out and f" ({ruled_out})")
-
+from flce_ops.support.vendor import made_by_nvidia
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -219,8 +198,8 @@ def in_triton(situation: Situation) -> bool:
 
 def choice_of(op: str, call: Arguments) -> Choice:
     """The path that a call of an inner operator takes."""
-    situation = situation_of(call)
-    return Choice(op, choose(KERNELS[op], situation), situation)
+    situation, paths = situation_of(call), KERNELS[op]
+    return Choice(op, paths, choose(paths, situation), situation)
 
 
 @functools.cache
