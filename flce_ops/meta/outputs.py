@@ -95,10 +95,6 @@ def check_logits(op: str, call: Any) -> None:
     check_device(op, logits, "logits", target=target, weight=weight)
 
 
-def check_reduction(op: str, call: Any) -> None:
-    check_denominator(op, call.reduction)
-
-
 def check_rows(op: str, call: Any) -> None:
     values = dict(zip(call.index, call.values()))
     check_per_row(op, call.operands, **{name: values[name] for name in TOKENS if isinstance(values.get(name), Tensor)})
@@ -154,14 +150,6 @@ def check_sparsity(op: str, call: Any) -> None:
         check_sparse(op, call.sparse, call.operands.input)
 
 
-def check_objective(op: str, call: Any) -> None:
-    check_policy(op, call.policy, call.tokens.ref_log_probs)
-
-
-def check_divergence(op: str, call: Any) -> None:
-    kl_div_checks.check_operands(op, call.operands, call.options)
-
-
 def check_divergence_rows(op: str, call: Any) -> None:
     """What forward found of rows: teacher_shift and student_kl are empty where it has none."""
     input = call.operands.input
@@ -180,9 +168,9 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
     PolicyOperands: check_head,
     LowRankOperands: check_pair,
     LogitOperands: check_logits,
-    KlDivOperands: check_divergence,
-    Reduction: check_reduction,
-    PolicyOptions: check_objective,
+    KlDivOperands: lambda op, call: kl_div_checks.check_operands(op, call.operands, call.options),
+    Reduction: lambda op, call: check_denominator(op, call.reduction),
+    PolicyOptions: lambda op, call: check_policy(op, call.policy, call.tokens.ref_log_probs),
     **dict.fromkeys(TOKENS, check_rows),
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,

@@ -6,20 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.call import Arguments
 from flce_ops.meta.checks import is_dense
 from flce_ops.support.torch_private import without_autocast
 
-OPERANDS = {
-    "input",
-    "linear_weight",
-    "linear_bias",
-    "low_rank_input",
-    "low_rank_weight",
-    "teacher_input",
-    "teacher_weight",
-    "teacher_bias",
-}
+OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank_weight", *TEACHER[:3]}
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:

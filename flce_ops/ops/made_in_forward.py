@@ -35,18 +35,25 @@ class MadeInForward(Formula):
         return results[1 : 2 + len(cls.arguments.made)]
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_loss, *_):
-        losses, *gradients = kept
+    def gradients(cls, ctx, call, kept, grad_loss, *others):
         made = cls.arguments.made
         *needs, needs_row_scale = wanted(ctx, cls.arguments, *made, "row_scale")
+        found, losses = cls.times(call, kept, needs, grad_loss, *others)
+        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+        return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
+
+    @classmethod
+    def times(
+        cls, call: Any, kept: Sequence[Tensor], needs: list[bool], grad_loss: Tensor | None, *others: Tensor | None
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
+        """The gradients, times grad_loss, those that are needed at least, and the losses."""
+        assert grad_loss is not None
         if torch.is_grad_enabled():  # create_graph
-            gradients, losses = cls.made_again(call, grad_loss)
-        else:
-            leaf = losses
-            for name, need in zip(made, needs):
-                if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
-                    leaf = getattr(call.operands, name)
-            mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
-            gradients = multiply_by_upstream(gradients, mask, grad_loss, leaf)
-        grad_row_scale = losses * grad_loss if needs_row_scale else None
-        return where_wanted(gradients, needs, made) | {"row_scale": grad_row_scale}
+            return cls.made_again(call, grad_loss)
+        losses, *gradients = kept
+        leaf = losses
+        for name, need in zip(cls.arguments.made, needs):
+            if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
+                leaf = getattr(call.operands, name)
+        mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
+        return multiply_by_upstream(gradients, mask, grad_loss, leaf), losses

@@ -25,7 +25,7 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
 from flce_ops.meta.policy import check_constants
-from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL, wanted, where_wanted
+from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
@@ -68,22 +68,20 @@ class LowRankWithGradFormula(MadeInForward):
         return [True, not any(call.output_mask), *[False] * len(cls.arguments.made)]
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_loss, *others):
+    def times(cls, call, kept, needs, grad_loss, *others):
         if any(call.output_mask):
-            return super().gradients(ctx, call, kept, grad_loss)
-        made, slope = cls.arguments.made, others[0]
-        *needs, needs_row_scale = wanted(ctx, cls.arguments, *made, "row_scale")
+            return super().times(call, kept, needs, grad_loss)
+        slope = others[0]
         if grad_loss is not None:
             valid, dtype = call.operands.target != call.ignore_index, accumulation_dtype(call.operands.input.dtype)
             of_loss = call.reduction.scale_of_tokens(valid, dtype) * grad_loss
             slope = of_loss if slope is None else of_loss + slope
         call.reduction, call.output_mask = Reduction(slope), needs
         if torch.is_grad_enabled():
-            gradients, losses = cls.made_again(call)
-        else:  # the losses that forward gave a compiled checkpoint would make once more for who reads them
-            _, losses, *gradients = call.dispatched()
-        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
-        return where_wanted(gradients, needs, made) | {"row_scale": grad_row_scale}
+            return cls.made_again(call)
+        # the losses that forward gave a compiled checkpoint would make once more for who reads them
+        _, losses, *gradients = call.dispatched()
+        return gradients, losses
 
 
 # Losses, (N,), which tokens count, the cotangents of a row scale, and what else an operator gives of tokens.
