@@ -156,6 +156,7 @@ class WithGradInPlaceFormula(WithGradFormula):
         ctx.set_materialize_grads(False)
         leaf = traced_leaf(inputs[-1])  # before the root's history is this node
         ctx.mark_dirty(grad_logits)
+        ctx.differentiable = [True, False, False]
         ctx.mark_non_differentiable(losses, argmax)
         save(ctx, without_values(cls.arguments, leaf).values(), losses, grad_logits)
 

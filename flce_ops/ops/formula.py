@@ -75,20 +75,18 @@ class Formula(Function):
     def setup_context(cls, ctx, inputs, output):
         call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
-        differentiable = cls.differentiable(call)
-        ctx.mark_non_differentiable(*(result for result, has in zip(results, differentiable) if not has))
+        ctx.differentiable = cls.differentiable(call)
+        ctx.mark_non_differentiable(*(result for result, has in zip(results, ctx.differentiable) if not has))
         kept = cls.keep(ctx, call, results)
         save(ctx, call.values(), *kept)
 
     @classmethod
     def backward(cls, ctx, *cotangents):
-        found: dict[str, Tensor | None] = {}
-        if any(cotangent is not None for cotangent in cotangents):
-            call, kept = saved(ctx, cls.arguments)
-            cotangents = [c if has else None for c, has in zip(cotangents, cls.differentiable(call))]
-            if any(cotangent is not None for cotangent in cotangents):
-                found = cls.gradients(ctx, call, kept, *cotangents)
-        return cls.arguments.gradients(**found)
+        cotangents = [cotangent if has else None for cotangent, has in zip(cotangents, ctx.differentiable)]
+        if all(cotangent is None for cotangent in cotangents):
+            return cls.arguments.gradients()
+        call, kept = saved(ctx, cls.arguments)
+        return cls.arguments.gradients(**cls.gradients(ctx, call, kept, *cotangents))
 
     @classmethod
     def jvp(cls, ctx, *_):
