@@ -171,7 +171,7 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
     KlDivOperands: lambda op, call: kl_div_checks.check_operands(op, call.operands, call.options),
     Reduction: lambda op, call: check_denominator(op, call.reduction),
     PolicyOptions: lambda op, call: check_policy(op, call.policy, call.tokens.ref_log_probs),
-    **dict.fromkeys(TOKENS, check_rows),
+    **dict.fromkeys(("row_scale", "lse", "grad"), check_rows),
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,
     GradGrads: check_grad_grads,

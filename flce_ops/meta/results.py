@@ -68,16 +68,16 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
     """Uninitialised."""
     operands, found = call.operands, []
     first = operands[0]
-    rows, accumulate = first.shape[:1], accumulation_dtype(first.dtype)
+    tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
     for _, shape, asked, _, dtype, operand in results:
-        like, size, dtype = first, rows, dtype or accumulate
+        like, size, dtype = first, tokens, dtype or accumulate
         if operand:
             of = getattr(operands, operand)
             # linear_bias has a gradient where there is none, too
-            like, size = (first, operands[1].shape[:1]) if of is None else (of, of.shape)
+            like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
             dtype = like.dtype
         if asked is not None and not asked(call):
-            size = (0,)
+            size = 0
         elif shape is not None:
             size = shape(call)
         found.append(like.new_empty(size, dtype=dtype))

@@ -76,7 +76,7 @@ class Formula(Function):
         call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
         ctx.differentiable = cls.differentiable(call)
-        ctx.mark_non_differentiable(*(result for result, has in zip(results, ctx.differentiable) if not has))
+        ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
         kept = cls.keep(ctx, call, results)
         save(ctx, call.values(), *kept)
 
