@@ -43,14 +43,11 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta import low_rank as low_rank_meta
 from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
 from flce_ops.meta.call import takes
-from flce_ops.meta.outputs import ForwardOutputs, Gradients, retained_columns
-from flce_ops.ops.low_rank_autograd import concatenated, of_pair
-from flce_ops.ops.policy_autograd import recomputed_policy_step
+from flce_ops.meta.outputs import Gradients, Outputs
 from flce_ops.ops.upstream import multiply
-from flce_ops.ops.with_grad_autograd import recomputed_step
+from flce_ops.ops.with_grad_autograd import concatenated, of_pair, recomputed_step
 from flce_ops.support.target_range import check_target_range
 from flce_ops.support.torch_private import functional
 
@@ -115,7 +112,7 @@ def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
 
 @functional
 @takes(Forward)
-def forward(call: Forward) -> ForwardOutputs:
+def forward(call: Forward) -> Outputs:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
@@ -168,8 +165,7 @@ def forward(call: Forward) -> ForwardOutputs:
     target_logit = torch.where(hit, target_logit, 0.0)
     lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
     sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
-    columns = retained_columns(num_classes, input.dtype)
-    retained = target.new_zeros(call.retain, columns, dtype=torch.int16)  # which backward, below, does not read
+    retained = target.new_zeros(call.shape_of_retained, dtype=torch.int16)  # which backward, below, does not read
     return target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained
 
 
@@ -258,13 +254,13 @@ def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
 
 @takes(PolicyWithGrad)
 def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gradients, losses, log_probs = recomputed_policy_step(call, forward, backward)
+    gradients, losses, (log_probs,) = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, log_probs
 
 
 @takes(LowRankWithGrad)
-def low_rank_with_grad(call: LowRankWithGrad) -> low_rank_meta.Outputs:
+def low_rank_with_grad(call: LowRankWithGrad) -> Outputs:
     loss, losses, *results = with_grad(concatenated(call))
     gradients = results[:3]
     return loss, losses, *(gradient.contiguous() for gradient in of_pair(call, gradients))

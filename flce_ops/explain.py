@@ -63,7 +63,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
           aten          runs
     """
     if function is torch.ops.flce.linear_cross_entropy_low_rank:
-        return of_pair(LowRankCrossEntropy.bind(*args, **kwargs))
+        return "\n".join(of_pair(LowRankCrossEntropy.bind(*args, **kwargs)))
     if function not in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy):
         raise TypeError(
             "explain: expected first linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div or "
@@ -77,47 +77,55 @@ def explain(function: Callable, *args, **kwargs) -> str:
         raise TypeError(f"explain: {function.__name__} is {error}") from None
     named.apply_defaults()
     call = named.arguments
-    if function is cross_entropy:
-        return of_given_logits(call)
-    call, positions = of_one_position(call)
-    lines = of_head(function, call)
-    if positions > 1:
-        lines.append(f"for each of {positions} positions")
-    return "\n".join(lines)
+    return "\n".join(of_given_logits(call) if function is cross_entropy else of_head(function, call))
 
 
 def of_head(function: Callable, call: dict) -> list[str]:
+    call, positions = of_one_position(call)
     situation = situation_of_call(call)
     policy = function is linear_policy_loss
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
     if divergence:
         situation = situation._replace(label_smoothing=False)  # it is in the probabilities
-    tables: dict[str, tuple[Path, ...]] = {}
-    stem, op = "linear_kl_div" if divergence else "linear_cross_entropy", "forward"
+    stem, title, in_forward = "linear_kl_div" if divergence else "linear_cross_entropy", "", "with_grad"
     if call.get("reduction", "none") != "none":
-        sharded = situation.vocabulary_dimensions > 0 and not (divergence or policy)
-        title = "a scalar loss over a sharded vocabulary" if sharded else "a scalar loss"
-        title += " of a policy" * policy
-        tables[title] = LOSS[title]
-        if choose(LOSS[title], situation).name != "recompute":
-            op = "vocab_parallel_with_grad" if sharded else "with_grad"
-            stem = "linear_policy_loss" if policy else stem
-    retaining = op == "forward" and not divergence and situation.wants_gradient
-    if retaining:
-        tables |= RETAIN
-    backward = "backward_" if situation.main_grad else "backward"
-    ops = [op] if "with_grad" in op or not situation.wants_gradient else ["forward", backward]
-    tables |= {f"flce::{stem}_{op}": KERNELS[f"{stem}_{op}"] for op in ops}
-    lines = [line for title, paths in tables.items() for line in verdicts(title, paths, situation)]
-    if retaining and not any_dtensor(call["input"], call["linear_weight"]):
-        tokens = math.prod(call["input"].shape[:-1])
-        rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
-        lines.append(f"logits of {rows} of {tokens} tokens retained")
-    one_pass_step = op == "with_grad" and not (divergence or situation.sparse)
-    if one_pass_step and choose(KERNELS[f"{stem}_{op}"], situation).name == "triton":
-        lines += tokens_in_triton(call, situation)
-    return lines
+        title = "a scalar loss of a policy" if policy else "a scalar loss"
+        if situation.vocabulary_dimensions > 0 and not (divergence or policy):
+            title, in_forward = "a scalar loss over a sharded vocabulary", "vocab_parallel_with_grad"
+    lines, path = of_loss(title, situation)
+    if path != "recompute":
+        op = f"linear_policy_loss_{in_forward}" if policy else f"{stem}_{in_forward}"
+        lines += of_operators(situation, op)
+        one_pass_step = in_forward == "with_grad" and not (divergence or situation.sparse)
+        if one_pass_step and choose(KERNELS[op], situation).name == "triton":
+            lines += tokens_in_triton(call, situation)
+    else:
+        retaining = situation.wants_gradient and not divergence
+        if retaining:
+            lines += [line for title, paths in RETAIN.items() for line in verdicts(title, paths, situation)]
+        lines += forward_and_backward(stem, situation)
+        if retaining and not any_dtensor(call["input"], call["linear_weight"]):
+            tokens = math.prod(call["input"].shape[:-1])
+            rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
+            lines.append(f"logits of {rows} of {tokens} tokens retained")
+    return [*lines, f"for each of {positions} positions"] if positions > 1 else lines
+
+
+def of_loss(title: str, situation: Situation) -> tuple[list[str], str]:
+    """Verdicts on the paths of a scalar loss, and the one that it takes: recompute where there is no such loss."""
+    if not title:
+        return [], "recompute"
+    return verdicts(title, LOSS[title], situation), choose(LOSS[title], situation).name
+
+
+def of_operators(situation: Situation, *ops: str) -> list[str]:
+    return [line for op in ops for line in verdicts(f"flce::{op}", KERNELS[op], situation)]
+
+
+def forward_and_backward(stem: str, situation: Situation) -> list[str]:
+    backward = f"{stem}_backward_" if situation.main_grad else f"{stem}_backward"
+    return of_operators(situation, f"{stem}_forward", *([backward] if situation.wants_gradient else []))
 
 
 def of_one_position(call: dict) -> tuple[dict, int]:
@@ -130,24 +138,17 @@ def of_one_position(call: dict) -> tuple[dict, int]:
     return call, positions
 
 
-def of_given_logits(call: dict) -> str:
+def of_given_logits(call: dict) -> list[str]:
     logits, copied = rows_of(call["logits"], call["target"].numel())
     situation = given_logits_situation(logits, call["inplace_backward"] or copied)
     situation = situation._replace(empty=logits.numel() == 0, one_class=logits.shape[1] == 1)
-    tables: dict[str, tuple[Path, ...]] = {}
-    path = "recompute"
-    if call["reduction"] != "none":
-        title = "a scalar loss of given logits"
-        tables[title] = LOSS[title]
-        path = choose(LOSS[title], situation).name
-    ops = {"in place": ["with_grad_"], "one pass": ["with_grad"]}.get(path, ["forward", "backward"])
-    if path == "recompute" and not situation.wants_gradient:
-        ops = ["forward"]
-    tables |= {f"flce::cross_entropy_{op}": KERNELS[f"cross_entropy_{op}"] for op in ops}
-    return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
+    lines, path = of_loss("a scalar loss of given logits" if call["reduction"] != "none" else "", situation)
+    if path == "recompute":
+        return lines + forward_and_backward("cross_entropy", situation)
+    return lines + of_operators(situation, f"cross_entropy_with_grad{'_' if path == 'in place' else ''}")
 
 
-def of_pair(call: LowRankCrossEntropy) -> str:
+def of_pair(call: LowRankCrossEntropy) -> list[str]:
     situation = pair_situation(operands_of(call))._replace(
         dtype=dtype_in_operators(call.input),
         empty=call.input.numel() == 0,
@@ -155,14 +156,13 @@ def of_pair(call: LowRankCrossEntropy) -> str:
         label_smoothing=call.numbers.label_smoothing != 0.0,
         softcap=call.numbers.softcap is not None,
     )
-    title, ops = "a scalar loss of a head with a low-rank pair", ["low_rank_with_grad"]
-    tables = {title: LOSS[title]}
-    if choose(LOSS[title], situation).name == "concatenated":
-        tables["a scalar loss"] = LOSS["a scalar loss"]
-        in_forward = call.reduction != "none" and choose(LOSS["a scalar loss"], situation).name == "one pass"
-        ops = ["with_grad"] if in_forward else ["forward", "backward"]
-    tables |= {f"flce::linear_cross_entropy_{op}": KERNELS[f"linear_cross_entropy_{op}"] for op in ops}
-    return "\n".join(line for title, paths in tables.items() for line in verdicts(title, paths, situation))
+    lines, path = of_loss("a scalar loss of a head with a low-rank pair", situation)
+    if path != "concatenated":
+        return lines + of_operators(situation, "linear_cross_entropy_low_rank_with_grad")
+    of_head, path = of_loss("a scalar loss", situation)
+    if path == "one pass" and call.reduction != "none":
+        return lines + of_head + of_operators(situation, "linear_cross_entropy_with_grad")
+    return lines + of_head + of_operators(situation, *[f"linear_cross_entropy_{op}" for op in ("forward", "backward")])
 
 
 def situation_of_call(call: dict) -> Situation:

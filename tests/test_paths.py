@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import flce_ops
 from flce_ops import aten, explain
 from flce_ops.meta.arguments import KlDivForward
-from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, Choice, choice_of
+from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, choice_of
 from flce_ops.ops.situations import Situation
+from flce_ops.support.path import Choice
 from flce_ops.support.table import choose
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -68,7 +69,7 @@ def test_the_reason_names_what_rules_out_the_paths_before():
     situation = Situation("cuda", torch.bfloat16, label_smoothing=True, softcap=True)
     op = "linear_cross_entropy_with_grad"
     expected = "cuda tensors in torch.bfloat16 (triton expects no label smoothing under a softcap)"
-    assert Choice(op, choose(KERNELS[op], situation), situation).reason() == expected
+    assert Choice(op, KERNELS[op], choose(KERNELS[op], situation), situation).reason() == expected
 
 
 @pytest.mark.parametrize(

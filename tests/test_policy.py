@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.kept_tokens import with_zeroed_rows
-from flce_ops.aten.policy_with_grad import FILLS, policy_with_grad, policy_with_grad_of_rows
+from flce_ops.aten.policy_with_grad import policy_with_grad, policy_with_grad_of_rows
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.policy_arguments import KL_ESTIMATORS, PolicyOptions, PolicyTokens
 from flce_ops.meta.arguments import PolicyWithGrad
-from flce_ops.meta.policy import policy_with_grad_outputs
+from flce_ops.meta.outputs import outputs as outputs_of
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -214,8 +214,8 @@ def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
     names = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
     options = inner_options(beta=0.1)._asdict() | {"output_mask": [True, True, True]}
     inner = PolicyWithGrad.bind(*(call[name] for name in names), None, **options)
-    outputs = policy_with_grad_outputs(inner)
-    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, FILLS, ignored)
+    outputs = outputs_of(inner)
+    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, PolicyWithGrad.fills, ignored)
     for found, expected in zip(outputs, policy_with_grad(inner), strict=True):
         assert error(found, expected) < 1e-12
 

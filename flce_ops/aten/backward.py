@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -37,17 +37,17 @@ from flce_ops.support.readable import copy_bytes
 
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
-    grads = meta.backward_outputs(call)
-    on_kept_tokens(backward_of_rows, call, grads, (ZERO, None, None), *draws_of(call))
+    grads = meta.outputs(call)
+    on_kept_tokens(backward_of_rows, call, grads, call.fills, *draws_of(call))
     return grads
 
 
 @takes(BackwardInPlace)
 def backward_in_place(call: BackwardInPlace) -> Gradients:
-    grads = meta.backward_in_place_outputs(call)
+    grads = meta.outputs(call)
     main_grad = call.main_grad.data  # of a version of its own: one step of the buffer's, however many chunks write
     torch.autograd.graph.increment_version(call.main_grad)
-    on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), (ZERO, None, None))
+    on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), call.fills)
     return grads
 
 

@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.options import Cotangents
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import DoubleBackward
-from flce_ops.meta.outputs import Gradients, gradient_outputs
+from flce_ops.meta.outputs import Outputs
+from flce_ops.meta.results import allocate
 
 # N tokens, D hidden, V vocabulary
 
@@ -42,10 +43,11 @@ class Direction(NamedTuple):
     linear_bias: Tensor | None  # (V,)
 
 
-def backward_tangent(direction: Direction, call: DoubleBackward) -> Gradients:
+def backward_tangent(direction: Direction, call: DoubleBackward) -> Outputs:
     """Change of the gradients of the backward operator at the arguments of `call`, whose `grad_grads` are not read."""
-    out = gradient_outputs(call.operands, [True, True, call.operands.linear_bias is not None])
-    on_kept_tokens(tangent_of_rows, call, out, (ZERO, None, None), direction)
+    of_gradients = slice(3, None)  # among the results of `call`
+    out = allocate(call.results[of_gradients], call)
+    on_kept_tokens(tangent_of_rows, call, out, call.fills[of_gradients], direction)
     return out
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     SoftmaxFactors,
     activate_with_slope,
@@ -28,7 +29,6 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta import cross_entropy as meta
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.meta.call import takes
 from flce_ops.support.target_range import check_target_range
@@ -50,9 +50,9 @@ def blocks_of(call: Call, options: LogitOptions) -> Iterator[tuple[slice, Tensor
 
 @takes(LogitsForward)
 def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.forward_outputs(call)
+    outputs = meta.outputs(call)
     check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
-    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, ZERO, ZERO, NO_CLASS, ZERO))
+    on_kept_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -73,8 +73,8 @@ def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
 
 @takes(LogitsBackward)
 def backward(call: LogitsBackward) -> Tensor:
-    grad_logits = meta.backward_outputs(call)
-    on_kept_tokens(backward_of_rows, call, (grad_logits,), (ZERO,))
+    grad_logits = meta.outputs(call)
+    on_kept_tokens(backward_of_rows, call, (grad_logits,), call.fills)
     return grad_logits
 
 
@@ -95,14 +95,14 @@ def backward_of_rows(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
 
 @takes(LogitsWithGrad)
 def with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
+    loss, losses, grad_logits, argmax = outputs = meta.outputs(call)
     fill_in(call, loss, losses, grad_logits, argmax)
     return outputs
 
 
 @takes(LogitsWithGradInPlace)
 def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
-    loss, losses, argmax = outputs = meta.with_grad_in_place_outputs(call)
+    loss, losses, argmax = outputs = meta.outputs(call)
     fill_in(call, loss, losses, call.operands.logits, argmax)
     return outputs
 
@@ -110,7 +110,7 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
     """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
     check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), (ZERO, ZERO, NO_CLASS))
+    on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])
     loss.copy_(call.reduction.loss(losses, call.operands.target != call.ignore_index))
 
 

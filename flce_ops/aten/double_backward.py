@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.shards import target_columns
@@ -38,8 +38,8 @@ from flce_ops.meta.call import takes
 
 @takes(DoubleBackward)
 def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.double_backward_outputs(call)
-    on_kept_tokens(double_backward_of_rows, call, outputs, (ZERO, ZERO, ZERO, ZERO, None, None))
+    outputs = meta.outputs(call)
+    on_kept_tokens(double_backward_of_rows, call, outputs, call.fills)
     return outputs
 
 

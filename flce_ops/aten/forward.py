@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, retain_product, row_blocks, rows_per_chunk
-from flce_ops.aten.kept_tokens import NO_CLASS, ZERO, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate,
     at_columns,
@@ -28,11 +28,11 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(Forward)
-def forward(call: Forward) -> meta.ForwardOutputs:
-    outputs = meta.forward_outputs(call)
+def forward(call: Forward) -> meta.Outputs:
+    outputs = meta.outputs(call)
     target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
     check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
-    on_kept_tokens(forward_of_rows, call, outputs, (*[ZERO] * 5, NO_CLASS, ZERO, ZERO, ZERO, None))
+    on_kept_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
 

@@ -14,13 +14,14 @@ the product that makes grad_linear_weight reads them too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.meta.call import Arguments
+from flce_ops.meta.results import AtIgnored
 
 # N tokens, n of them that are not ignored, K slots of a target, D hidden, V vocabulary
 
@@ -52,17 +53,6 @@ VECTORS = {  # (..., N)
 }
 BY_SLOT = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
-
-
-class AtIgnored(NamedTuple):
-    """A result with an entry for each token: what it is at ignored ones."""
-
-    fill: float
-    dim: int = 0  # that counts the tokens
-
-
-ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
-ONE_PASS_FILLS = (None, ZERO, ZERO, None, None, NO_CLASS, ZERO, ZERO, ZERO, ZERO)  # of meta.OnePassOutputs
 
 
 class RowsByChunk:

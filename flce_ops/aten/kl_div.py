@@ -17,18 +17,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.aten.chunks import chunk_product, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.kept_tokens import ZERO, ZERO_COLUMN, on_kept_tokens, tokens_of
+from flce_ops.aten.kept_tokens import on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
 from flce_ops.math.divergences import MATRICES, divergence_and_gradient
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import log_denominator
-from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
+from flce_ops.meta.results import allocate
 from flce_ops.support.exchange import all_reduce
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
@@ -39,7 +40,6 @@ from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
 CPU_CHUNK_BYTES = 32 << 20
 # Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
 ROWS_AT_LEAST = 128
-STATISTICS = (ZERO_COLUMN, ZERO_COLUMN, ZERO)  # as meta.row_statistics makes them
 
 
 def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool) -> int:
@@ -99,8 +99,8 @@ def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slic
 
 @takes(KlDivForward)
 def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.forward_outputs(call)
-    on_kept_tokens(forward_of_rows, call, outputs, (ZERO, *STATISTICS))
+    outputs = meta.outputs(call)
+    on_kept_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -111,19 +111,19 @@ def forward_of_rows(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
 
 @takes(KlDivWithGrad)
 def with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.with_grad_outputs(call)
-    on_kept_tokens(with_grad_of_rows, call, outputs, (None, ZERO, ZERO, None, None))
+    outputs = meta.outputs(call)
+    on_kept_tokens(with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
 
 def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
-    per_row = (divergence, *meta.row_statistics(operands, options))
+    shift, teacher_shift, student_kl = allocate(KlDivForward.results[1:], call)
     rows = rows_per_chunk(operands, options, call.output_mask[1])
     gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
     scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
-    stream_rows(call, *per_row, gradients, scale_of_products(scale, options))
+    stream_rows(call, divergence, shift, teacher_shift, student_kl, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
 
 
@@ -195,8 +195,8 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
 
 @takes(KlDivBackward)
 def backward(call: KlDivBackward) -> meta.Gradients:
-    grads = meta.backward_outputs(call)
-    on_kept_tokens(backward_of_rows, call, grads, (ZERO, None, None))
+    grads = meta.outputs(call)
+    on_kept_tokens(backward_of_rows, call, grads, call.fills)
     return grads
 
 

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens
+from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import upcast
 from flce_ops.aten.with_grad import loss_and_gradients, rows_of_chunk
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta import low_rank
 from flce_ops.meta.arguments import LowRankWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.support.readable import copy_bytes
@@ -33,10 +33,10 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(LowRankWithGrad)
-def low_rank_with_grad(call: LowRankWithGrad) -> low_rank.Outputs:
-    outputs = low_rank.with_grad_outputs(call)
+def low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, (None, ZERO, ZERO, ZERO, None, None, None))
+    on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
 

@@ -9,29 +9,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import ZERO, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import activate_with_slope, apply_slope, exponentiate_rows
 from flce_ops.math.loss import surprisal
 from flce_ops.math.policy import policy_losses, policy_slopes
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.call import takes
-from flce_ops.meta.policy import policy_with_grad_outputs
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-FILLS = (None, ZERO, ZERO, None, None, ZERO)  # of its results, where ignored
-
 
 @takes(PolicyWithGrad)
 def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = policy_with_grad_outputs(call)
+    outputs = meta.outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(policy_with_grad_of_rows, call, outputs, FILLS)
+    on_kept_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
 

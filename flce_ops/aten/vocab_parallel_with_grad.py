@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import product_is_rounded, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import ONE_PASS_FILLS, on_kept_tokens
+from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import (
     add_target_and_sum,
     apply_slope,
@@ -27,11 +27,11 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePassOutputs:
-    outputs = meta.vocab_parallel_with_grad_outputs(call)
+def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
     check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
     # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
-    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws_of(call))
+    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import ONE_PASS_FILLS, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -40,10 +40,10 @@ from flce_ops.support.target_range import check_target_range
 
 
 @takes(WithGrad)
-def with_grad(call: WithGrad) -> meta.OnePassOutputs:
-    outputs = meta.with_grad_outputs(call)
+def with_grad(call: WithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
     check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, outputs, ONE_PASS_FILLS, *draws_of(call))
+    on_kept_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
 
 

@@ -14,16 +14,15 @@ therefore has to be the same on all ranks.
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
 from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.meta.arguments import VocabParallelWithGrad
-from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL, save, saved
+from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL
+from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.paths import LOSS
 from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
-from flce_ops.ops.upstream import multiply_by_upstream
 from flce_ops.support.table import choose
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -58,41 +57,37 @@ def loss(
         **problem.statistics._asdict(),
         **problem.sparse._asdict(),
     )
-    loss, losses, *found = VocabParallelFormula.apply(layout, *call.values())
+    loss, losses, _, _, _, *found = VocabParallelFormula.apply(*call.values(), layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
-class VocabParallelFormula(Function):
-    """Its gradients wait for the upstream scalar, as in flce_ops/ops/made_in_forward.py."""
+class VocabParallelFormula(MadeInForward):
+    """It takes the layout behind the operator's own arguments."""
 
-    @staticmethod
-    def forward(ctx, layout, *values):
-        results = VocabParallelWithGrad.run(torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad, values)
-        loss, losses, *gradients = results[:5]
-        statistics = results[5:]
-        ctx.mark_non_differentiable(losses, *statistics)
-        ctx.layout = layout
-        ctx.set_materialize_grads(False)
-        save(ctx, values, losses, *gradients)
-        return loss, losses, *statistics
+    arguments = VocabParallelWithGrad
 
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        if grad_loss is None:
-            return None, *VocabParallelWithGrad.gradients()
-        call, (losses, *made) = saved(ctx, VocabParallelWithGrad)
-        names = (*OPERANDS, "row_scale")
-        needs = [ctx.needs_input_grad[1 + VocabParallelWithGrad.index[name]] for name in names]
+    @classmethod
+    def forward(cls, *values):
+        return super().forward(*values[:-1])
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        ctx.layout = inputs[-1]
+        super().setup_context(ctx, inputs[:-1], output)
+
+    @classmethod
+    def backward(cls, ctx, *cotangents):
+        return *super().backward(ctx, *cotangents), None
+
+    @classmethod
+    def gradients(cls, ctx, call, kept, grad_loss, *_):
+        if not torch.is_grad_enabled():
+            return super().gradients(ctx, call, kept, grad_loss)
+        if call.sparse.gradient_threshold:
+            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
-        if torch.is_grad_enabled():  # create_graph: saved gradients have no graph
-            if call.sparse.gradient_threshold:
-                raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
-            gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
-        else:
-            leaf = next(leaf for leaf, need in zip(leaves, needs) if need)
-            gradients = multiply_by_upstream(made, call.output_mask, grad_loss, leaf)
-            gradients.append(losses * grad_loss if needs[3] else None)
-        return None, *VocabParallelWithGrad.gradients(**dict(zip(names, gradients)))
+        gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
+        return dict(zip((*OPERANDS, "row_scale"), gradients))
 
 
 def differentiable_gradients(

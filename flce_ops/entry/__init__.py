@@ -99,4 +99,4 @@ for _name, (_arguments, _results, _body) in ENTRIES.items():
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
     for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
         _op = getattr(torch.ops.flce, _name).default
-        library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")
+        library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

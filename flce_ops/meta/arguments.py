@@ -1,7 +1,8 @@
-"""The arguments of each inner operator, once: the fields of a class, as call.py declares."""
+"""The arguments and results of each inner operator, once: the fields of a class, as call.py and results.py declare."""
 
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
@@ -18,14 +19,55 @@ from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, Policy
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.call import Arguments
+from flce_ops.meta.results import (
+    ZERO_COLUMN,
+    Result,
+    class_index,
+    gradients,
+    scalar,
+    slots,
+    token,
+)
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
 LowRankMask = Annotated[list[bool], "bool[5]"]  # of input, low_rank_input, low_rank_weight, linear_bias, class_scale
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
+GRADIENTS = gradients("input", "linear_weight", "linear_bias")
+LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
+STATISTICS = tuple(
+    (class_index if name == "argmax" else token)(name, f"statistics.{name}") for name in Statistics._fields
+)
+CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
+
+
+def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
+    """16-bit columns of a row of retained logits, which starts on 16 bytes.
+
+    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
+    (flce_ops/triton/logit_codes.py, flce_ops/aten/chunks.py).
+    """
+    numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
+    return 4 * dtype.itemsize * (numbers + maxima)
+
 
 class Forward(Arguments, keyword_from="ignore_index"):
+    op = "linear_cross_entropy_forward"
+    results = (
+        slots("target_logit"),
+        token("lse"),
+        token("logit_sum", "logit_sum"),
+        token("expected_log_prob", "expected_log_prob"),
+        token("max_logit", "argmax"),
+        class_index("argmax", "argmax"),
+        token("log_sum_sq_probs", "log_sum_sq_probs"),
+        token("mean_logit", "mean_logit"),
+        token("lse_rest"),
+        Result("retained", lambda call: call.shape_of_retained, at_ignored=None, dtype=torch.int16),
+    )
+    autocast = True
+
     operands: Operands
     ignore_index: int = -100
     logit_sum: bool = False
@@ -40,8 +82,16 @@ class Forward(Arguments, keyword_from="ignore_index"):
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
     sparse: SparseGradient  # of backward
 
+    @property
+    def shape_of_retained(self) -> tuple[int, int]:
+        input, linear_weight = self.operands[:2]
+        return self.retain, retained_columns(linear_weight.shape[0], input.dtype)
+
 
 class Backward(Arguments, keyword_from="ignore_index"):
+    op = "linear_cross_entropy_backward"
+    results = GRADIENTS
+
     cotangents: Cotangents
     operands: Operands
     lse: Tensor  # (N,)
@@ -59,14 +109,20 @@ class Backward(Arguments, keyword_from="ignore_index"):
 class BackwardInPlace(Backward, keyword_from="ignore_index"):
     """grad_linear_weight is added to main_grad."""
 
-    main_grad: Tensor  # (V, D)
+    op = "linear_cross_entropy_backward_"
+    results = tuple(
+        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made for made in GRADIENTS
+    )
+    written = "main_grad"
 
-    @classmethod
-    def schema(cls) -> str:
-        return super().schema().replace("Tensor main_grad", "Tensor(a!) main_grad", 1)
+    main_grad: Tensor  # (V, D)
 
 
 class WithGrad(Arguments, keyword_from="ignore_index"):
+    op = "linear_cross_entropy_with_grad"
+    results = (*LOSSES, *GRADIENTS, *STATISTICS)
+    autocast = True
+
     operands: Operands
     reduction: Reduction
     ignore_index: int = -100
@@ -79,6 +135,11 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
 
 
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
+    op = "linear_cross_entropy_low_rank_with_grad"
+    results = (*LOSSES, *gradients("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale"))
+    autocast = True
+    constants = ("linear_weight",)
+
     operands: LowRankOperands
     reduction: Reduction
     ignore_index: int = -100
@@ -89,6 +150,9 @@ class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):
     """`weight` has the V classes of all ranks, the other operands this rank's."""
+
+    op = "linear_cross_entropy_vocab_parallel_with_grad"
+    results = WithGrad.results
 
     operands: Operands
     row_scale: Tensor  # (N,)
@@ -113,6 +177,11 @@ class GradGrads(NamedTuple):
 
 
 class DoubleBackward(Arguments, keyword_from="ignore_index"):
+    """Its results are cotangents of the first six of its tensors."""
+
+    op = "linear_cross_entropy_double_backward"
+    results = (slots("grad_target_logit"), token("grad_lse"), token("grad_logit_sum"), *GRADIENTS)
+
     grad_grads: GradGrads
     cotangents: Cotangents
     operands: Operands
@@ -122,8 +191,24 @@ class DoubleBackward(Arguments, keyword_from="ignore_index"):
     vocab_start: SymInt = 0
     lse_rest: Tensor | None = None  # (N,)
 
+    @property
+    def output_mask(self) -> list[bool]:
+        return [True, True, self.operands.linear_bias is not None]
+
+
+GRADIENT_OF_LOGITS = (gradients("logits")[0]._replace(asked=None),)
+
 
 class LogitsForward(Arguments, keyword_from="ignore_index"):
+    op = "cross_entropy_forward"
+    results = (
+        token("target_logit"),
+        token("lse"),
+        token("logit_sum", "logit_sum"),
+        class_index("argmax", "argmax"),
+        token("lse_rest"),
+    )
+
     operands: LogitOperands
     ignore_index: int = -100
     logit_sum: bool = False
@@ -132,6 +217,9 @@ class LogitsForward(Arguments, keyword_from="ignore_index"):
 
 
 class LogitsBackward(Arguments, keyword_from="ignore_index"):
+    op = "cross_entropy_backward"
+    results = GRADIENT_OF_LOGITS
+
     cotangents: Cotangents
     operands: LogitOperands
     lse: Tensor  # (N,)
@@ -141,6 +229,10 @@ class LogitsBackward(Arguments, keyword_from="ignore_index"):
 
 
 class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
+    op = "cross_entropy_with_grad"
+    results = (*LOSSES, *GRADIENT_OF_LOGITS, class_index("argmax", "argmax"))
+    output_mask = (True,)
+
     operands: LogitOperands
     reduction: Reduction
     ignore_index: int = -100
@@ -152,17 +244,39 @@ class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
 class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
     """The gradient is written over the logits."""
 
-    @classmethod
-    def schema(cls) -> str:
-        return super().schema().replace("Tensor logits", "Tensor(a!) logits", 1)
+    op = "cross_entropy_with_grad_"
+    results = (*LOSSES, class_index("argmax", "argmax"))
+    made = ("logits",)
+    written = "logits"
+
+
+def shape_of_teacher_shift(operands: KlDivOperands) -> tuple[int, int]:
+    return 2, operands.input.shape[0] if operands.teacher_probs is None else 0
 
 
 class KlDivForward(Arguments, keyword_from="options"):
+    """A shift is what makes logits log-probabilities: the row's maximum over this rank's columns, then the log of the
+    softmax's denominator relative to it. Their sum, the lse, would cost the digits of one float32 at large logits.
+    """
+
+    op = "linear_kl_div_forward"
+    results = (
+        token("divergence"),
+        Result("shift", lambda call: (2, call.operands.input.shape[0]), at_ignored=ZERO_COLUMN),
+        Result("teacher_shift", lambda call: shape_of_teacher_shift(call.operands), at_ignored=ZERO_COLUMN),
+        Result("student_kl", asked=lambda call: call.options.of_student),
+    )
+    autocast = True
+
     operands: KlDivOperands
     options: KlDivOptions
 
 
 class KlDivBackward(Arguments, keyword_from="options"):
+    op = "linear_kl_div_backward"
+    results = GRADIENTS
+    autocast = True
+
     grad: Tensor  # (N,)
     operands: KlDivOperands
     shift: Tensor  # (2, N), and the next two: as forward gave them
@@ -173,6 +287,10 @@ class KlDivBackward(Arguments, keyword_from="options"):
 
 
 class KlDivWithGrad(Arguments, keyword_from="options"):
+    op = "linear_kl_div_with_grad"
+    results = (scalar("loss"), token("divergence"), *GRADIENTS)
+    autocast = True
+
     operands: KlDivOperands
     row_scale: Tensor  # (N,)
     options: KlDivOptions
@@ -180,6 +298,10 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
 
 
 class PolicyWithGrad(Arguments, keyword_from="ignore_index"):
+    op = "linear_policy_loss_with_grad"
+    results = (*LOSSES, *GRADIENTS, token("log_probs"))
+    autocast = True
+
     operands: PolicyOperands
     tokens: PolicyTokens
     reduction: Reduction

@@ -14,9 +14,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
+import torch
 from torch import Tensor
 
-from flce_ops.support.path import Choice, NoChoice
+from flce_ops.meta.results import AtIgnored, Result
+from flce_ops.support.path import Choice
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -45,8 +47,14 @@ class Argument(NamedTuple):
 class Arguments:
     """A call of an operator. Its values, in the schema's order, are what the dispatcher and autograd see."""
 
-    choice: Choice = NoChoice()  # of its path, and notes of what runs there: for flce_ops.last_path()
+    choice: Choice = Choice()  # of its path, and notes of what runs there: for flce_ops.last_path()
     notes: tuple[str, ...] = ()
+
+    op: ClassVar[str] = ""
+    results: ClassVar[tuple[Result, ...]] = ()
+    written: ClassVar[str] = ""  # an argument that the operator writes to
+    autocast: ClassVar[bool] = False  # whether its operands are cast
+    constants: ClassVar[tuple[str, ...]] = ()  # tensors that a gradient is refused for, beside its numbers
 
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # how many of them
@@ -54,6 +62,8 @@ class Arguments:
     keywords: ClassVar[tuple[str, ...]]
     defaults: ClassVar[list[Any]]
     fields: ClassVar[list[tuple[str, Any, int, int]]]  # name, group or None, first value, one past the last
+    fills: ClassVar[tuple[AtIgnored | None, ...]]  # of the results
+    made: ClassVar[tuple[str, ...]]  # operands whose gradients are among them
 
     def __init_subclass__(cls, keyword_from: str = "") -> None:
         arguments: list[Argument] = []
@@ -79,6 +89,8 @@ class Arguments:
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
+        cls.fills = tuple(result.at_ignored for result in cls.results)
+        cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 
     @classmethod
     def schema(cls) -> str:
@@ -89,7 +101,12 @@ class Arguments:
             parts.insert(0, argument.declared(defaults))
         if cls.positional < len(cls.arguments):
             parts += ["*", *(argument.declared() for argument in cls.arguments[cls.positional :])]
-        return f"({', '.join(parts)})"
+        schema = f"({', '.join(parts)})"
+        return schema.replace(f"Tensor {cls.written}", f"Tensor(a!) {cls.written}", 1) if cls.written else schema
+
+    @classmethod
+    def results_schema(cls) -> str:
+        return f"({', '.join(f'Tensor {result.name}' for result in cls.results)})"
 
     @classmethod
     def values_of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -110,6 +127,18 @@ class Arguments:
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         return cls.of(cls.values_of(args, kwargs))
+
+    @classmethod
+    def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
+        """A call with these fields, and of the others those that `call` has, of another operator or this one."""
+        made, known = cls.__new__(cls), vars(call) | own
+        for name, group, _, _ in cls.fields:
+            made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
+        return made
+
+    def dispatched(self) -> Any:
+        """What its operator returns."""
+        return self.run(getattr(torch.ops.flce, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """The same call with change(name, value) for its values."""

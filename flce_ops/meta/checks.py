@@ -4,6 +4,8 @@ Each message says which argument, what was expected, what came, and what to do w
 Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/support/target_range.py).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -170,7 +172,9 @@ def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | 
             )
 
 
-def check_per_row(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
+def check_per_row(op: str, operands: Any, **tensors: Tensor | None) -> None:
+    """As many as rows of the first of an operator's operands."""
+    input, of = operands[0], operands._fields[0]
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")

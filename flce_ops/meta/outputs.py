@@ -1,117 +1,106 @@
-"""Uninitialised results of each inner operator, after its checks."""
+"""What each inner operator does before any work, as its fake kernel and in every real one: checks, and its results.
+
+A check is of a kind of arguments, a group or a name, and runs for each operator that takes such arguments.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands
-from flce_ops.math.options import Operands
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, VocabParallelWithGrad, WithGrad
-from flce_ops.meta.call import takes
-from flce_ops.meta.checks import check_denominator, check_device, check_operands, check_per_row, check_per_slot
+from flce_ops.math.options import Cotangents, LogitOperands, LowRankOperands, Operands
+from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
+from flce_ops.math.reduction import Reduction
+from flce_ops.math.sparse_gradient import SparseGradient
+from flce_ops.meta import kl_div_checks
+from flce_ops.meta.arguments import BackwardInPlace, Forward, GradGrads, VocabParallelWithGrad, retained_columns
+from flce_ops.meta.call import Arguments
+from flce_ops.meta.checks import (
+    check_denominator,
+    check_dense,
+    check_device,
+    check_linear,
+    check_operands,
+    check_per_class,
+    check_per_row,
+    check_per_slot,
+    check_supported_dtype,
+    check_target_dtype,
+)
 from flce_ops.meta.main_grad import check_main_grad
+from flce_ops.meta.policy import check_policy
+from flce_ops.meta.results import allocate
 from flce_ops.meta.sparse_checks import check_sparse
 
-# N tokens, K slots of a target, D hidden, V vocabulary
+# N tokens, K slots of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
+Outputs = tuple[Tensor, ...]  # the results of a call, as its class declares them
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
-
-ForwardOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-# loss (), losses (N,), the three gradients, and the fields of Statistics, (N,) each or (0,)
-OnePassOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
+OF_FORWARD = ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob")
+TOKENS = (*OF_FORWARD, *Cotangents._fields[1:], *PolicyTokens._fields, "row_scale", "grad")  # arguments (N,)
 
 
-def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
-    """16-bit columns of a row of retained logits, which starts on 16 bytes.
-
-    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
-    (flce_ops/triton/logit_codes.py, flce_ops/aten/chunks.py).
-    """
-    numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
-    return 4 * dtype.itemsize * (numbers + maxima)
+def outputs(call: Any) -> Any:
+    """Uninitialised: a tuple, or the only one."""
+    for check in checks_of(call.__class__):
+        check(call.op, call)
+    results = allocate(call.results, call)
+    return results if len(results) > 1 else results[0]
 
 
-@takes(Forward)
-def forward_outputs(call: Forward) -> ForwardOutputs:
-    """target_logit, lse, logit_sum, expected_log_prob, max_logit, argmax, log_sum_sq_probs, mean_logit, lse_rest: (N,),
-    or (0,) if not asked for; the first is (N, K) of such a target. And retained logits, (R, columns) int16.
-    """
-    check_operands("linear_cross_entropy_forward", call.operands, slots=True)
-    check_main_grad("linear_cross_entropy_forward", call.operands, call.main_grad)
-    input = call.operands.input
-    dtype = accumulation_dtype(input.dtype)
-    rows = input.shape[0]
-    return (
-        input.new_empty(call.operands.target.shape, dtype=dtype),
-        input.new_empty(rows, dtype=dtype),
-        input.new_empty(rows if call.logit_sum else 0, dtype=dtype),
-        input.new_empty(rows if call.expected_log_prob else 0, dtype=dtype),
-        input.new_empty(rows if call.argmax else 0, dtype=dtype),
-        input.new_empty(rows if call.argmax else 0, dtype=torch.int64),
-        input.new_empty(rows if call.log_sum_sq_probs else 0, dtype=dtype),
-        input.new_empty(rows if call.mean_logit else 0, dtype=dtype),
-        input.new_empty(rows, dtype=dtype),
-        input.new_empty(
-            call.retain, retained_columns(call.operands.linear_weight.shape[0], input.dtype), dtype=torch.int16
-        ),
-    )
+@functools.cache
+def checks_of(arguments: type[Arguments]) -> list[Callable[[str, Any], None]]:
+    kinds = {group for _, group, _, _ in arguments.fields} | {*arguments.index}
+    return list(dict.fromkeys(check for kind, check in CHECKS.items() if kind in kinds))
 
 
-@takes(Backward)
-def backward_outputs(call: Backward) -> Gradients:
-    check_backward("linear_cross_entropy_backward", call)
-    return gradient_outputs(call.operands, call.output_mask)
+def check_head(op: str, call: Any) -> None:
+    if isinstance(call, VocabParallelWithGrad):  # whose class weights are those of all ranks
+        check_operands(op, call.operands._replace(weight=None))
+    else:
+        check_operands(op, Operands(*call.operands), slots=isinstance(call.operands, Operands))
 
 
-@takes(BackwardInPlace)
-def backward_in_place_outputs(call: BackwardInPlace) -> Gradients:
-    """grad_linear_weight is (0,)."""
-    op = "linear_cross_entropy_backward_"
-    check_backward(op, call)
-    check_main_grad(op, call.operands, call.main_grad)
-    want_input, want_weight, want_bias = call.output_mask
-    if call.sparse.gradient_threshold:
-        raise NotImplementedError(f"{op}: gradient_threshold with main_grad is not implemented; leave one of them out")
-    if not want_weight:
-        raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
-    return gradient_outputs(call.operands, [want_input, False, want_bias])
+def check_pair(op: str, call: Any) -> None:
+    input, linear_weight, low_rank_input, low_rank_weight, *_, class_scale = call.operands
+    pair = {"low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}
+    check_operands(op, call.operands.head)
+    check_dense(op, **pair, class_scale=class_scale)
+    for (name, tensor), of in zip(pair.items(), (input, linear_weight)):
+        if tensor.dim() != 2 or tensor.shape[0] != of.shape[0]:
+            raise ValueError(f"{op}: expected {name} of shape ({of.shape[0]}, r), got {tuple(tensor.shape)}")
+        if tensor.dtype != input.dtype:
+            raise TypeError(f"{op}: expected {name} in input's dtype {input.dtype}, got {tensor.dtype}")
+    check_linear(op, low_rank_input, low_rank_weight, None, ("low_rank_input", "low_rank_weight", ""))
+    if class_scale is not None:
+        check_per_class(op, "class_scale", class_scale, linear_weight.shape[0])
+    check_device(op, input, **pair, class_scale=class_scale)
+    if call.output_mask[4] and class_scale is None:
+        raise ValueError(f"{op}: output_mask asks for the gradient of class_scale, which is not given")
 
 
-def check_backward(op: str, call: Backward) -> None:
-    check_operands(op, call.operands, slots=True)
-    if (call.grad_expected_log_prob is None) != (call.expected_log_prob is None):
-        raise ValueError(f"{op}: expected grad_expected_log_prob and expected_log_prob together, got one of them")
-    check_per_row(
-        op,
-        call.operands.input,
-        **call.cotangents._replace(grad_target_logit=None)._asdict(),
-        lse=call.lse,
-        grad_expected_log_prob=call.grad_expected_log_prob,
-        expected_log_prob=call.expected_log_prob,
-        lse_rest=call.lse_rest,
-    )
-    check_per_slot(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
-    check_retained(op, call.operands, call.retained)
-    check_sparse(op, call.sparse, call.operands.input)
+def check_logits(op: str, call: Any) -> None:
+    logits, target, weight = call.operands
+    check_dense(op, **call.operands._asdict())
+    check_supported_dtype(op, "logits", logits)
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
+    check_target_dtype(op, target)
+    check_per_row(op, call.operands, target=target)
+    if weight is not None:
+        check_per_class(op, "weight", weight, logits.shape[1], "logits.T")
+    check_device(op, logits, "logits", target=target, weight=weight)
 
 
-def check_retained(op: str, operands: Operands, retained: Tensor | None) -> None:
-    if retained is None:
-        return
-    columns = retained_columns(operands.linear_weight.shape[0], operands.input.dtype)
-    if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
-        raise ValueError(
-            f"{op}: expected retained as the forward operator gives it, (R, {columns}) in torch.int16, "
-            f"got {tuple(retained.shape)} in {retained.dtype}"
-        )
+def check_rows(op: str, call: Any) -> None:
+    values = dict(zip(call.index, call.values()))
+    check_per_row(op, call.operands, **{name: values[name] for name in TOKENS if isinstance(values.get(name), Tensor)})
 
 
-@takes(WithGrad)
-def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
-    op = "linear_cross_entropy_with_grad"
-    check_denominator(op, call.reduction)
+def check_target_weight(op: str, call: Any) -> None:
     target, target_weight = call.operands.target, call.target_weight
     if (target.dim() == 2) != (target_weight is not None):
         raise ValueError(
@@ -120,70 +109,74 @@ def with_grad_outputs(call: WithGrad) -> OnePassOutputs:
         )
     check_per_slot(op, target, target_weight=target_weight)
     check_device(op, call.operands.input, target_weight=target_weight)
-    check_sparse(op, call.sparse, call.operands.input)
-    return one_pass_outputs(op, call, call.operands, call.reduction.row_scale, slots=True)
 
 
-@takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad_outputs(call: VocabParallelWithGrad) -> OnePassOutputs:
-    # the class weights are those of all ranks
-    op = "linear_cross_entropy_vocab_parallel_with_grad"
-    check_sparse(op, call.sparse, call.operands.input)
-    return one_pass_outputs(op, call, call.operands._replace(weight=None), call.row_scale)
+def check_grad_target_logit(op: str, call: Any) -> None:
+    check_per_slot(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
 
 
-def one_pass_outputs(
-    op: str,
-    call: WithGrad | VocabParallelWithGrad,
-    operands: Operands,
-    row_scale: Tensor | None,
-    *,
-    slots: bool = False,
-) -> OnePassOutputs:
-    check_operands(op, operands, slots=slots)
-    input, asked = operands.input, call.statistics
-    check_per_row(op, input, row_scale=row_scale)
-    dtype = accumulation_dtype(input.dtype)
-    return (
-        input.new_empty((), dtype=dtype),
-        input.new_empty(input.shape[0], dtype=dtype),
-        *gradient_outputs(operands, call.output_mask),
-        input.new_empty(input.shape[0] if asked.argmax else 0, dtype=torch.int64),
-        input.new_empty(input.shape[0] if asked.lse else 0, dtype=dtype),
-        input.new_empty(input.shape[0] if asked.entropy else 0, dtype=dtype),
-        input.new_empty(input.shape[0] if asked.log_sum_sq_probs else 0, dtype=dtype),
-        input.new_empty(input.shape[0] if asked.mean_logit else 0, dtype=dtype),
-    )
-
-
-@takes(DoubleBackward)
-def double_backward_outputs(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of grad_target_logit, grad_lse, grad_logit_sum (N,) each, input, linear_weight, linear_bias.
-
-    The first is (N, K) of such a target.
-    """
-    op = "linear_cross_entropy_double_backward"
-    check_operands(op, call.operands, slots=True)
-    input, linear_weight, target, linear_bias, _ = call.operands
-    likes = {"grad_grad_input": input, "grad_grad_linear_weight": linear_weight}
-    for name, like in likes.items():
-        tensor = getattr(call.grad_grads, name)
+def check_grad_grads(op: str, call: Any) -> None:
+    for tensor, like, name in zip(call.grad_grads, call.operands, GradGrads._fields[:2]):
         if tensor is not None and tensor.shape != like.shape:
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
-    dtype = accumulation_dtype(input.dtype)
-    return (
-        input.new_empty(target.shape, dtype=dtype),
-        input.new_empty(input.shape[0], dtype=dtype),
-        input.new_empty(input.shape[0], dtype=dtype),
-        *gradient_outputs(call.operands, [True, True, linear_bias is not None]),
-    )
 
 
-def gradient_outputs(operands: Operands | KlDivOperands, output_mask: list[bool]) -> Gradients:
-    input, linear_weight = operands.input, operands.linear_weight
-    want_input, want_weight, want_bias = output_mask
-    return (
-        input.new_empty(input.shape if want_input else (0,)),
-        linear_weight.new_empty(linear_weight.shape if want_weight else (0,)),
-        linear_weight.new_empty(linear_weight.shape[0] if want_bias else 0),
-    )
+def check_of_forward(op: str, call: Any) -> None:
+    if (call.grad_expected_log_prob is None) != (call.expected_log_prob is None):
+        raise ValueError(f"{op}: expected grad_expected_log_prob and expected_log_prob together, got one of them")
+    retained = call.retained
+    if retained is None:
+        return
+    columns = retained_columns(call.operands.linear_weight.shape[0], call.operands.input.dtype)
+    if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
+        raise ValueError(
+            f"{op}: expected retained as the forward operator gives it, (R, {columns}) in torch.int16, "
+            f"got {tuple(retained.shape)} in {retained.dtype}"
+        )
+
+
+def check_added(op: str, call: Any) -> None:
+    check_main_grad(op, call.operands, call.main_grad)
+    if not isinstance(call, BackwardInPlace):
+        return
+    if call.sparse.gradient_threshold:
+        raise NotImplementedError(f"{op}: gradient_threshold with main_grad is not implemented; leave one of them out")
+    if not call.output_mask[1]:
+        raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
+
+
+def check_sparsity(op: str, call: Any) -> None:
+    if not isinstance(call, Forward):  # whose backward is told
+        check_sparse(op, call.sparse, call.operands.input)
+
+
+def check_divergence_rows(op: str, call: Any) -> None:
+    """What forward found of rows: teacher_shift and student_kl are empty where it has none."""
+    input = call.operands.input
+    if call.options.of_student:
+        check_per_row(op, call.operands, student_kl=call.student_kl)
+    shifts = {"shift": call.shift}
+    if call.operands.teacher_probs is None:
+        shifts["teacher_shift"] = call.teacher_shift
+    for name, tensor in shifts.items():
+        if tensor.shape != (2, input.shape[0]):
+            raise ValueError(f"{op}: expected {name} of shape (2, {input.shape[0]}), got {tuple(tensor.shape)}")
+
+
+CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in this order
+    Operands: check_head,
+    PolicyOperands: check_head,
+    LowRankOperands: check_pair,
+    LogitOperands: check_logits,
+    KlDivOperands: lambda op, call: kl_div_checks.check_operands(op, call.operands, call.options),
+    Reduction: lambda op, call: check_denominator(op, call.reduction),
+    PolicyOptions: lambda op, call: check_policy(op, call.policy, call.tokens.ref_log_probs),
+    **dict.fromkeys(("row_scale", "lse", "grad"), check_rows),
+    "target_weight": check_target_weight,
+    "grad_target_logit": check_grad_target_logit,
+    GradGrads: check_grad_grads,
+    "student_kl": check_divergence_rows,
+    "retained": check_of_forward,
+    SparseGradient: check_sparsity,
+    "main_grad": check_added,
+}

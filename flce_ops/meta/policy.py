@@ -1,41 +1,14 @@
-"""Checks and uninitialised results of linear_policy_loss_with_grad: its fake kernel, called before any work."""
+"""Refusals by name of a policy's options, and of gradients of what is constant in it."""
 
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Operands
 from flce_ops.math.policy_arguments import KL_ESTIMATORS, OBJECTIVES, PolicyOptions
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import PolicyWithGrad
-from flce_ops.meta.call import takes
-from flce_ops.meta.checks import check_denominator, check_operands, check_per_row
-from flce_ops.meta.outputs import gradient_outputs
 
-# N tokens, D hidden, V vocabulary
-
-OP = "linear_policy_loss_with_grad"
 TOKEN_LEVEL = "its tokens' losses are those of objective='ppo', token_weight and normalizer add them up"
 SEQUENCE_LEVEL = "a sequence's tokens share one ratio there; make it of flce_ops.linear_log_probs"
 HINTS = dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo"), TOKEN_LEVEL)
 HINTS |= dict.fromkeys(("gspo", "luspo", "vespo", "dpo"), SEQUENCE_LEVEL)
-
-
-@takes(PolicyWithGrad)
-def policy_with_grad_outputs(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss (), losses (N,), the three gradients, log_probs (N,)."""
-    operands = Operands(*call.operands)
-    check_operands(OP, operands)
-    check_denominator(OP, call.reduction)
-    check_policy(OP, call.policy, call.tokens.ref_log_probs)
-    input = operands.input
-    check_per_row(OP, input, row_scale=call.reduction.row_scale, **call.tokens._asdict())
-    dtype = accumulation_dtype(input.dtype)
-    return (
-        input.new_empty((), dtype=dtype),
-        input.new_empty(input.shape[0], dtype=dtype),
-        *gradient_outputs(operands, call.output_mask),
-        input.new_empty(input.shape[0], dtype=dtype),
-    )
 
 
 def check_policy(op: str, options: PolicyOptions, ref_log_probs: Tensor | None) -> None:

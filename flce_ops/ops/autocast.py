@@ -6,19 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_ops.math.kl_div_arguments import TEACHER
+from flce_ops.meta.call import Arguments
 from flce_ops.meta.checks import is_dense
 from flce_ops.support.torch_private import without_autocast
 
-OPERANDS = {
-    "input",
-    "linear_weight",
-    "linear_bias",
-    "low_rank_input",
-    "low_rank_weight",
-    "teacher_input",
-    "teacher_weight",
-    "teacher_bias",
-}
+OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank_weight", *TEACHER[:3]}
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -36,28 +29,22 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
 
 def autocast_head(call: Any) -> None:
     """The same of input, linear_weight and linear_bias, in place of those of an entry's call."""
-    device_type = call.input.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        call.input, call.linear_weight, call.linear_bias = autocast_operands(
-            device_type, call.input, call.linear_weight, call.linear_bias
-        )
+    call.input, call.linear_weight, call.linear_bias = autocast_operands(
+        call.input.device.type, call.input, call.linear_weight, call.linear_bias
+    )
 
 
-def autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable:
+def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:
     """Casts the operands. A backward operator gets what forward saw: there autocast is only kept out of its GEMMs."""
-    names = [argument.name for argument in op._schema.arguments]
-    casts = [index for index, name in enumerate(names) if name in OPERANDS]
+    casts = [index for name, index in arguments.index.items() if name in OPERANDS]
     if op._schema.name.endswith("_backward"):
         casts = []
 
     def run(*args, **kwargs):
-        given = [index for index in casts if index < len(args)]
-        cast = list(args)
-        for index, operand in zip(given, autocast_operands(device_type, *(args[index] for index in given))):
-            cast[index] = operand
-        named = [names[index] for index in casts if names[index] in kwargs]
-        kwargs |= dict(zip(named, autocast_operands(device_type, *(kwargs[name] for name in named))))
+        values = arguments.values_of(args, kwargs)
+        for index, operand in zip(casts, autocast_operands(device_type, *(values[index] for index in casts))):
+            values[index] = operand
         with without_autocast(device_type):
-            return op(*cast, **kwargs)
+            return arguments.run(op, values)
 
     return run

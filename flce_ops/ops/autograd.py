@@ -18,8 +18,6 @@ from flce_ops.ops.formula import (
     OPERANDS,
     SPARSE_SECOND_DERIVATIVE_REFUSAL,
     Formula,
-    save,
-    saved,
     wanted,
     where_wanted,
 )
@@ -37,10 +35,8 @@ SPARSE_ENTROPY_REFUSAL = (
 
 
 class ForwardFormula(Formula):
-    """target_logit, lse, logit_sum and expected_log_prob have a gradient; the others are constants."""
-
     arguments = Forward
-    op = "linear_cross_entropy_forward"
+    with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
     per_token = ("input", "target")
 
     @classmethod
@@ -48,29 +44,18 @@ class ForwardFormula(Formula):
         retain = Forward.index["retain"]
         values[retain] = values[retain] or retained_rows(Forward.of(values))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        call = Forward.of(inputs)
-        _, lse, logit_sum, expected_log_prob, *others = output
-        ctx.set_materialize_grads(False)
-        *constants, lse_rest, retained = others
-        constants += [lse_rest, retained]
-        constants += [] if call.logit_sum else [logit_sum]
-        constants += [] if call.expected_log_prob else [expected_log_prob]
-        ctx.mark_non_differentiable(*constants)
+    @classmethod
+    def keep(cls, ctx, call, results):
+        _, lse, _, expected_log_prob, *_, lse_rest, retained = results
         # Not saved: autograd would refuse it once the backward of another micro-batch has added to it.
         ctx.main_grad, call.main_grad = call.main_grad, None
         ctx.traced = None if ctx.main_grad is None else traced_input(ctx.main_grad)
-        save(ctx, call.values(), lse, expected_log_prob, lse_rest, *([retained] if call.retain else []))
+        return lse, expected_log_prob, lse_rest, *([retained] if call.retain else [])
 
-    @staticmethod
-    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, grad_expected_log_prob, *_):
-        call, (lse, expected_log_prob, lse_rest, *retained) = saved(ctx, Forward)
-        grad_logit_sum = grad_logit_sum if call.logit_sum else None
-        grad_expected_log_prob = grad_expected_log_prob if call.expected_log_prob else None
-        cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum)
-        if all(cotangent is None for cotangent in (*cotangents, grad_expected_log_prob)):
-            return Forward.gradients()
+    @classmethod
+    def gradients(cls, ctx, call, kept, *cotangents):
+        lse, expected_log_prob, lse_rest, *retained = kept
+        *of_loss, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
             raise NotImplementedError(SPARSE_ENTROPY_REFUSAL)
         expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
@@ -79,32 +64,28 @@ class ForwardFormula(Formula):
                 expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
             lse = finite_in_empty_rows(lse, lse)
         mask = wanted(ctx, Forward, *OPERANDS)
-        backward, into = torch.ops.flce.linear_cross_entropy_backward, {}
+        backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
             # as .grad, it stays as it is in a backward that was asked for other gradients alone
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
-                backward, into = torch.ops.flce.linear_cross_entropy_backward_, {"main_grad": ctx.main_grad}
+                backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
         if ctx.traced is not None:  # here: all of the traced forward is known
             save_without_version_check(ctx.traced, torch.ops.flce.linear_cross_entropy_forward.default)
-        gradients = backward(
-            *cotangents,
-            *call.operands,
-            lse,
-            ignore_index=call.ignore_index,
-            **call.logits._asdict(),
-            vocab_start=call.vocab_start,
+        gradients = backward.like(
+            call,
+            cotangents=Cotangents(*of_loss),
+            lse=lse,
             output_mask=mask,
             grad_expected_log_prob=grad_expected_log_prob,
             expected_log_prob=expected_log_prob,
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
-            **call.sparse._asdict(),
             **into,
-        )
+        ).dispatched()
         if into:
             mask[1] = False
-        return Forward.gradients(**where_wanted(gradients, mask))
+        return where_wanted(gradients, mask)
 
 
 def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard
@@ -114,23 +95,16 @@ def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a 
 
 class BackwardFormula(Formula):
     arguments = Backward
-    op = "linear_cross_entropy_backward"
+    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias")
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        call = Backward.of(inputs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(result for result, want in zip(output, call.output_mask) if not want))
+    @classmethod
+    def keep(cls, ctx, call, results):
         ctx.has_expectation = call.grad_expected_log_prob is not None
         call.grad_expected_log_prob = call.expected_log_prob = call.retained = None
-        save(ctx, call.values())
+        return ()
 
-    @staticmethod
-    def backward(ctx, *grad_grads):
-        call, _ = saved(ctx, Backward)
-        grad_grads = [grad if want else None for grad, want in zip(grad_grads, call.output_mask)]
-        if all(grad is None for grad in grad_grads):
-            return Backward.gradients()
+    @classmethod
+    def gradients(cls, ctx, call, kept, *grad_grads):
         if call.sparse.gradient_threshold:
             raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
         if ctx.has_expectation:
@@ -138,25 +112,15 @@ class BackwardFormula(Formula):
                 "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "
                 "compute it from F.linear's logits"
             )
-        found = torch.ops.flce.linear_cross_entropy_double_backward(
-            *grad_grads,
-            *call.cotangents,
-            *call.operands,
-            call.lse,
-            ignore_index=call.ignore_index,
-            **call.logits._asdict(),
-            vocab_start=call.vocab_start,
-            lse_rest=call.lse_rest,
-        )
+        found = DoubleBackward.like(call, grad_grads=GradGrads(*grad_grads)).dispatched()
         names = (*Cotangents._fields, *OPERANDS)
-        return Backward.gradients(**where_wanted(found, wanted(ctx, Backward, *names), names))
+        return where_wanted(found, wanted(ctx, Backward, *names), names)
 
 
 class BackwardInPlaceFormula(Formula):
     """None: what was added to main_grad has no derivative."""
 
     arguments = BackwardInPlace
-    op = "linear_cross_entropy_backward_"
 
     @classmethod
     def check(cls, op, values):
@@ -175,18 +139,16 @@ class DoubleBackwardFormula(Formula):
     """
 
     arguments = DoubleBackward
-    op = "linear_cross_entropy_double_backward"
+    with_derivative = tuple(result.name for result in DoubleBackward.results)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        call = DoubleBackward.of(inputs)
-        ctx.tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        ctx.set_materialize_grads(False)
+    @classmethod
+    def keep(cls, ctx, call, results):
+        ctx.tensors = [index for index, value in enumerate(call.values()) if isinstance(value, Tensor)]
         call.grad_grads = GradGrads(None, None, None)  # it is linear in them
-        save(ctx, call.values())
+        return ()
 
-    @staticmethod
-    def backward(ctx, *direction):
+    @classmethod
+    def gradients(cls, ctx, call, kept, *direction):
         edges = zip(ctx.tensors, ctx.next_functions)
         others = any(runs_in_this_backward(node) for index, (node, _) in edges if index >= 3 and node is not None)
         if others or torch.is_grad_enabled():
@@ -194,7 +156,6 @@ class DoubleBackwardFormula(Formula):
                 "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for "
                 "them"
             )
-        call, _ = saved(ctx, DoubleBackward)
-        call.choice = choice_of(DoubleBackwardFormula.op, call)
+        call.choice = choice_of(DoubleBackward.op, call)
         changes = backward_tangent(Direction(*direction), call)
-        return DoubleBackward.gradients(**where_wanted(changes, ctx.needs_input_grad, GradGrads._fields))
+        return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

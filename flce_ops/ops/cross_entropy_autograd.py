@@ -20,16 +20,12 @@ from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.ops.formula import Formula, autograd_kernel, save, saved, wanted, where_wanted
-from flce_ops.ops.upstream import multiply_by_upstream
-from flce_ops.support.torch_private import below_autograd, functorch_is_active, root_of
+from flce_ops.ops.formula import Formula, save, wanted, where_wanted
+from flce_ops.ops.made_in_forward import MadeInForward
+from flce_ops.support.torch_private import functorch_is_active, root_of
 
 # N tokens, V vocabulary
 
-FORWARD_MODE_REFUSAL = (
-    "cross_entropy: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; use reverse "
-    "mode (grad, jacrev, and jacrev of jacrev for a Hessian)"
-)
 SECOND_DERIVATIVE_REFUSAL = (
     "cross_entropy: second derivatives of a scalar loss are not implemented, as its gradient was made in forward and "
     'the logits were not kept; use reduction="none" and reduce the losses, which can be differentiated twice'
@@ -47,52 +43,34 @@ TRANSFORM_REFUSAL = (
 )
 
 
-class LogitsFormula(Formula):
-    forward_mode_refusal = FORWARD_MODE_REFUSAL
-
-
-class ForwardFormula(LogitsFormula):
-    """target_logit, lse and logit_sum have a gradient; the others have none."""
-
+class ForwardFormula(Formula):
     arguments = LogitsForward
-    op = "cross_entropy_forward"
+    function = "cross_entropy"
+    with_derivative = ("target_logit", "lse", "logit_sum")
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        call = LogitsForward.of(inputs)
-        _, lse, logit_sum, argmax, lse_rest = output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(argmax, lse_rest, *([] if call.logit_sum else [logit_sum]))
-        save(ctx, inputs, lse, lse_rest)
+    @classmethod
+    def keep(cls, ctx, call, results):
+        _, lse, _, _, lse_rest = results
+        return lse, lse_rest
 
-    @staticmethod
-    def backward(ctx, grad_target_logit, grad_lse, grad_logit_sum, *_):
-        call, rows = saved(ctx, LogitsForward)
-        cotangents = Cotangents(grad_target_logit, grad_lse, grad_logit_sum if call.logit_sum else None)
-        if all(cotangent is None for cotangent in cotangents):
-            return LogitsForward.gradients()
-        grad_logits = torch.ops.flce.cross_entropy_backward(
-            *cotangents, *call.operands, *rows, ignore_index=call.ignore_index, **call.logits._asdict()
-        )
-        return LogitsForward.gradients(logits=grad_logits)
+    @classmethod
+    def gradients(cls, ctx, call, kept, *cotangents):
+        lse, lse_rest = kept
+        backward = LogitsBackward.like(call, cotangents=Cotangents(*cotangents[:3]), lse=lse, lse_rest=lse_rest)
+        return {"logits": backward.dispatched()}
 
 
-class BackwardFormula(LogitsFormula):
+class BackwardFormula(Formula):
     """In whole matrices: the logits are in memory anyway, and so derivatives of any order are autograd's."""
 
     arguments = LogitsBackward
-    op = "cross_entropy_backward"
+    function = "cross_entropy"
+    with_derivative = ("grad_logits",)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        save(ctx, inputs)
-
-    @staticmethod
-    def backward(ctx, grad_grad_logits: Tensor):
-        call, _ = saved(ctx, LogitsBackward)
+    @classmethod
+    def gradients(cls, ctx, call, kept, grad_grad_logits):
         names = (*Cotangents._fields, "logits")
-        found, needs = second_derivatives(call, grad_grad_logits), wanted(ctx, LogitsBackward, *names)
-        return LogitsBackward.gradients(**where_wanted(found, needs, names))
+        return where_wanted(second_derivatives(call, grad_grad_logits), wanted(ctx, LogitsBackward, *names), names)
 
 
 def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,28 +109,24 @@ def activated(u: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float,
     return softcap * tanh, slope, -2.0 * scale / softcap * tanh * slope
 
 
-class WithGradFormula(LogitsFormula):
-    """loss; the other results carry no gradient.
-
-    The gradient exists already, up to one scalar. The logits are not held until backward, so that they can be freed.
-    """
+class WithGradFormula(MadeInForward):
+    """The logits are not held until backward, so that they can be freed."""
 
     arguments = LogitsWithGrad
-    op = "cross_entropy_with_grad"
+    function = "cross_entropy"
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, losses, grad_logits, _ = output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(losses, grad_logits, traced_leaf(inputs[0]))
+    @classmethod
+    def keep(cls, ctx, call, results):
+        leaf = traced_leaf(call.operands.logits)
+        vars(call).update(vars(without_values(cls.arguments, leaf)))
+        return super().keep(ctx, call, results)
 
-    @staticmethod
-    def backward(ctx, grad_loss, *_):
-        return gradients(ctx, LogitsWithGrad, grad_loss)
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
 
 
-class WithGradInPlaceFormula(LogitsFormula):
+class WithGradInPlaceFormula(WithGradFormula):
     """As above. The tensor that the logits are all of, written in place, is an output too: autograd refuses what was
     saved of it before by its version, and a gradient that comes back through it is of something that read the gradient
     as logits. (Work on a view would copy its base.) The logits' own goes the way that they came from it.
@@ -164,31 +138,52 @@ class WithGradInPlaceFormula(LogitsFormula):
     def with_gradient(cls, values):
         values.append(root_of(values[0]))
 
-    @staticmethod
-    def forward(logits, target, *others):
+    @classmethod
+    def kernel(cls, op):
+        """Without the root, which this formula gives back."""
+        run = super().kernel(op)
+
+        def without_root(*args, **kwargs):
+            if functorch_is_active():
+                raise NotImplementedError(TRANSFORM_REFUSAL)
+            return run(*args, **kwargs)[:3]
+
+        return without_root
+
+    @classmethod
+    def forward(cls, logits, target, *others):
         *others, root = others
         logits = root.view(target.shape[0], root.numel() // target.shape[0])
-        with below_autograd():
-            results = LogitsWithGradInPlace.run(torch.ops.flce.cross_entropy_with_grad_, (logits, target, *others))
-        return *results, root
+        return *super().forward(logits, target, *others), root
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
         ctx.handed_over = None
         leaf = traced_leaf(inputs[-1])  # before the root's history is this node
         ctx.mark_dirty(grad_logits)
+        ctx.differentiable = [True, False, False]
         ctx.mark_non_differentiable(losses, argmax)
-        ctx.save_for_backward(losses, grad_logits, leaf)
+        save(ctx, without_values(cls.arguments, leaf).values(), losses, grad_logits)
 
-    @staticmethod
-    def backward(ctx, grad_loss, _losses, _argmax, grad_of_gradient):
+    @classmethod
+    def backward(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
         if grad_of_gradient is not None:
             raise RuntimeError(USED_AFTERWARDS)
         if ctx.handed_over is not None and asked_since(*ctx.handed_over):
             raise RuntimeError(ASKED_AFTERWARDS)
-        return *gradients(ctx, LogitsWithGradInPlace, grad_loss), None
+        return *super().backward(ctx, grad_loss), None
+
+    @classmethod
+    def gradients(cls, ctx, call, kept, grad_loss, *_):
+        losses, made = kept  # made is of the root's shape
+        return super().gradients(ctx, call, (losses, made.detach().reshape(losses.shape[0], -1)), grad_loss)
+
+
+def without_values(arguments: type[LogitsWithGrad], leaf: Tensor | None) -> LogitsWithGrad:
+    """A call of nothing but what stands for the logits in backward."""
+    return arguments.of([leaf] + [None] * (len(arguments.arguments) - 1))
 
 
 def remember_handed_over(loss: Tensor, logits: Tensor) -> None:
@@ -223,29 +218,3 @@ def traced_leaf(logits: Tensor) -> Tensor | None:
             return node.variable
         nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
     return logits
-
-
-def in_place_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
-    """As `kernel` of formula.py, without the root that the formula gives back."""
-    run = autograd_kernel(op, formula)
-
-    def without_root(*args, **kwargs):
-        if functorch_is_active():
-            raise NotImplementedError(TRANSFORM_REFUSAL)
-        return run(*args, **kwargs)[:3]
-
-    return without_root
-
-
-def gradients(ctx, arguments: type[LogitsWithGrad], grad_loss: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_loss is None:
-        return arguments.gradients()
-    if torch.is_grad_enabled():  # create_graph: the saved gradient has no graph
-        raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
-    losses, made, leaf = ctx.saved_tensors
-    made = made.detach()
-    if arguments is LogitsWithGradInPlace:  # of the root's shape
-        made = made.reshape(losses.shape[0], -1)
-    needs_logits, needs_row_scale = wanted(ctx, arguments, "logits", "row_scale")
-    (grad_logits,) = multiply_by_upstream([made], [needs_logits], grad_loss, leaf)
-    return arguments.gradients(logits=grad_logits, row_scale=losses * grad_loss if needs_row_scale else None)

@@ -7,7 +7,7 @@ only the first.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,11 +17,6 @@ from flce_ops.math.options import NUMBERS
 from flce_ops.meta.call import Arguments
 from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
-
-FORWARD_MODE_REFUSAL = (
-    "linear_cross_entropy: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
-    "use reverse mode (grad, jacrev, and jacrev of jacrev for a Hessian)"
-)
 
 SPARSE_SECOND_DERIVATIVE_REFUSAL = (
     "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
@@ -39,9 +34,10 @@ class Formula(Function):
     tokens, and only what is of tokens has a batch, the batch is more tokens of one call.
     """
 
-    op: ClassVar[str]
     arguments: ClassVar[type[Arguments]]
-    forward_mode_refusal = FORWARD_MODE_REFUSAL
+    function: ClassVar[str] = "linear_cross_entropy"  # the user's
+    reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
+    with_derivative: ClassVar[tuple[str, ...]] = ()  # results
     per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), where the results are of tokens, too
     token_dim: ClassVar[int] = 0  # of every result
 
@@ -53,20 +49,55 @@ class Formula(Function):
     def with_gradient(cls, values: list) -> None:
         """Changes what its operator is called with where a gradient may be asked for."""
 
-    def __init_subclass__(cls) -> None:
-        if "op" not in vars(cls):
-            return
+    @classmethod
+    def differentiable(cls, call: Any) -> list[bool]:
+        """Which results have a derivative: what was not asked for has none."""
+        names = cls.with_derivative
+        return [name in names and (asked is None or asked(call)) for name, _, asked, *_ in cls.arguments.results]
 
-        def forward(*values):
-            # the operator itself; a transform of torch.func that is still to come has to see it once more
-            with nullcontext() if functorch_is_active() else below_autograd():
-                return cls.arguments.run(getattr(torch.ops.flce, cls.op), values)
+    @classmethod
+    def keep(cls, ctx, call: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results that backward reads. Takes out of `call`, which is saved, what it does not."""
+        return ()
 
-        cls.forward = staticmethod(forward)  # type: ignore[method-assign]
+    @classmethod
+    def gradients(cls, ctx, call: Any, kept: Sequence[Tensor], *cotangents: Tensor | None) -> dict[str, Tensor | None]:
+        """By name of an argument; `cotangents` are of the results, None but for differentiable ones."""
+        raise NotImplementedError
+
+    @classmethod
+    def forward(cls, *values):
+        # the operator itself; a transform of torch.func that is still to come has to see it once more
+        with nullcontext() if functorch_is_active() else below_autograd():
+            return cls.arguments.run(getattr(torch.ops.flce, cls.arguments.op), values)
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
+        ctx.set_materialize_grads(False)
+        ctx.differentiable = cls.differentiable(call)
+        ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
+        kept = cls.keep(ctx, call, results)
+        save(ctx, call.values(), *kept)
+
+    @classmethod
+    def backward(cls, ctx, *cotangents):
+        cotangents = [cotangent if has else None for cotangent, has in zip(cotangents, ctx.differentiable)]
+        if all(cotangent is None for cotangent in cotangents):
+            return cls.arguments.gradients()
+        call, kept = saved(ctx, cls.arguments)
+        return cls.arguments.gradients(**cls.gradients(ctx, call, kept, *cotangents))
 
     @classmethod
     def jvp(cls, ctx, *_):
-        raise NotImplementedError(cls.forward_mode_refusal)
+        cls.refuse_forward_mode()
+
+    @classmethod
+    def refuse_forward_mode(cls) -> NoReturn:
+        raise NotImplementedError(
+            f"{cls.function}: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
+            f"use reverse mode ({cls.reverse_modes})"
+        )
 
     @classmethod
     def vmap(cls, info, in_dims, *args):
@@ -78,6 +109,36 @@ class Formula(Function):
         if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
             return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
         return vmap_by_loop(cls, info.batch_size, in_dims, args)
+
+    @classmethod
+    def kernel(cls, op: torch._ops.OpOverload) -> Callable:
+        """That of `op` on the autograd keys: this formula where a gradient can flow, else straight down."""
+        arguments = cls.arguments
+        # flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient of a number
+        constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
+        numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
+
+        def run(*args, **kwargs):
+            values = arguments.values_of(args, kwargs)
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if has_tangent(*tensors):
+                cls.refuse_forward_mode()
+            grad_enabled = torch.is_grad_enabled()
+            for index, name in numbers:
+                if values[index] is not None and values[index].requires_grad and grad_enabled:
+                    raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
+            cls.check(op, values)
+            if functorch_is_active():
+                return cls.apply(*values)
+            if grad_enabled:
+                for tensor in tensors:
+                    if tensor.requires_grad:
+                        cls.with_gradient(values)
+                        return apply_function(cls, *values)
+            with below_autograd():
+                return op(*args, **kwargs)
+
+        return run
 
 
 def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
@@ -109,35 +170,6 @@ def where_wanted(
     gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
 ) -> dict[str, Tensor | None]:
     return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
-
-
-def autograd_kernel(op: torch._ops.OpOverload, formula: type[Formula]) -> Callable:
-    """The kernel of `op` on the autograd keys: its formula where a gradient can flow, else straight down."""
-    arguments = formula.arguments
-    # constants of an operator; flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient
-    numbers = [(index, name) for name, index in arguments.index.items() if name in (*NUMBERS, *CONSTANTS)]
-
-    def run(*args, **kwargs):
-        values = arguments.values_of(args, kwargs)
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        if has_tangent(*tensors):
-            raise NotImplementedError(formula.forward_mode_refusal)
-        grad_enabled = torch.is_grad_enabled()
-        for index, name in numbers:
-            if values[index] is not None and values[index].requires_grad and grad_enabled:
-                raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
-        formula.check(op, values)
-        if functorch_is_active():
-            return formula.apply(*values)
-        if grad_enabled:
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    formula.with_gradient(values)
-                    return apply_function(formula, *values)
-        with below_autograd():
-            return op(*args, **kwargs)
-
-    return run
 
 
 def vmap_by_tokens(function: type[Formula], batch: int, in_dims, args, per_token: set[int]):

@@ -7,20 +7,14 @@
 The teacher is constant: it gets no gradient, and asking for one is refused.
 """
 
-import torch
-
 from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
-from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
+from flce_ops.ops.formula import OPERANDS, Formula, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
 
-FORWARD_MODE_REFUSAL = (
-    "linear_kl_div: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; use reverse "
-    "mode (grad, jacrev)"
-)
 SECOND_DERIVATIVE_REFUSAL = (
     "linear_kl_div: second derivatives are not implemented; use F.kl_div on the logits, "
     "F.linear(input, linear_weight), for them"
@@ -28,68 +22,59 @@ SECOND_DERIVATIVE_REFUSAL = (
 
 
 class KlDivFormula(Formula):
-    forward_mode_refusal = FORWARD_MODE_REFUSAL
+    function = "linear_kl_div"
+    reverse_modes = "grad, jacrev"
 
     @classmethod
     def check(cls, op, values):
         teacher = {name: values[cls.arguments.index[name]] for name in TEACHER}
-        check_no_teacher_gradient(op._schema.name.removeprefix("flce::"), **teacher)
+        check_no_teacher_gradient(cls.arguments.op, **teacher)
 
 
 class ForwardFormula(KlDivFormula):
-    """(divergence, shift, teacher_shift, student_kl); only the first has a gradient."""
-
     arguments = KlDivForward
-    op = "linear_kl_div_forward"
+    with_derivative = ("divergence",)
     per_token = ("input", "teacher_input", "teacher_probs", "valid")
     token_dim = -1
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        save(ctx, inputs, *output[1:])
+    @classmethod
+    def keep(cls, ctx, call, results):
+        return results[1:]
 
-    @staticmethod
-    def backward(ctx, grad_divergence, *_):
-        if grad_divergence is None:
-            return KlDivForward.gradients()
-        call, row_statistics = saved(ctx, KlDivForward)
+    @classmethod
+    def gradients(cls, ctx, call, kept, grad_divergence, *_):
         mask = wanted(ctx, KlDivForward, *OPERANDS)
-        gradients = torch.ops.flce.linear_kl_div_backward(
-            grad_divergence, *call.operands, *row_statistics, **call.options._asdict(), output_mask=mask
-        )
-        return KlDivForward.gradients(**where_wanted(gradients, mask))
+        shift, teacher_shift, student_kl = kept
+        rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
+        gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, output_mask=mask).dispatched()
+        return where_wanted(gradients, mask)
 
 
 class BackwardFormula(KlDivFormula):
     """It has no derivative."""
 
     arguments = KlDivBackward
-    op = "linear_kl_div_backward"
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        """Saves nothing."""
 
-    @staticmethod
-    def backward(ctx, *_):
+    @classmethod
+    def backward(cls, ctx, *_):
         raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
 
 
 class WithGradFormula(KlDivFormula, MadeInForward):
     arguments = KlDivWithGrad
-    op = "linear_kl_div_with_grad"
 
     @classmethod
-    def setup_context(cls, ctx, inputs, output):
+    def keep(cls, ctx, call, results):
         """What forward alone reads is not held until backward, nor is input where a parameter may be its leaf."""
-        call = KlDivWithGrad.of(inputs)
         call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
         call.row_scale = None
         if any(call.output_mask[1:]):
             call.operands = call.operands._replace(input=None)
-        super().setup_context(ctx, call.values(), output)
+        return super().keep(ctx, call, results)
 
     @classmethod
     def made_again(cls, call, grad_loss):

@@ -1,6 +1,6 @@
 """The derivative of a scalar loss whose gradients forward has made, up to d(objective)/d(loss).
 
-    forward     saves its arguments, the losses, the gradients made in the same pass
+    forward     keeps its arguments, the losses, the gradients made in the same pass
     backward    multiplies them by one scalar: in place where nobody can read them again, which keeps one copy of
                 grad_linear_weight in memory, and out of place under retain_graph
 
@@ -9,12 +9,12 @@ graph.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flce_ops.ops.formula import OPERANDS, Formula, save, saved, wanted, where_wanted
+from flce_ops.ops.formula import Formula, wanted, where_wanted
 from flce_ops.ops.upstream import multiply_by_upstream
 
 # N tokens
@@ -23,7 +23,7 @@ from flce_ops.ops.upstream import multiply_by_upstream
 class MadeInForward(Formula):
     """Of an operator that returns loss, losses (N,), the gradients, and constants; only the first has a derivative."""
 
-    made: ClassVar[tuple[str, ...]] = OPERANDS  # what the gradients are of, in the order of its output_mask
+    with_derivative = ("loss",)
 
     @classmethod
     def made_again(cls, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
@@ -31,24 +31,29 @@ class MadeInForward(Formula):
         raise NotImplementedError
 
     @classmethod
-    def setup_context(cls, ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        save(ctx, inputs, *output[1 : 2 + len(cls.made)])
+    def keep(cls, ctx, call, results):
+        return results[1 : 2 + len(cls.arguments.made)]
 
     @classmethod
-    def backward(cls, ctx, grad_loss, *_):
-        if grad_loss is None:
-            return cls.arguments.gradients()
-        call, (losses, *gradients) = saved(ctx, cls.arguments)
-        *needs, needs_row_scale = wanted(ctx, cls.arguments, *cls.made, "row_scale")
+    def gradients(cls, ctx, call, kept, grad_loss, *others):
+        made = cls.arguments.made
+        *needs, needs_row_scale = wanted(ctx, cls.arguments, *made, "row_scale")
+        found, losses = cls.times(call, kept, needs, grad_loss, *others)
+        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+        return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
+
+    @classmethod
+    def times(
+        cls, call: Any, kept: Sequence[Tensor], needs: list[bool], grad_loss: Tensor | None, *others: Tensor | None
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
+        """The gradients, times grad_loss, those that are needed at least, and the losses."""
+        assert grad_loss is not None
         if torch.is_grad_enabled():  # create_graph
-            gradients, losses = cls.made_again(call, grad_loss)
-        else:
-            leaf = losses
-            for name, need in zip(cls.made, needs):
-                if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
-                    leaf = getattr(call.operands, name)
-            gradients = multiply_by_upstream(gradients, call.output_mask, grad_loss, leaf)
-        grad_row_scale = losses * grad_loss if needs_row_scale else None
-        return cls.arguments.gradients(**where_wanted(gradients, needs, cls.made), row_scale=grad_row_scale)
+            return cls.made_again(call, grad_loss)
+        losses, *gradients = kept
+        leaf = losses
+        for name, need in zip(cls.arguments.made, needs):
+            if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
+                leaf = getattr(call.operands, name)
+        mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
+        return multiply_by_upstream(gradients, mask, grad_loss, leaf), losses

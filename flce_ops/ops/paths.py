@@ -14,7 +14,6 @@ triton/cut.py.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +21,9 @@ from torch import Tensor
 from flce_ops.math.options import LowRankOperands
 from flce_ops.meta.call import Arguments
 from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
+from flce_ops.support.path import Choice
 from flce_ops.support.table import Condition, Path, choose
-from flce_ops.support.vendor import device_name, made_by_nvidia
-
-
-class Choice(NamedTuple):
-    """A path of an operator, for last_path()."""
-
-    op: str
-    path: Path
-    situation: Situation
-
-    @property
-    def implementation(self) -> str:
-        return self.path.name
-
-    def reason(self) -> str:
-        """The tensors, and what rules out the paths that come before."""
-        situation, paths = self.situation, KERNELS[self.op]
-        ruled_out = "; ".join(
-            f"{path.name} expects {', '.join(path.ruled_out_by(situation))}" for path in paths[: paths.index(self.path)]
-        )
-        return f"{device_name(situation.device)} tensors in {situation.dtype}" + (ruled_out and f" ({ruled_out})")
-
+from flce_ops.support.vendor import made_by_nvidia
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -170,73 +149,46 @@ RETAIN = {
         Path("recompute", (), why="backward makes the logits again: 4"),
     ),
 }
+
+
+def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> tuple[Path, ...]:
+    """Triton's where the conditions hold, else ATen's: each "module:function" in its folder."""
+    return Path("triton", conditions, f"flce_ops.triton{in_triton}"), Path("aten", (), f"flce_ops.aten{in_aten}")
+
+
 KERNELS = {
-    "linear_cross_entropy_forward": (
-        Path("triton", TRITON, "flce_ops.triton:launch_forward"),
-        Path("aten", (), "flce_ops.aten:forward"),
+    "linear_cross_entropy_forward": kernels(TRITON, ":launch_forward", ":forward"),
+    "linear_cross_entropy_backward": kernels(
+        (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), ":launch_backward", ":backward"
     ),
-    "linear_cross_entropy_backward": (
-        Path("triton", (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), "flce_ops.triton:launch_backward"),
-        Path("aten", (), "flce_ops.aten:backward"),
-    ),
-    "linear_cross_entropy_backward_": (
-        Path("triton", TRITON, "flce_ops.triton:launch_backward_in_place"),
-        Path("aten", (), "flce_ops.aten:backward_in_place"),
-    ),
+    "linear_cross_entropy_backward_": kernels(TRITON, ":launch_backward_in_place", ":backward_in_place"),
     # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
-    "linear_cross_entropy_with_grad": (
-        Path("triton", (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), "flce_ops.triton:launch_with_grad"),
-        Path("aten", (), "flce_ops.aten:with_grad"),
+    "linear_cross_entropy_with_grad": kernels(
+        (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
     ),
-    "linear_cross_entropy_vocab_parallel_with_grad": (
-        Path(
-            "triton",
-            (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
-            "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
-        ),
-        Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
+    "linear_cross_entropy_vocab_parallel_with_grad": kernels(
+        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
+        ".vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
+        ".vocab_parallel_with_grad:vocab_parallel_with_grad",
     ),
-    "linear_cross_entropy_low_rank_with_grad": (
-        Path(
-            "triton",
-            (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
-            "flce_ops.triton.low_rank_with_grad:launch_low_rank_with_grad",
-        ),
-        Path("aten", (), "flce_ops.aten.low_rank:low_rank_with_grad"),
+    "linear_cross_entropy_low_rank_with_grad": kernels(
+        (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
+        ".low_rank_with_grad:launch_low_rank_with_grad",
+        ".low_rank:low_rank_with_grad",
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
-    "cross_entropy_forward": (
-        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_forward"),
-        Path("aten", (), "flce_ops.aten.cross_entropy:forward"),
+    "cross_entropy_forward": kernels(TRITON_OF_LOGITS, ".cross_entropy:launch_forward", ".cross_entropy:forward"),
+    "cross_entropy_backward": kernels(TRITON_OF_LOGITS, ".cross_entropy:launch_backward", ".cross_entropy:backward"),
+    "cross_entropy_with_grad": kernels(TRITON_OF_LOGITS, ".cross_entropy:launch_with_grad", ".cross_entropy:with_grad"),
+    "cross_entropy_with_grad_": kernels(
+        TRITON_OF_LOGITS, ".cross_entropy:launch_with_grad_in_place", ".cross_entropy:with_grad_in_place"
     ),
-    "cross_entropy_backward": (
-        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_backward"),
-        Path("aten", (), "flce_ops.aten.cross_entropy:backward"),
+    "linear_policy_loss_with_grad": kernels(
+        (*TRITON, NOT_FLOAT16), ".policy_with_grad:launch_policy_with_grad", ".policy_with_grad:policy_with_grad"
     ),
-    "cross_entropy_with_grad": (
-        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad"),
-        Path("aten", (), "flce_ops.aten.cross_entropy:with_grad"),
-    ),
-    "cross_entropy_with_grad_": (
-        Path("triton", TRITON_OF_LOGITS, "flce_ops.triton.cross_entropy:launch_with_grad_in_place"),
-        Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
-    ),
-    "linear_policy_loss_with_grad": (
-        Path("triton", (*TRITON, NOT_FLOAT16), "flce_ops.triton.policy_with_grad:launch_policy_with_grad"),
-        Path("aten", (), "flce_ops.aten.policy_with_grad:policy_with_grad"),
-    ),
-    "linear_kl_div_forward": (
-        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),
-        Path("aten", (), "flce_ops.aten.kl_div:forward"),
-    ),
-    "linear_kl_div_backward": (
-        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_backward"),
-        Path("aten", (), "flce_ops.aten.kl_div:backward"),
-    ),
-    "linear_kl_div_with_grad": (
-        Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_with_grad"),
-        Path("aten", (), "flce_ops.aten.kl_div:with_grad"),
-    ),
+    "linear_kl_div_forward": kernels(KL_DIV, ".kl_div:launch_kl_div_forward", ".kl_div:forward"),
+    "linear_kl_div_backward": kernels(KL_DIV, ".kl_div:launch_kl_div_backward", ".kl_div:backward"),
+    "linear_kl_div_with_grad": kernels(KL_DIV, ".kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
 }
 
 
@@ -246,8 +198,8 @@ def in_triton(situation: Situation) -> bool:
 
 def choice_of(op: str, call: Arguments) -> Choice:
     """The path that a call of an inner operator takes."""
-    situation = situation_of(call)
-    return Choice(op, choose(KERNELS[op], situation), situation)
+    situation, paths = situation_of(call), KERNELS[op]
+    return Choice(op, paths, choose(paths, situation), situation)
 
 
 @functools.cache

@@ -30,132 +30,51 @@ from typing import NamedTuple
 import torch
 
 from flce_ops import meta
-from flce_ops.math.options import Statistics
-from flce_ops.meta import arguments, cross_entropy, kl_div, low_rank, policy
-from flce_ops.meta.call import Arguments
+from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.meta.call import Arguments, takes
 from flce_ops.ops import (
     autograd,
     cross_entropy_autograd,
     kl_div_autograd,
-    low_rank_autograd,
     paths,
-    policy_autograd,
     with_grad_autograd,
 )
 from flce_ops.ops.autocast import autocast_kernel
-from flce_ops.ops.formula import Formula, autograd_kernel
+from flce_ops.ops.formula import Formula
 from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
 from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
 from flce_ops.support.compile_cache import keyed
 
-GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
-STATISTICS = ", ".join(f"Tensor {name}" for name in Statistics._fields)
+FORMULAS: tuple[type[Formula], ...] = (
+    autograd.ForwardFormula,
+    autograd.BackwardFormula,
+    autograd.BackwardInPlaceFormula,
+    autograd.DoubleBackwardFormula,
+    with_grad_autograd.WithGradFormula,
+    with_grad_autograd.LowRankWithGradFormula,
+    with_grad_autograd.PolicyWithGradFormula,
+    kl_div_autograd.ForwardFormula,
+    kl_div_autograd.BackwardFormula,
+    kl_div_autograd.WithGradFormula,
+    cross_entropy_autograd.ForwardFormula,
+    cross_entropy_autograd.BackwardFormula,
+    cross_entropy_autograd.WithGradFormula,
+    cross_entropy_autograd.WithGradInPlaceFormula,
+)
 
 
 class Operator(NamedTuple):
     arguments: type[Arguments]
-    results: str
-    outputs: Callable  # checks and allocates: the fake kernel
     formula: type[Formula] | None = None
-    autocast: bool = False
-    autograd_kernel: Callable = autograd_kernel
 
 
-OPERATORS = {
-    "linear_cross_entropy_forward": Operator(
-        arguments.Forward,
-        "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor expected_log_prob, Tensor max_logit, Tensor argmax, "
-        "Tensor log_sum_sq_probs, Tensor mean_logit, Tensor lse_rest, Tensor retained",
-        meta.forward_outputs,
-        autograd.ForwardFormula,
-        autocast=True,
-    ),
-    "linear_cross_entropy_backward": Operator(
-        arguments.Backward, GRADIENTS, meta.backward_outputs, autograd.BackwardFormula
-    ),
-    "linear_cross_entropy_backward_": Operator(
-        arguments.BackwardInPlace, GRADIENTS, meta.backward_in_place_outputs, autograd.BackwardInPlaceFormula
-    ),
-    "linear_cross_entropy_with_grad": Operator(
-        arguments.WithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
-        meta.with_grad_outputs,
-        with_grad_autograd.WithGradFormula,
-        autocast=True,
-    ),
-    "linear_cross_entropy_vocab_parallel_with_grad": Operator(
-        arguments.VocabParallelWithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
-        meta.vocab_parallel_with_grad_outputs,  # its formula knows the mesh: flce_ops/distributed/one_pass.py
-    ),
-    "linear_cross_entropy_low_rank_with_grad": Operator(
-        arguments.LowRankWithGrad,
-        "Tensor loss, Tensor losses, Tensor grad_input, Tensor grad_low_rank_input, Tensor grad_low_rank_weight, "
-        "Tensor grad_linear_bias, Tensor grad_class_scale",
-        low_rank.with_grad_outputs,
-        low_rank_autograd.LowRankWithGradFormula,
-        autocast=True,
-    ),
-    "linear_cross_entropy_double_backward": Operator(
-        arguments.DoubleBackward,
-        f"Tensor grad_target_logit, Tensor grad_lse, Tensor grad_logit_sum, {GRADIENTS}",
-        meta.double_backward_outputs,
-        autograd.DoubleBackwardFormula,
-    ),
-    "linear_kl_div_forward": Operator(
-        arguments.KlDivForward,
-        "Tensor divergence, Tensor shift, Tensor teacher_shift, Tensor student_kl",
-        kl_div.forward_outputs,
-        kl_div_autograd.ForwardFormula,
-        autocast=True,
-    ),
-    "linear_kl_div_backward": Operator(
-        arguments.KlDivBackward, GRADIENTS, kl_div.backward_outputs, kl_div_autograd.BackwardFormula, autocast=True
-    ),
-    "linear_kl_div_with_grad": Operator(
-        arguments.KlDivWithGrad,
-        f"Tensor loss, Tensor divergence, {GRADIENTS}",
-        kl_div.with_grad_outputs,
-        kl_div_autograd.WithGradFormula,
-        autocast=True,
-    ),
-    "linear_policy_loss_with_grad": Operator(
-        arguments.PolicyWithGrad,
-        f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor log_probs",
-        policy.policy_with_grad_outputs,
-        policy_autograd.PolicyWithGradFormula,
-        autocast=True,
-    ),
-    "cross_entropy_forward": Operator(
-        arguments.LogitsForward,
-        "Tensor target_logit, Tensor lse, Tensor logit_sum, Tensor argmax, Tensor lse_rest",
-        cross_entropy.forward_outputs,
-        cross_entropy_autograd.ForwardFormula,
-    ),
-    "cross_entropy_backward": Operator(
-        arguments.LogitsBackward,
-        "Tensor grad_logits",
-        cross_entropy.backward_outputs,
-        cross_entropy_autograd.BackwardFormula,
-    ),
-    "cross_entropy_with_grad": Operator(
-        arguments.LogitsWithGrad,
-        "Tensor loss, Tensor losses, Tensor grad_logits, Tensor argmax",
-        cross_entropy.with_grad_outputs,
-        cross_entropy_autograd.WithGradFormula,
-    ),
-    "cross_entropy_with_grad_": Operator(
-        arguments.LogitsWithGradInPlace,
-        "Tensor loss, Tensor losses, Tensor argmax",
-        cross_entropy.with_grad_in_place_outputs,
-        cross_entropy_autograd.WithGradInPlaceFormula,
-        autograd_kernel=cross_entropy_autograd.in_place_kernel,
-    ),
-}
+OPERATORS = {formula.arguments.op: Operator(formula.arguments, formula) for formula in FORMULAS}
+# Its formula knows the mesh: flce_ops/distributed/one_pass.py
+OPERATORS[VocabParallelWithGrad.op] = Operator(VocabParallelWithGrad)
 
-for _name, _operator in OPERATORS.items():
-    library.define(f"{_name}{_operator.arguments.schema()} -> ({_operator.results})", tags=torch.Tag.pt2_compliant_tag)
+for _name, (_arguments, _) in OPERATORS.items():
+    library.define(f"{_name}{_arguments.schema()} -> {_arguments.results_schema()}", tags=torch.Tag.pt2_compliant_tag)
 library.define(f"{UPSTREAM}(Tensor[] made, Tensor factor, Tensor leaf) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
 library.define(f"{UPSTREAM}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torch.Tag.pt2_compliant_tag)
 
@@ -173,18 +92,16 @@ def kernel(name: str) -> Callable:
     return run
 
 
-for _name, _operator in OPERATORS.items():
+for _name, (_arguments, _formula) in OPERATORS.items():
     _op = getattr(torch.ops.flce, _name).default
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flce::{_name}", keyed(_operator.outputs), lib=library)
-    if _operator.formula is not None:
-        _formula = _operator.autograd_kernel(_op, _operator.formula)
-        library.impl(_name, _formula, "Autograd")
-        library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")
-    if _operator.autocast:
+    torch.library.register_fake(f"flce::{_name}", keyed(takes(_arguments)(meta.outputs)), lib=library)
+    if _formula is not None:
+        for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
+            library.impl(_name, _formula.kernel(_op), _key)
+    if _arguments.autocast:
         for _device_type in ("cpu", "cuda"):
-            library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")
-
+            library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")
 
 library.impl(UPSTREAM, multiply, "CompositeExplicitAutograd")
 library.impl(f"{UPSTREAM}_", multiply_in_place, "CompositeExplicitAutograd")

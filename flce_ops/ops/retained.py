@@ -5,8 +5,9 @@ import torch
 from flce_ops.meta import retained_columns
 from flce_ops.meta.arguments import Backward, BackwardInPlace, Forward
 from flce_ops.meta.call import Arguments
-from flce_ops.ops.paths import PRODUCT_KEPT, RETAIN, UNCAPPED, Choice
+from flce_ops.ops.paths import PRODUCT_KEPT, RETAIN, UNCAPPED
 from flce_ops.ops.situations import Situation, loss_situation
+from flce_ops.support.path import Choice
 from flce_ops.support.table import choose
 from flce_ops.support.workspace import get_retained
 

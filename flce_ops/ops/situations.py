@@ -52,58 +52,44 @@ class Situation(NamedTuple):
 
 def situation_of(call: Any) -> Situation:
     """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
-    if isinstance(call.operands, KlDivOperands):
-        return kl_div_situation(call.operands, call.options)
     operands, groups = call.operands, vars(call)
-    if isinstance(operands, LogitOperands):
-        input, num_classes = operands.logits, operands.logits.shape[1]
-    else:
-        input, num_classes = operands.input, operands.linear_weight.shape[0]
-    situation = Situation(input.device.type, input.dtype, input.numel() == 0, num_classes == 1)
+    if isinstance(operands, KlDivOperands):
+        return kl_div_situation(operands, call.options)
+    first = operands[0]
+    num_classes = first.shape[1] if isinstance(operands, LogitOperands) else operands.linear_weight.shape[0]
     options = options_in_situation(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
+    options |= {"slots": operands.target.dim() == 2, "class_scale": getattr(operands, "class_scale", None) is not None}
     if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    scaled = getattr(operands, "class_scale", None) is not None
-    return situation._replace(**options, slots=operands.target.dim() == 2, class_scale=scaled)
+    return Situation(first.device.type, first.dtype, first.numel() == 0, num_classes == 1, **options)
 
 
 def kl_div_situation(operands: KlDivOperands, options: KlDivOptions) -> Situation:
-    input, teacher = operands.input, operands.teacher_input
-    situation = Situation(
+    input, teacher, num_classes = operands.input, operands.teacher_input, options.vocab_size
+    sharding: dict[str, Any] = {} if num_classes is None else sharding_of([True], [options.ranks], num_classes)
+    return Situation(
         input.device.type,
         input.dtype,
         input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
-        (operands.linear_weight.shape[0] if options.vocab_size is None else options.vocab_size) == 1,
+        (operands.linear_weight.shape[0] if num_classes is None else num_classes) == 1,
         teacher=None if teacher is None else teacher.dtype,
+        **sharding,
     )
-    if options.vocab_size is None:
-        return situation
-    return situation._replace(**sharding_of([True], [options.ranks], options.vocab_size))
 
 
 def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> Situation:
     """Of a scalar loss, before its operator is known, and what else is known of it."""
-    return Situation(
-        device=input.device.type,
-        dtype=input.dtype,
-        wants_gradient=needs_gradient(input) or needs_gradient(linear_weight) or needs_gradient(linear_bias),
-        functorch=functorch_is_active(),
-        saved_tensor_hooks=saved_tensor_hooks_are_active(),
-        checkpoint=tracing_a_checkpointed_region(),
-        **known,
-    )
+    return Situation(input.device.type, input.dtype, **around(input, linear_weight, linear_bias), **known)
 
 
 def pair_situation(operands: LowRankOperands, **known) -> Situation:
     """Of a scalar loss of a head with a low-rank pair."""
     input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    return loss_situation(input, linear_weight, linear_bias, **known)._replace(
-        wants_gradient=any(map(needs_gradient, (input, pair_input, pair_weight, linear_bias, class_scale))),
-        trains_weight=needs_gradient(linear_weight),
-        class_scale=class_scale is not None,
-    )
+    known |= {"trains_weight": needs_gradient(linear_weight), "class_scale": class_scale is not None}
+    leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
+    return Situation(input.device.type, input.dtype, **around(*leaves), **known)
 
 
 def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
@@ -111,18 +97,20 @@ def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
     root = root_of(logits)
     whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
-    return Situation(
-        device=logits.device.type,
-        dtype=logits.dtype,
-        wants_gradient=needs_gradient(logits),
-        functorch=functorch_is_active(),
-        saved_tensor_hooks=saved_tensor_hooks_are_active(),
-        checkpoint=tracing_a_checkpointed_region(),
-        handed_over=handed_over,
-        # a gradient that is retained would move to what is written over it
-        leaf=root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root),
-        part=not (whole and as_stored),
-    )
+    # a gradient that is retained would move to what is written over it
+    leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
+    known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
+    return Situation(logits.device.type, logits.dtype, **known)
+
+
+def around(*leaves: Tensor | None) -> dict[str, Any]:
+    """What stands around a loss: who wants gradients of these, and how they will be asked for."""
+    return {
+        "wants_gradient": any(map(needs_gradient, leaves)),
+        "functorch": functorch_is_active(),
+        "saved_tensor_hooks": saved_tensor_hooks_are_active(),
+        "checkpoint": tracing_a_checkpointed_region(),
+    }
 
 
 def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:

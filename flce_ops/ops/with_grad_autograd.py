@@ -1,21 +1,38 @@
-"""The gradients of linear_cross_entropy_with_grad made a second time, from the operators that have derivatives."""
+"""The derivatives of the scalar losses of a head, and their gradients made a second time.
 
-from collections.abc import Callable
+linear_cross_entropy, a policy's     gradients made again: from the operators that have derivatives
+a frozen head with a low-rank pair   linear_weight is a constant
+    an output_mask          its gradients exist after forward
+    a mask of nothing       the operator runs again in backward, row_scale the slopes of the tokens' losses; so
+                            losses may have a gradient too
+    create_graph            as linear_cross_entropy's, on input beside low_rank_input and linear_weight beside
+                            low_rank_weight, for which linear_weight is copied
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.math.options import Cotangents, Operands, Statistics
+from flce_ops.math.policy import policy_losses, policy_slopes
+from flce_ops.math.policy_arguments import CONSTANTS
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import Reduction
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
-from flce_ops.meta.arguments import WithGrad
+from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
+from flce_ops.meta.policy import check_constants
 from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
+
+# N tokens, D hidden, V vocabulary, r rank of the pair
 
 
 class WithGradFormula(MadeInForward):
     arguments = WithGrad
-    op = "linear_cross_entropy_with_grad"
 
     @classmethod
     def made_again(cls, call, grad_loss):
@@ -24,40 +41,134 @@ class WithGradFormula(MadeInForward):
         return differentiable_gradients(call, grad_loss)
 
 
-def differentiable_gradients(call: WithGrad, grad_loss: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+class PolicyWithGradFormula(MadeInForward):
+    arguments = PolicyWithGrad
+    function = "linear_policy_loss"
+    reverse_modes = "grad, jacrev"
+
+    @classmethod
+    def check(cls, op, values):
+        check_constants(cls.arguments.op, **{name: values[PolicyWithGrad.index[name]] for name in CONSTANTS})
+
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        return differentiable_gradients(call, grad_loss)
+
+
+class LowRankWithGradFormula(MadeInForward):
+    arguments = LowRankWithGrad
+
+    @classmethod
+    def made_again(cls, call, grad_loss=None):
+        gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
+        return of_pair(call, gradients), losses
+
+    @classmethod
+    def differentiable(cls, call):
+        return [True, not any(call.output_mask), *[False] * len(cls.arguments.made)]
+
+    @classmethod
+    def times(cls, call, kept, needs, grad_loss, *others):
+        if any(call.output_mask):
+            return super().times(call, kept, needs, grad_loss)
+        slope = others[0]
+        if grad_loss is not None:
+            valid, dtype = call.operands.target != call.ignore_index, accumulation_dtype(call.operands.input.dtype)
+            of_loss = call.reduction.scale_of_tokens(valid, dtype) * grad_loss
+            slope = of_loss if slope is None else of_loss + slope
+        call.reduction, call.output_mask = Reduction(slope), needs
+        if torch.is_grad_enabled():
+            return cls.made_again(call)
+        # the losses that forward gave a compiled checkpoint would make once more for who reads them
+        _, losses, *gradients = call.dispatched()
+        return gradients, losses
+
+
+# Losses, (N,), which tokens count, the cotangents of a row scale, and what else an operator gives of tokens.
+LossesOfRows = tuple[Tensor, Tensor, Callable[[Tensor], Cotangents], Sequence[Tensor | None]]
+
+
+def differentiable_gradients(
+    call: WithGrad | PolicyWithGrad, grad_loss: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The gradients, times grad_loss, and the losses of tokens, as functions of the operands.
 
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
-    call.statistics = Statistics()  # they are known
     forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
+    if isinstance(call, WithGrad):
+        call.statistics = Statistics()  # they are known
     return recomputed_step(call, forward, backward, grad_loss)[:2]
 
 
 def recomputed_step(
-    call: WithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, TokenStatistics]:
-    """The gradients, times grad_loss, losses and statistics of `call`, from the forward and backward operators."""
-    operands = call.operands
-    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    found = forward(
-        *operands, logit_sum=call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics), **logits
-    )
-    target_logit, lse, logit_sum, *_, lse_rest, retained = found
-    rows = (target_logit, lse, logit_sum, lse_rest)
-    terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows, call.target_weight
-    )
+    call: WithGrad | PolicyWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Sequence[Tensor | None]]:
+    """From the forward and backward operators: the gradients, times grad_loss, the losses, and what else the operator
+    gives of tokens.
+    """
+    operands, asked = Operands(*call.operands), {}
+    if isinstance(call, WithGrad):
+        asked = {"logit_sum": call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics)}
+    found = Forward.run(forward, Forward.like(call, operands=operands, **asked).values())
+    of_rows: Callable[..., LossesOfRows] = losses_of_classes if isinstance(call, WithGrad) else losses_of_policy
+    losses, valid, cotangents_of, besides = of_rows(call, operands, found)
+    _, lse, *_, lse_rest, retained = found
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
-    cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
-    gradients = backward(
-        *cotangents,
-        *operands,
-        lse,
-        **logits,
-        output_mask=call.output_mask,
-        lse_rest=lse_rest,
-        retained=retained if retained.shape[0] else None,
+    cotangents = cotangents_of(scale if grad_loss is None else scale * grad_loss)
+    rows = {"lse": lse, "lse_rest": lse_rest, "retained": retained if retained.shape[0] else None}
+    of_backward = Backward.like(call, cotangents=cotangents, operands=operands, **rows)
+    return Backward.run(backward, of_backward.values()), losses, besides
+
+
+def losses_of_classes(call: WithGrad, operands: Operands, found: Sequence[Tensor]) -> LossesOfRows:
+    target_logit, lse, logit_sum, *_, lse_rest, _ = found
+    rows = (target_logit, lse, logit_sum, lse_rest)
+    num_classes = operands.num_classes
+    terms, losses, valid = losses_of_rows(
+        operands, call.ignore_index, call.loss, num_classes, *rows, call.target_weight
     )
-    return gradients, losses, statistics_of_forward(call.statistics, found)
+    return losses, valid, partial(terms.cotangents, target_logit, lse), statistics_of_forward(call.statistics, found)
+
+
+def losses_of_policy(call: PolicyWithGrad, operands: Operands, found: Sequence[Tensor]) -> LossesOfRows:
+    target_logit, lse, *_, lse_rest, _ = found
+    valid = operands.target != call.ignore_index
+    log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
+    tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
+
+    def cotangents(scale: Tensor) -> Cotangents:
+        slope = policy_slopes(log_probs, tokens, call.policy, scale)
+        return Cotangents(slope, -slope, None)
+
+    losses = torch.where(valid, policy_losses(log_probs, tokens, call.policy), 0.0)
+    return losses, valid, cotangents, (log_probs,)
+
+
+def concatenated(call: LowRankWithGrad) -> WithGrad:
+    """The same loss by the ordinary operator."""
+    want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
+    output_mask = [want_input or want_pair_input, want_pair_weight or want_scale, want_bias]
+    return WithGrad.like(call, operands=call.operands.concatenated, output_mask=output_mask)
+
+
+def of_pair(call: LowRankWithGrad, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The five gradients, from the three of `concatenated`."""
+    (of_input, of_weight, of_bias), hidden = gradients, call.operands.input.shape[1]
+    want_input, want_pair_input, want_pair_weight, _, want_scale = call.output_mask
+    nothing = of_bias.new_empty(0)
+    of_scale, scale = nothing, call.operands.class_scale
+    if scale is not None:
+        of_scale = of_scale.to(scale.dtype)
+        if want_scale:
+            of_scale = (of_weight * call.operands.unscaled_weight).sum(1, dtype=scale.dtype)
+        if want_pair_weight:
+            of_weight = (of_weight * scale[:, None]).to(of_weight.dtype)
+    return [
+        of_input[:, :hidden] if want_input else nothing,
+        of_input[:, hidden:] if want_pair_input else nothing,
+        of_weight[:, hidden:] if want_pair_weight else nothing,
+        of_bias,
+        of_scale,
+    ]

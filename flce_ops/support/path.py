@@ -7,7 +7,10 @@ note. The logger "flce_ops" has each distinct answer once, at level INFO.
 import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+from flce_ops.support import table
+from flce_ops.support.vendor import device_name
 
 logger = logging.getLogger("flce_ops")
 
@@ -23,23 +26,26 @@ class Path:
     chunks: int
 
 
-class Choice(Protocol):
-    """What a table of paths says of a call."""
+class Choice(NamedTuple):
+    """What a table of paths says of a call; without a path, of a kernel that is called by itself, as tests do."""
+
+    op: str = ""
+    paths: tuple[table.Path, ...] = ()
+    path: table.Path | None = None  # one of them
+    situation: Any = None  # its device and dtype, and what conditions look at
 
     @property
-    def op(self) -> str: ...
-    @property
-    def implementation(self) -> str: ...
-    def reason(self) -> str: ...
-
-
-class NoChoice:
-    """Of a kernel that is called by itself, as tests do."""
-
-    op = implementation = ""
+    def implementation(self) -> str:
+        return "" if self.path is None else self.path.name
 
     def reason(self) -> str:
-        return "called by itself"
+        """The tensors, and what rules out the paths that come before."""
+        if self.path is None:
+            return "called by itself"
+        before = self.paths[: self.paths.index(self.path)]
+        ruled_out = "; ".join(f"{path.name} expects {', '.join(path.ruled_out_by(self.situation))}" for path in before)
+        tensors = f"{device_name(self.situation.device)} tensors in {self.situation.dtype}"
+        return f"{tensors} ({ruled_out})" if ruled_out else tensors
 
 
 class Run:

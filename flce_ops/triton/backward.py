@@ -54,14 +54,14 @@ PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts, at
 @takes(Backward)
 @with_even_features
 def launch_backward(call: Backward) -> meta.Gradients:
-    outputs = meta.backward_outputs(call)
+    outputs = meta.outputs(call)
     run_over_tokens(call, outputs)
     return outputs
 
 
 @takes(BackwardInPlace)
 def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
-    outputs = meta.backward_in_place_outputs(call)
+    outputs = meta.outputs(call)
     torch.autograd.graph.increment_version(call.main_grad)
     run_over_tokens(call, outputs)
     return outputs

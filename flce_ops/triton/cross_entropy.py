@@ -7,9 +7,9 @@ import torch
 import triton
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.math.options import Cotangents, LogitOperands
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta import cross_entropy as meta
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.meta.call import takes
 from flce_ops.support.path import record_run
@@ -84,7 +84,7 @@ def blocks_ahead(logits: Tensor, tile: Tile) -> int:
 
 @takes(LogitsForward)
 def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.forward_outputs(call)
+    outputs = meta.outputs(call)
     launch(call, forward_step, (), outputs)
     return outputs
 
@@ -97,14 +97,14 @@ def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> Non
 
 @takes(LogitsWithGrad)
 def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, losses, grad_logits, argmax = outputs = meta.with_grad_outputs(call)
+    loss, losses, grad_logits, argmax = outputs = meta.outputs(call)
     launch_loss(call, loss, losses, argmax, grad_logits)
     return outputs
 
 
 @takes(LogitsWithGradInPlace)
 def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = meta.with_grad_in_place_outputs(call)
+    outputs = meta.outputs(call)
     given = call.operands.logits
     launch_loss(call, *outputs)
     if call.operands.logits is not given:
@@ -139,7 +139,7 @@ def loss_step(
 
 @takes(LogitsBackward)
 def launch_backward(call: LogitsBackward) -> Tensor:
-    grad_logits = meta.backward_outputs(call)
+    grad_logits = meta.outputs(call)
     with_unit_rows(call)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)

@@ -108,13 +108,13 @@ def launch_store_slot_logits(at_target: AtTarget, out: Tensor, kept: Kept) -> Te
 
 @takes(Forward)
 @with_even_features
-def launch_forward(call: Forward) -> meta.ForwardOutputs:
+def launch_forward(call: Forward) -> meta.Outputs:
     if call.retain and call.logits.softcap is not None:
         raise NotImplementedError(
             "linear_cross_entropy_forward: expected retain=0 under a softcap, whose slope the retained logits do not "
             f"tell, got {call.retain}"
         )
-    outputs = meta.forward_outputs(call)
+    outputs = meta.outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
     num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     in_range = target.new_empty((), dtype=torch.bool)
@@ -125,12 +125,12 @@ def launch_forward(call: Forward) -> meta.ForwardOutputs:
     return outputs
 
 
-def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.ForwardOutputs) -> list[slice]:
+def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
     kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
     return run_forward(call, kept, outputs)
 
 
-def run_forward(call: Forward, kept: Kept, outputs: meta.ForwardOutputs) -> list[slice]:
+def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]:
     """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
     operands = call.operands
     input, linear_weight, target, linear_bias, weight = operands

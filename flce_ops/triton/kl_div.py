@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta import kl_div as meta
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.triton.chunks import contiguous, record_chunks
@@ -31,7 +31,7 @@ NO_GRADIENTS = Gradients(None, None, None)
 
 @takes(KlDivForward)
 def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.forward_outputs(call)
+    outputs = meta.outputs(call)
     run(call, forward_step, outputs)
     return outputs
 
@@ -51,7 +51,7 @@ def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]
 @takes(KlDivWithGrad)
 @with_even_features
 def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.with_grad_outputs(call)
+    outputs = meta.outputs(call)
     call.row_scale = call.row_scale.contiguous()
     run(call, with_grad_step, outputs)
     return outputs
@@ -71,7 +71,7 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
 @takes(KlDivBackward)
 @with_even_features
 def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
-    outputs = meta.backward_outputs(call)
+    outputs = meta.outputs(call)
     call.grad, call.shift, call.teacher_shift, call.student_kl = contiguous(
         call.grad, call.shift, call.teacher_shift, call.student_kl
     )

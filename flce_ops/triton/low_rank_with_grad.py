@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.math.loss import class_weight_of
 from flce_ops.math.options import LowRankOperands, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LowRankWithGrad
 from flce_ops.meta.call import takes
-from flce_ops.meta.low_rank import Outputs, with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
 from flce_ops.triton.class_scale_gradient import away_from_zero
@@ -28,8 +28,8 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 
 @takes(LowRankWithGrad)
-def launch_low_rank_with_grad(call: LowRankWithGrad) -> Outputs:
-    outputs = loss, losses, grad_input, *of_pair, grad_bias, grad_scale = with_grad_outputs(call)
+def launch_low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
+    outputs = loss, losses, grad_input, *of_pair, grad_bias, grad_scale = meta.outputs(call)
     input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, class_scale = call.operands
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
     pair = even_rank(pair_input), even_rank(pair_weight)

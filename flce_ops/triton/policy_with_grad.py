@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops import meta
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import Cotangents, Operands, TokenStatistics
 from flce_ops.math.policy import policy_slopes
@@ -17,7 +18,6 @@ from flce_ops.math.policy_arguments import PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import PolicyWithGrad, WithGrad
 from flce_ops.meta.call import takes
-from flce_ops.meta.policy import policy_with_grad_outputs
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
 from flce_ops.triton.cut import cut_tokens
@@ -39,7 +39,7 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 @takes(PolicyWithGrad)
 @with_even_features
 def launch_policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = policy_with_grad_outputs(call)
+    outputs = meta.outputs(call)
     input, linear_weight, target, linear_bias = call.operands
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
     call.operands = call.operands._replace(target=target, linear_bias=linear_bias)

@@ -41,7 +41,7 @@ def recompute_step(
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
     asked = asked_of_forward(call.statistics)
     forward = Forward.bind(*operands, logit_sum=bool(call.loss.label_smoothing), **asked, **logits)
-    outputs = meta.forward_outputs(*forward.values())
+    outputs = meta.outputs(forward)
     run_forward(forward, kept, outputs)
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     here = place >= kept.start

@@ -36,8 +36,8 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 
 @takes(VocabParallelWithGrad)
-def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePassOutputs:
-    outputs = meta.vocab_parallel_with_grad_outputs(call)
+def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
     loss, losses, *grads, columns = outputs[:6]
     call.operands = operands = with_contiguous_vectors(call.operands)
     input, linear_weight, target, _, weight = operands

@@ -39,8 +39,8 @@ from flce_ops.triton.sum_losses import launch_sum_losses
 
 @takes(WithGrad)
 @with_even_features
-def launch_with_grad(call: WithGrad) -> meta.OnePassOutputs:
-    outputs = meta.with_grad_outputs(call)
+def launch_with_grad(call: WithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
     if call.reduction.row_scale is not None:
         call.reduction = Reduction(call.reduction.row_scale.contiguous())
