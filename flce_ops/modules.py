@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction
-from flce_ops.entry.torch_options import check_torch_options
+from flce_ops.entry.arguments import check_ignore_index, check_ranges, check_reduction, check_torch_options
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import check_per_class

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from flce_ops.aten.logits import activate_with_slope
 from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.local import localize
 from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOptions, Operands, TokenLosses, TokenStatistics
+from flce_ops.math.options import LogitOperands, Operands, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
 from flce_ops.math.slots import in_columns, tokens_that_count
@@ -29,6 +29,8 @@ from flce_ops.math.statistics import asked_of_forward
 from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
+
+IGNORED = -1  # in place of ignore_index, which may be the number of one of the columns of a rank's logits
 
 
 class RowStatistics(NamedTuple):
@@ -51,61 +53,32 @@ class ShardRows(NamedTuple):
     others: dict[str, Tensor]  # what is asked for, by name
 
 
-def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int) -> tuple[Tensor, TokenStatistics]:
+def vocab_parallel_losses(layout: Layout, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
     """(N,), the same on every rank of the vocabulary, 0 where ignored.
 
-    `problem` has this rank's (v, D) weight and (v,) bias; targets and class weights count the whole vocabulary.
+    `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits; targets and class weights count the
+    whole vocabulary.
     """
-    operands, asked = problem.operands, problem.statistics
-    rows = vocab_parallel_rows(
-        layout,
-        operands,
-        num_classes=num_classes,
-        ignore_index=problem.ignore_index,
-        logits=problem.logits,
-        logit_sum=problem.loss.label_smoothing != 0.0,
-        **asked_of_forward(asked),
-    )
-    _, losses, valid = losses_of_rows(
-        operands,
-        problem.ignore_index,
-        problem.loss,
-        num_classes,
-        *rows[:3],
-        target_weight=problem.target_weight,
-    )
+    asked, rows = problem.statistics, vocab_parallel_rows(layout, problem)
+    options = (problem.ignore_index, problem.loss, layout.num_classes)
+    _, losses, valid = losses_of_rows(problem.operands, *options, *rows[:3], target_weight=problem.target_weight)
     entropy = -rows.expected_log_prob if asked.entropy else None
     found = TokenStatistics(None, rows.lse if asked.lse else None, entropy, rows.log_sum_sq_probs, rows.mean_logit)
     found = found.changed(lambda of_rows: torch.where(valid, of_rows.detach(), 0.0))
     return losses, found._replace(argmax=rows.argmax)
 
 
-def vocab_parallel_rows(
-    layout: Layout,
-    operands: Operands,  # as above
-    *,
-    num_classes: int,  # V
-    ignore_index: int,
-    logits: LogitOptions,
-    logit_sum: bool = False,
-    expected_log_prob: bool = False,
-    argmax: bool = False,
-    log_sum_sq_probs: bool = False,
-    mean_logit: bool = False,
-) -> RowStatistics:
-    asked = {
-        "logit_sum": logit_sum,
-        "expected_log_prob": expected_log_prob,
-        "log_sum_sq_probs": log_sum_sq_probs,
-        "mean_logit": mean_logit,
-        "argmax": argmax,
-    }
-    target = operands.target
-    start, size = layout.vocabulary_range(num_classes)
-    if size:
-        shard = rows_of_shard(operands, slice(start, start + size), num_classes, ignore_index, logits, asked)
+def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> RowStatistics:
+    """`problem` as above; what it is asked for."""
+    target = problem.operands.target
+    asked = {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
+    start, size = layout.vocabulary_range(layout.num_classes)
+    if isinstance(problem.operands, LogitOperands):
+        shard = rows_of_logits(problem, slice(start, start + size), layout.num_classes)
+    elif size:
+        shard = rows_of_shard(problem, slice(start, start + size), layout.num_classes, asked)
     else:
-        shard = rows_without_classes(operands, num_classes, ignore_index, asked)
+        shard = rows_without_classes(problem.operands, layout.num_classes, problem.ignore_index, asked)
     target_logits = in_columns(shard.target_logit).unbind(1)
     gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
     lses, slots = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
@@ -113,38 +86,32 @@ def vocab_parallel_rows(
     lse = lse_of_shards(lses)
     target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
     sums = expected = largest = squares = mean = None
-    if logit_sum:
+    if "logit_sum" in others:
         sums = others["logit_sum"].sum(0)
-    if expected_log_prob:
+    if "expected_log_prob" in others:
         log_share = lses.log_softmax(0).clamp(min=-1e4)  # of a rank that is switched off s log s is 0
         expected = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
-    if log_sum_sq_probs:
+    if "log_sum_sq_probs" in others:
         squares = (2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()).logsumexp(0)
-    if mean_logit:
+    if "mean_logit" in others:
         mean = others["mean_logit"].detach().sum(0)
-    if argmax:
+    if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
-        largest = torch.where(tokens_that_count(target, ignore_index), largest, -1)
+        largest = torch.where(tokens_that_count(target, problem.ignore_index), largest, -1)
     return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
 
 
 def rows_of_shard(
-    operands: Operands,
+    problem: TokenLosses,
     classes: slice,  # this rank's
     num_classes: int,
-    ignore_index: int,
-    logits: LogitOptions,
     asked: dict[str, bool],
 ) -> ShardRows:
-    input, linear_weight, target, linear_bias, weight = operands
+    weight = problem.operands.weight
     results = torch.ops.flce.linear_cross_entropy_forward(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        None if weight is None else weight[classes],
-        ignore_index=ignore_index,
-        **logits._asdict(),
+        *problem.operands._replace(weight=None if weight is None else weight[classes]),
+        ignore_index=problem.ignore_index,
+        **problem.logits._asdict(),
         vocab_start=classes.start,
         vocab_size=num_classes,
         **asked,
@@ -163,6 +130,39 @@ def rows_of_shard(
         others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts to 2^24
         others["max_logit"] = max_logit
     return ShardRows(lse, target_logit, others)
+
+
+def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
+    """Of given logits, whose operators know one row as a whole: a target of another rank is given to them as a class
+    that they have, and its logit left out. Backward reads each rank's own logits a second time and sends nothing.
+    """
+    logits, target, weight = problem.operands
+    size, smoothed = classes.stop - classes.start, problem.loss.label_smoothing != 0.0
+    column = target.long() - classes.start
+    here = (column >= 0) & (column < size)
+    somewhere = (target >= 0) & (target < num_classes)
+    column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))  # out of range it stays, to be refused
+    column = torch.where(problem.valid, column, IGNORED)
+    target_logit, lse, logit_sum, argmax, _ = torch.ops.flce.cross_entropy_forward(
+        logits if size else logits.new_zeros(logits.shape[0], 1),
+        column,
+        weight[classes] if size and weight is not None else None,
+        ignore_index=IGNORED,
+        logit_sum=smoothed,
+        **problem.logits._asdict(),
+        argmax=problem.statistics.argmax,
+    )
+    if not size:  # no class is left for this rank
+        nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
+        target_logit, lse, logit_sum = nothing, nothing - torch.inf, nothing
+    others = {"logit_sum": logit_sum} if smoothed else {}
+    if problem.statistics.argmax:
+        largest = lse.detach()  # -inf without classes
+        if size:
+            largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)
+            largest = activate_with_slope(largest, problem.logits)[0].squeeze(1)
+        others |= {"argmax": (argmax + classes.start).to(lse.dtype), "max_logit": largest}
+    return ShardRows(lse, torch.where(here & problem.valid, target_logit, 0.0), others)
 
 
 def rows_without_classes(operands: Operands, num_classes: int, ignore_index: int, asked: dict[str, bool]) -> ShardRows:
@@ -190,7 +190,7 @@ def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R,
     shards = DTensor.from_local(
         per_shard.unsqueeze(0), layout.mesh, layout.placements(vocabulary=Shard(0)), run_check=False
     )
-    return localize(layout, shards, layout.replicated)
+    return layout.whole(shards)
 
 
 def refused_as_elsewhere(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) zeros

@@ -1,12 +1,20 @@
-"""Refusals of the public function's arguments by name, before any work and without reading tensor data."""
+"""Refusals of the public functions' arguments by name, before any work and without reading tensor data.
 
+What does not go together is refusals.py's; what each argument must be by itself and beside the others stands here.
+"""
+
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from flce_ops.entry.refusals import wants_gradient
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import RANGES
+from flce_ops.math.policy_arguments import CONSTANTS
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
     check_dense,
@@ -17,6 +25,9 @@ from flce_ops.meta.checks import (
     check_supported_dtype,
     check_target_dtype,
 )
+from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
+from flce_ops.meta.policy import check_constants
+from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
@@ -45,9 +56,39 @@ def check_target_weight(call: CrossEntropy) -> None:
             f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
             f"{tuple(target_weight.shape)}"
         )
-    if (target_weight.requires_grad and torch.is_grad_enabled()) or has_tangent(target_weight):
-        raise NotImplementedError(f"{OP}: target_weight gets no gradient; pass target_weight.detach()")
+    check_no_gradient(OP, "target_weight", target_weight)
     check_device(OP, call.input, target_weight=target_weight)
+
+
+def check_no_gradient(op: str, name: str, tensor: Tensor, what: str = "") -> None:
+    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
+        raise NotImplementedError(f"{op}: {name}{what} gets no gradient; pass {name}.detach()")
+
+
+def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
+    if tensor is not None and tensor.shape != tuple(shape):
+        raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what}, got {tuple(tensor.shape)}{hint}")
+
+
+def check_main_grad(op: str, call: CrossEntropy) -> None:
+    """What the buffer itself must be is checked where all operands are known: flce_ops/meta/main_grad.py."""
+    if call.main_grad is None:
+        return
+    if call.main_grad.requires_grad:
+        raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
+    if torch.is_grad_enabled() and not call.linear_weight.requires_grad:
+        raise ValueError(
+            f"{op}: main_grad takes the gradient of linear_weight, which requires none; leave main_grad out for a "
+            "frozen head"
+        )
+
+
+def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
+    """Operands are in the dtype that autocast makes them."""
+    if wants_gradient(call):
+        check_sparse(op, call.sparse, call.input)
+    else:
+        check_sparse_options(op, call.sparse)
 
 
 def check_logits(op: str, call: LogitsCrossEntropy) -> None:
@@ -59,11 +100,7 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{op}: expected target of shape {tuple(logits.shape[:-1])}, one class index per row of logits "
-            f"{tuple(logits.shape)}, got {tuple(target.shape)}"
-        )
+    check_shape(op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}")
     if weight is not None:
         check_per_class(op, "weight", weight, logits.shape[-1], "classes of logits")
     check_device(op, logits, "logits", target=target)
@@ -75,16 +112,11 @@ def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor, 
     """What a loss of tokens adds up and divides by; `of` is the name of input."""
     weight, token_weight = call.weight, call.token_weight
     check_device(op, input, of, weight=weight, token_weight=token_weight)
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{op}: weight (class weights) gets no gradient; pass weight.detach()")
+    if weight is not None:
+        check_no_gradient(op, "weight", weight, " (class weights)")
     check_reduction(op, call.reduction)
     check_real(op, token_weight=token_weight)
-    tokens = input.shape[:-1]
-    if token_weight is not None and token_weight.shape != tokens:
-        raise ValueError(
-            f"{op}: expected token_weight of shape {tuple(tokens)}, one factor per token, "
-            f"got {tuple(token_weight.shape)}"
-        )
+    check_shape(op, "token_weight", token_weight, input.shape[:-1], "one factor per token")
     check_normalizer(op, call.normalizer, call.reduction, input, of)
 
 
@@ -114,13 +146,10 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool) 
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
-    if not slots and target.shape != tokens:
+    if not slots:
         several = target.dim() == input.dim() and target.shape[:-1] == tokens
         hint = "; several classes a token need target_weight, a weight for each" if several and op == OP else ""
-        raise ValueError(
-            f"{op}: expected target of shape {tokens}, one class index per token of input "
-            f"{tuple(input.shape)}, got {tuple(target.shape)}{hint}"
-        )
+        check_shape(op, "target", target, tokens, f"one class index per token of input {tuple(input.shape)}", hint)
 
 
 def check_class_probabilities(call: CrossEntropy) -> None:
@@ -136,16 +165,11 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
         )
-    if (target.requires_grad and torch.is_grad_enabled()) or has_tangent(target):
-        raise NotImplementedError(f"{OP}: target (class probabilities) gets no gradient; pass target.detach()")
+    check_no_gradient(OP, "target", target, " (class probabilities)")
     if call.ignore_index != -100:
         raise ValueError(
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
             f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
-        )
-    if call.numbers.z_loss != 0.0:
-        raise NotImplementedError(
-            f"{OP}: z_loss is not implemented for a target of class probabilities; add it from linear_log_probs' lse"
         )
 
 
@@ -191,3 +215,75 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
     check_real(op, normalizer=normalizer)
     if normalizer.device.type != "cpu":
         check_device(op, input, of, normalizer=normalizer)
+
+
+def check_policy_loss(op: str, call: PolicyLoss) -> None:
+    check_head(op, call)
+    constants = {name: getattr(call, name) for name in CONSTANTS}
+    per_token = {**constants, "token_weight": call.token_weight}
+    check_dense(op, **per_token, normalizer=call.normalizer)
+    check_device(op, call.input, **per_token)
+    check_real(op, **per_token)
+    check_constants(op, **constants)
+    for name, tensor in per_token.items():
+        hint = f"; one a sequence is {name}[:, None].expand_as(target)"
+        check_shape(op, name, tensor, call.input.shape[:-1], "one number per token", hint)
+    check_ranges(op, clip_low=call.clip_low, clip_high=call.clip_high, dual_clip=call.dual_clip)
+    check_reduction(op, call.reduction)
+    check_normalizer(op, call.normalizer, call.reduction, call.input)
+
+
+def check_divergence(
+    op: str,
+    operands: KlDivOperands,  # of shape (..., D) still
+    target: Tensor | None,  # (...)
+    token_weight: Tensor | None,  # (...)
+    reduction: str,
+    normalizer: Tensor | None,  # ()
+) -> None:
+    """What only the entry of linear_kl_div knows, or must say before it reshapes."""
+    check_dense(op, **operands._asdict(), target=target, token_weight=token_weight, normalizer=normalizer)
+    input = operands.input
+    if input.dim() < 1:
+        raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
+    check_linear(op, input, operands.linear_weight, operands.linear_bias)
+    check_teacher(op, operands)
+    check_no_teacher_gradient(op, **operands._asdict())
+    if target is not None:
+        check_target_dtype(op, target)
+    for name, tensor in (("target", target), ("token_weight", token_weight)):
+        check_shape(op, name, tensor, input.shape[:-1], "one entry per token of input")
+    check_device(op, **operands._asdict(), target=target, token_weight=token_weight)
+    check_real(op, token_weight=token_weight)
+    check_reduction(op, reduction)
+    check_normalizer(op, normalizer, reduction, input)
+
+
+def check_torch_options(op: str, options: object, dtype: torch.dtype | None = None) -> None:
+    """`options` of torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions, as far as it fits.
+
+    allow_retain_graph                    always so here
+    batch_chunk_size, chunking_method     torch's bound on memory; taken, and of no effect: the workspace is the bound
+    acc_dtype                             that of the sums here: float32, float64 of float64 operands
+    acc_policy                            "auto", "compact", "balanced"; "accurate" promises half operands more
+
+    Without `dtype`, that of input, only what can never be right.
+    """
+    if options is None:
+        return
+    kind = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # since torch 2.13
+    if kind is None or not isinstance(options, kind):
+        raise TypeError(f"{op}: expected options to be a torch.nn.LinearCrossEntropyOptions or None, got {options!r}")
+    if dtype is None:
+        return
+    expected = accumulation_dtype(dtype)
+    if options.acc_dtype not in (None, expected):
+        raise NotImplementedError(
+            f"{op}: options.acc_dtype={options.acc_dtype} is not implemented for input in {dtype}, whose sums are kept "
+            f"in {expected}; pass acc_dtype=None"
+        )
+    if options.acc_policy == "accurate" and dtype != expected:
+        raise NotImplementedError(
+            f"{op}: options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
+            "read is rounded to it; pass 'auto', or operands in float32"
+        )

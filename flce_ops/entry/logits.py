@@ -1,17 +1,31 @@
-"""Bodies of the entry operators flce::cross_entropy, ..._metrics, and of those that may overwrite the logits, ..._.
+"""cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
+
+loss_and_argmax -> losses_with_grad       ..._with_grad_ | ..._with_grad
+                -> losses_from_forward    ..._forward, then differentiable ATen
+                -> losses of shards       where ranks share the classes; DTensors are not overwritten
 
 Autocast changes nothing: whatever the logits' dtype, the loss is float32 (float64), as F.cross_entropy's there.
 """
 
-from typing import Any
+import math
+from functools import partial
 
+import torch
 from torch import Tensor
 
-from flce_ops.entry import logits_plain
+from flce_ops.entry.arguments import check_logits
+from flce_ops.entry.loss import FromForward, WithGrad, layout_of_call, loss_of_tokens, losses_over_shards, token_losses
+from flce_ops.entry.metrics import accuracy_and_top1
 from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
-from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
+from flce_ops.math.loss import losses_of_rows
+from flce_ops.math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.call import takes
-from flce_ops.support.dtensor import any_dtensor
+from flce_ops.ops.paths import path_of_given_logits
+
+# N tokens, V vocabulary
+
+OP = "cross_entropy"
 
 
 @takes(LogitsCrossEntropy)
@@ -36,19 +50,63 @@ def composite_metrics_in_place(call: LogitsCrossEntropyInPlace) -> tuple[Tensor,
 
 def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, token_accuracy, argmax)."""
-    target = call.target
     loss, argmax = loss_and_argmax(call, argmax=True, handed_over=handed_over)
-    if any_dtensor(argmax):
-        from flce_ops.entry.sharded import accuracy_and_top1  # torch.distributed.tensor: only for its users
-
-        return loss, accuracy_and_top1(argmax, target, call.ignore_index)[0], argmax
-    is_top1 = target_is_argmax(argmax, target, call.ignore_index)
-    return loss, accuracy_of(count_right_and_valid(is_top1, target, call.ignore_index)), argmax
+    assert argmax is not None
+    return loss, accuracy_and_top1(argmax, call.target, call.ignore_index)[0], argmax
 
 
-def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Any]:
-    if any_dtensor(*call.values()):
-        from flce_ops.entry.logits_sharded import dtensor_composite
+def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Tensor | None]:
+    layout = layout_of_call(OP, call)
+    check_logits(OP, call)
+    layout.measure(call.logits, call.logits.shape[-1])
+    logits, copied = rows_of(layout.columns(call.logits))
+    operands = LogitOperands(logits, layout.per_token(call.target), layout.whole(call.weight))
+    problem = token_losses(call, operands, Statistics(argmax=argmax))
+    from_forward: FromForward = losses_from_forward
+    with_grad = None
+    if layout.splits_vocabulary:
+        from_forward = partial(losses_over_shards, layout)
+    elif call.reduction != "none":
+        with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)
+    loss, (largest, *_) = loss_of_tokens(layout, call, problem, from_forward, with_grad)
+    return loss, largest
 
-        return dtensor_composite(call, argmax)
-    return logits_plain.loss_and_argmax(call, argmax, handed_over)
+
+def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
+    """(N, V), and whether that is a copy, which is nobody else's."""
+    shape = (math.prod(logits.shape[:-1]), logits.shape[-1])
+    try:
+        return logits.view(shape), False
+    except (RuntimeError, ValueError):  # ValueError: a fake tensor's
+        return logits.reshape(shape), True
+
+
+def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
+    """None where backward makes the gradient, or nothing does."""
+    ops = {"in place": torch.ops.flce.cross_entropy_with_grad_, "one pass": torch.ops.flce.cross_entropy_with_grad}
+    op = ops.get(path_of_given_logits(logits, handed_over))
+    return None if op is None else partial(losses_with_grad, op)
+
+
+def losses_with_grad(
+    op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, TokenStatistics]:
+    """() with its gradient, and the losses of tokens (N,)."""
+    argmax = problem.statistics.argmax
+    loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=argmax)
+    return loss, losses, TokenStatistics(largest if argmax else None)
+
+
+def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:  # (N,), 0 where ignored
+    """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
+    operands, argmax = problem.operands, problem.statistics.argmax
+    target_logit, lse, logit_sum, largest, lse_rest = torch.ops.flce.cross_entropy_forward(
+        *operands,
+        ignore_index=problem.ignore_index,
+        logit_sum=problem.loss.label_smoothing != 0.0,
+        **problem.logits._asdict(),
+        argmax=argmax,
+    )
+    rows = (target_logit, lse, logit_sum, lse_rest)
+    _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.num_classes, *rows)
+    return losses, TokenStatistics(largest if argmax else None)

@@ -7,7 +7,7 @@ from flce_ops.entry import logits as given_logits
 from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.learnt_scale import refuse_tensors
-from flce_ops.entry.logits_plain import OP
+from flce_ops.entry.logits import OP
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.loss import LinearCrossEntropyMetrics

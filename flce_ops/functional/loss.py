@@ -9,10 +9,9 @@ from torch import Tensor
 from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import metrics
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.arguments import check_torch_options, resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
 from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.scalars import normalizer_tensor
 

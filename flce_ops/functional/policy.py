@@ -9,7 +9,7 @@ from flce_ops.entry import policy
 from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
-from flce_ops.entry.policy_plain import OP
+from flce_ops.entry.policy import OP
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.scalars import normalizer_tensor
 
