@@ -117,15 +117,17 @@ def rows_of_shard(
         **asked,
     )
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
-    others = {}
-    if asked["logit_sum"]:
-        others["logit_sum"] = logit_sum
-    if asked["expected_log_prob"]:
-        others["expected_log_prob"] = finite_in_empty_rows(expected, lse)
-    if asked["log_sum_sq_probs"]:
-        others["log_sum_sq_probs"] = finite_in_empty_rows(squares, lse)
-    if asked["mean_logit"]:
-        others["mean_logit"] = mean_logit
+    numbers = {
+        "logit_sum": logit_sum,
+        "expected_log_prob": expected,
+        "argmax": argmax,
+        "log_sum_sq_probs": squares,
+        "mean_logit": mean_logit,
+    }
+    others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in one order on all ranks
+    for name in ("expected_log_prob", "log_sum_sq_probs"):
+        if asked[name]:
+            others[name] = finite_in_empty_rows(numbers[name], lse)
     if asked["argmax"]:
         others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts to 2^24
         others["max_logit"] = max_logit
