@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import VocabParallelWithGrad
@@ -100,7 +101,8 @@ def differentiable_gradients(
     # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal and nothing else is
     # made from it, so no path leads from one to another.
     problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
-    losses, _ = vocab_parallel_losses(layout, problem)
+    rows = vocab_parallel_rows(layout, problem)
+    _, losses, _ = losses_of_rows(call.operands, call.ignore_index, call.loss, layout.num_classes, *rows[:4])
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, gradients)}

@@ -20,29 +20,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flce_ops.aten.logits import activate_with_slope
 from flce_ops.distributed.layout import Layout
-from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOperands, Operands, TokenLosses, TokenStatistics
+from flce_ops.math.options import LogitOperands, Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
-from flce_ops.math.slots import in_columns, tokens_that_count
-from flce_ops.math.statistics import asked_of_forward
+from flce_ops.math.slots import in_columns
+from flce_ops.math.statistics import Rows, asked_of_forward
 from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 IGNORED = -1  # in place of ignore_index, which may be the number of one of the columns of a rank's logits
-
-
-class RowStatistics(NamedTuple):
-    """Of whole rows, (N,) each, on every rank of the vocabulary; None where not asked for."""
-
-    target_logit: Tensor  # (N, K) of such a target
-    lse: Tensor
-    logit_sum: Tensor | None
-    expected_log_prob: Tensor | None
-    argmax: Tensor | None
-    log_sum_sq_probs: Tensor | None
-    mean_logit: Tensor | None
 
 
 class ShardRows(NamedTuple):
@@ -53,52 +40,43 @@ class ShardRows(NamedTuple):
     others: dict[str, Tensor]  # what is asked for, by name
 
 
-def vocab_parallel_losses(layout: Layout, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
-    """(N,), the same on every rank of the vocabulary, 0 where ignored.
+def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
+    """The same on every rank of the vocabulary; statistics that are asked for are 0 where ignored.
 
     `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits; targets and class weights count the
     whole vocabulary.
     """
-    asked, rows = problem.statistics, vocab_parallel_rows(layout, problem)
-    options = (problem.ignore_index, problem.loss, layout.num_classes)
-    _, losses, valid = losses_of_rows(problem.operands, *options, *rows[:3], target_weight=problem.target_weight)
-    entropy = -rows.expected_log_prob if asked.entropy else None
-    found = TokenStatistics(None, rows.lse if asked.lse else None, entropy, rows.log_sum_sq_probs, rows.mean_logit)
-    found = found.changed(lambda of_rows: torch.where(valid, of_rows.detach(), 0.0))
-    return losses, found._replace(argmax=rows.argmax)
-
-
-def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> RowStatistics:
-    """`problem` as above; what it is asked for."""
-    target = problem.operands.target
+    target, num_classes = problem.operands.target, layout.num_classes
     asked = {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
-    start, size = layout.vocabulary_range(layout.num_classes)
+    start, size = layout.vocabulary_range(num_classes)
     if isinstance(problem.operands, LogitOperands):
-        shard = rows_of_logits(problem, slice(start, start + size), layout.num_classes)
+        shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     elif size:
-        shard = rows_of_shard(problem, slice(start, start + size), layout.num_classes, asked)
+        shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     else:
-        shard = rows_without_classes(problem.operands, layout.num_classes, problem.ignore_index, asked)
+        shard = rows_without_classes(problem.operands, num_classes, problem.ignore_index, asked)
     target_logits = in_columns(shard.target_logit).unbind(1)
     gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
     lses, slots = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
     others = dict(zip(shard.others, gathered[:, 1 + slots :].unbind(1), strict=True))
-    lse = lse_of_shards(lses)
+    lse, valid = lse_of_shards(lses), problem.valid
     target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
-    sums = expected = largest = squares = mean = None
-    if "logit_sum" in others:
-        sums = others["logit_sum"].sum(0)
+    whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
         log_share = lses.log_softmax(0).clamp(min=-1e4)  # of a rank that is switched off s log s is 0
-        expected = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
+        whole["expected_log_prob"] = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
     if "log_sum_sq_probs" in others:
-        squares = (2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()).logsumexp(0)
+        squares = 2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()
+        whole["log_sum_sq_probs"] = squares.logsumexp(0)
     if "mean_logit" in others:
-        mean = others["mean_logit"].detach().sum(0)
+        whole["mean_logit"] = others["mean_logit"].detach().sum(0)
+    whole = {name: torch.where(valid, numbers, 0.0) for name, numbers in whole.items()}
     if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
-        largest = torch.where(tokens_that_count(target, problem.ignore_index), largest, -1)
-    return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
+        whole["argmax"] = torch.where(valid, largest, -1)
+    if problem.statistics.lse:
+        lse = torch.where(valid, lse, 0.0)
+    return Rows(target_logit, lse, others["logit_sum"].sum(0) if asked["logit_sum"] else None, **whole)
 
 
 def rows_of_shard(

@@ -5,6 +5,7 @@ argument_types.py      refusals of wrong types by name
 arguments.py           refusals by name of what an argument must be
 refusals.py            the combinations that nobody wrote
 loss.py                the story of a loss, for plain tensors and DTensors, and for every objective
+rows.py                the numbers of rows that a loss is made of, from each source
 
 cross_entropy.py       of a head
 low_rank.py            of a head with a low-rank pair (LoRA)

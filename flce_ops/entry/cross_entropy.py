@@ -14,15 +14,14 @@ from flce_ops.distributed.one_rank import OneRank
 from flce_ops.entry.arguments import OP, check_arguments, check_main_grad, check_sparse_gradient
 from flce_ops.entry.class_order import check_class_order, in_class_order, in_order_of_ids
 from flce_ops.entry.class_probabilities import loss_of_probabilities
-from flce_ops.entry.loss import FromForward, WithGrad, layout_of_call, loss_of_tokens, losses_over_shards, token_losses
+from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, token_losses
 from flce_ops.entry.metrics import accuracy_and_top1
 from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.refusals import refuse
+from flce_ops.entry.rows import cross_entropy_of_rows, from_rows
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.call import takes
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import gradients_in_the_same_pass
@@ -81,11 +80,13 @@ def of_classes_in_order(layout: OneRank, call: CrossEntropy, asked: Statistics) 
     problem = token_losses(call, layout.head(call), asked)
     target_weight = layout.per_token(call.target_weight)
     problem = problem._replace(main_grad=call.main_grad, target_weight=target_weight, sparse=call.sparse)
-    if layout.splits_vocabulary:
-        paths = paths_over_shards(layout, call, problem)
+    if call.reduction == "none":
+        with_grad = None
     else:
-        paths = losses_from_forward, None if call.reduction == "none" else one_pass_of(problem)
-    loss, found = loss_of_tokens(layout, call, problem, *paths)
+        with_grad = one_pass_over_shards(layout, problem) if layout.splits_vocabulary else one_pass_of(problem)
+    if layout.splits_vocabulary and with_grad is None:
+        refuse(OP, call, "recomputing shards")
+    loss, found = loss_of_tokens(layout, call, problem, from_rows(layout, cross_entropy_of_rows), with_grad)
     return loss, TokenStatistics(*found)
 
 
@@ -97,15 +98,10 @@ def one_pass_of(problem: TokenLosses) -> WithGrad | None:
     return losses_with_grad if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known) else None
 
 
-def paths_over_shards(layout: Any, call: CrossEntropy, problem: TokenLosses) -> tuple[FromForward, WithGrad | None]:
+def one_pass_over_shards(layout: Any, problem: TokenLosses) -> WithGrad | None:
     from flce_ops.distributed import one_pass
 
-    with_grad = None
-    if call.reduction != "none" and one_pass.applies(layout, problem):
-        with_grad = partial(one_pass.loss, layout)
-    else:
-        refuse(OP, call, "recomputing shards")
-    return partial(losses_over_shards, layout), with_grad
+    return partial(one_pass.loss, layout) if one_pass.applies(layout, problem) else None
 
 
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
@@ -122,22 +118,3 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
         target_weight=problem.target_weight,
     )
     return loss, losses, TokenStatistics.found(asked, found)
-
-
-def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:  # (N,), 0 where ignored
-    """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
-    operands, asked = problem.operands, problem.statistics
-    found = torch.ops.flce.linear_cross_entropy_forward(
-        *operands,
-        ignore_index=problem.ignore_index,
-        logit_sum=problem.loss.label_smoothing != 0.0,
-        **problem.logits._asdict(),
-        **asked_of_forward(asked),
-        main_grad=problem.main_grad,
-        **problem.sparse._asdict(),
-    )
-    target_logit, lse, logit_sum, *_, lse_rest, _ = found
-    rows = (target_logit, lse, logit_sum, lse_rest)
-    options = (problem.ignore_index, problem.loss, operands.num_classes)
-    _, losses, _ = losses_of_rows(operands, *options, *rows, problem.target_weight)
-    return losses, statistics_of_forward(asked, found)

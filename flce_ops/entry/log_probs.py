@@ -7,11 +7,11 @@ log_prob_i = z_iy - lse_i      entropy_i = lse_i - sum_j p_ij z_ij      argmax_i
 With K slots a token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log(1 - sum_k e^log_prob_ik).
 """
 
-import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_head, check_sparse_gradient
-from flce_ops.entry.loss import layout_of_call, rows_over_shards
+from flce_ops.entry.loss import layout_of_call
+from flce_ops.entry.rows import rows_of
 from flce_ops.entry.schemas import LogProbs
 from flce_ops.math.log_probs import log_probs_of_rows
 from flce_ops.math.options import LossOptions, Statistics, TokenLosses
@@ -36,20 +36,10 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     logits = logit_options(call.numbers, operands.input)
-    if layout.splits_vocabulary:
-        problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked)
-        target_logit, lse, _, *others = rows_over_shards(layout, problem)
-    else:
-        results = torch.ops.flce.linear_cross_entropy_forward(
-            *operands,
-            ignore_index=call.ignore_index,
-            **logits._asdict(),
-            **asked_of_forward(asked),
-            **call.sparse._asdict(),
-        )
-        target_logit, lse, _, expected, _, argmax, squares, mean_logit, lse_rest, _ = results
-        found = zip((expected, argmax, squares, mean_logit), asked_of_forward(asked).values(), strict=True)
-        others = [*(of_rows if wanted else None for of_rows, wanted in found), lse_rest]
-    results = log_probs_of_rows(operands.target, call.ignore_index, target_logit, lse, *others, tail=call.tail)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked, sparse=call.sparse)
+    rows = rows_of(layout, problem)
+    numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
+    of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)
+    results = log_probs_of_rows(*of_targets, **numbers, lse_rest=rows.lse_rest, tail=call.tail)
     present = (True, True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit, call.tail)
     return tuple(layout.result(of_rows) if there else of_rows for of_rows, there in zip(results, present, strict=True))

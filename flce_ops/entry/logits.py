@@ -1,8 +1,9 @@
 """cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
 
 loss_and_argmax -> losses_with_grad       ..._with_grad_ | ..._with_grad
-                -> losses_from_forward    ..._forward, then differentiable ATen
-                -> losses of shards       where ranks share the classes; DTensors are not overwritten
+                -> from_rows              ..._forward, then differentiable ATen; where ranks share the classes always
+
+DTensors are not overwritten.
 
 Autocast changes nothing: whatever the logits' dtype, the loss is float32 (float64), as F.cross_entropy's there.
 """
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.loss import FromForward, WithGrad, layout_of_call, loss_of_tokens, losses_over_shards, token_losses
+from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, token_losses
 from flce_ops.entry.metrics import accuracy_and_top1
+from flce_ops.entry.rows import cross_entropy_of_rows, from_rows
 from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.call import takes
@@ -62,13 +63,10 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
     logits, copied = rows_of(layout.columns(call.logits))
     operands = LogitOperands(logits, layout.per_token(call.target), layout.whole(call.weight))
     problem = token_losses(call, operands, Statistics(argmax=argmax))
-    from_forward: FromForward = losses_from_forward
     with_grad = None
-    if layout.splits_vocabulary:
-        from_forward = partial(losses_over_shards, layout)
-    elif call.reduction != "none":
+    if call.reduction != "none" and not layout.splits_vocabulary:
         with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)
-    loss, (largest, *_) = loss_of_tokens(layout, call, problem, from_forward, with_grad)
+    loss, (largest, *_) = loss_of_tokens(layout, call, problem, from_rows(layout, cross_entropy_of_rows), with_grad)
     return loss, largest
 
 
@@ -95,18 +93,3 @@ def losses_with_grad(
     argmax = problem.statistics.argmax
     loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=argmax)
     return loss, losses, TokenStatistics(largest if argmax else None)
-
-
-def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:  # (N,), 0 where ignored
-    """Losses per token as differentiable ATen over the forward operator's three numbers per row."""
-    operands, argmax = problem.operands, problem.statistics.argmax
-    target_logit, lse, logit_sum, largest, lse_rest = torch.ops.flce.cross_entropy_forward(
-        *operands,
-        ignore_index=problem.ignore_index,
-        logit_sum=problem.loss.label_smoothing != 0.0,
-        **problem.logits._asdict(),
-        argmax=argmax,
-    )
-    rows = (target_logit, lse, logit_sum, lse_rest)
-    _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.num_classes, *rows)
-    return losses, TokenStatistics(largest if argmax else None)

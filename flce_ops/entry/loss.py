@@ -1,9 +1,9 @@
 """The loss of tokens, one story for every source of logits, objective and layout.
 
     layout_of_call                        plain tensors, or DTensors; combinations that nobody wrote are refused
-    loss_of_tokens -> with_grad           a training step's loss, divided by the operator
+    loss_of_tokens -> weighted_losses     reduction="none": from_forward
+                   -> with_grad           a training step's loss, divided by the operator
                    -> weighted_loss       another scalar loss, reduced in ATen: with_grad | from_forward
-                   -> weighted_losses     reduction="none": from_forward
 
 An objective brings two functions: from_forward, the losses of tokens as differentiable ATen over what a forward
 operator found of each row, and with_grad, an operator that makes a scalar loss and its gradients in one pass.
@@ -14,7 +14,6 @@ token_weight; where metrics are; and over a denominator of 0 or nan, which makes
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from flce_ops.distributed.one_rank import OneRank
 from flce_ops.entry.refusals import refuse
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
-from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
+from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options, loss_options, scalar
@@ -54,20 +53,6 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
     return layout
 
 
-def losses_over_shards(layout: Any, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
-    """A from_forward where ranks share the vocabulary."""
-    from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
-
-    return vocab_parallel_losses(layout, problem)
-
-
-def rows_over_shards(layout: Any, problem: TokenLosses) -> Any:
-    """The numbers of whole rows there, for other objectives."""
-    from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
-
-    return vocab_parallel_rows(layout, problem)
-
-
 def token_losses(
     call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, asked: Statistics
 ) -> TokenLosses:
@@ -85,27 +70,50 @@ def loss_of_tokens(
 ) -> tuple[Tensor, Found]:
     """The loss, () or (...), and what else is asked for, (...)."""
     if call.reduction == "none":
-        with_grad = None
-    loss, found = loss_and_rows(layout, call, problem, from_forward, with_grad)
-    if call.reduction == "none":
-        loss = layout.result(loss)
+        losses, found = weighted_losses(layout, call, problem, from_forward)
+        loss = layout.result(losses)
+    elif with_grad is not None and not layout.is_mesh and token_factors_are_equal(call):
+        loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
+    else:
+        loss, found = weighted_loss(layout, call, problem, from_forward, with_grad)
     return loss, tuple(None if of_rows is None else layout.result(of_rows) for of_rows in found)
 
 
-def loss_and_rows(
+def weighted_losses(
+    layout: OneRank, call: Call, problem: TokenLosses, from_forward: FromForward
+) -> tuple[Tensor, Found]:
+    """(N,), and what else is asked for."""
+    token_weight = weight_of_tokens(layout, call, problem)
+    if token_weight is None:
+        return from_forward(problem)
+    factor = row_factor(problem.valid, token_weight, None)
+    losses, found = from_forward(without_weightless(layout, problem, token_weight, factor))
+    return losses * factor, found
+
+
+def weighted_loss(
     layout: OneRank, call: Call, problem: TokenLosses, from_forward: FromForward, with_grad: WithGrad | None
 ) -> tuple[Tensor, Found]:
-    if with_grad is not None and not layout.is_mesh and token_factors_are_equal(call):
-        loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
-        return loss, found
-    valid, token_weight = problem.valid, layout.per_token(call.token_weight)
-    if token_weight is not None:
-        token_weight = token_weight.to(accumulation_dtype(problem.operands[0].dtype))
-    if call.reduction == "none":
-        return weighted_losses(layout, problem, valid, token_weight, from_forward)
-    denominator = denominator_of(layout, call, problem)
-    loss, total, found = weighted_loss(layout, problem, valid, token_weight, denominator, from_forward, with_grad)
-    return layout.quotient(loss, total, denominator), found
+    """(), and what else is asked for."""
+    operands, valid = problem.operands, problem.valid
+    token_weight, denominator = weight_of_tokens(layout, call, problem), denominator_of(layout, call, problem)
+    wants_gradient = differentiated(*operands, token_weight, denominator)
+    if token_weight is None and not wants_gradient:
+        losses, found = from_forward(problem)
+        return layout.quotient(None, losses.sum(), denominator), found
+    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(operands[0].dtype))
+    problem = without_weightless(layout, problem, token_weight, row_scale)
+    if with_grad is not None:
+        loss, losses, found = with_grad(problem, Reduction(row_scale))
+    else:
+        losses, found = from_forward(problem)
+        loss = (row_scale * losses).sum() if wants_gradient else None
+    return layout.quotient(loss, weighted_sum(valid, token_weight, losses), denominator), found
+
+
+def weight_of_tokens(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # (N,)
+    token_weight = layout.per_token(call.token_weight)
+    return None if token_weight is None else token_weight.to(accumulation_dtype(problem.operands[0].dtype))
 
 
 def token_factors_are_equal(call: Call) -> bool:
@@ -133,46 +141,6 @@ def denominator_of(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor 
         return denominator
     denominator = layout.sum_over_tokens(denominator)
     return denominator if weight is None else nan_for_nothing(denominator)
-
-
-def weighted_losses(
-    layout: OneRank,
-    problem: TokenLosses,
-    valid: Tensor,  # (N,)
-    token_weight: Tensor | None,  # (N,)
-    from_forward: FromForward,
-) -> tuple[Tensor, Found]:
-    """(N,), and what else is asked for."""
-    if token_weight is None:
-        return from_forward(problem)
-    factor = torch.where(valid, token_weight, 0.0)
-    losses, found = from_forward(without_weightless(layout, problem, token_weight, factor))
-    return losses * factor, found
-
-
-def weighted_loss(
-    layout: OneRank,
-    problem: TokenLosses,
-    valid: Tensor,  # (N,)
-    token_weight: Tensor | None,  # (N,)
-    denominator: Tensor | None,  # ()
-    from_forward: FromForward,
-    with_grad: WithGrad | None,
-) -> tuple[Tensor | None, Tensor, Found]:
-    """Two numbers for `quotient`, and what else is asked for."""
-    operands = problem.operands
-    wants_gradient = differentiated(*operands, token_weight, denominator)
-    if token_weight is None and not wants_gradient:
-        losses, found = from_forward(problem)
-        return None, losses.sum(), found
-    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(operands[0].dtype))
-    problem = without_weightless(layout, problem, token_weight, row_scale)
-    if with_grad is not None:
-        loss, losses, found = with_grad(problem, Reduction(row_scale))
-    else:
-        losses, found = from_forward(problem)
-        loss = (row_scale * losses).sum() if wants_gradient else None
-    return loss, weighted_sum(valid, token_weight, losses), found
 
 
 def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool, None for none

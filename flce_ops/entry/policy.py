@@ -1,8 +1,7 @@
 """linear_policy_loss, the body of flce::linear_policy_loss.
 
-composite -> losses_with_grad       one pass: linear_policy_loss_with_grad
-          -> losses_from_forward    the forward operator's log-probabilities, then differentiable ATen
-          -> losses_over_shards     the same where ranks share the vocabulary, 2 numbers a token exchanged
+composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
+          -> losses_of_rows      differentiable ATen over log-probabilities; of a sharded vocabulary always
 
 Around them stands loss.py's loss_of_tokens.
 """
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from flce_ops.distributed.one_rank import OneRank
 from flce_ops.entry.arguments import check_policy_loss, check_sparse_gradient
-from flce_ops.entry.loss import layout_of_call, loss_of_tokens, rows_over_shards
+from flce_ops.entry.loss import layout_of_call, loss_of_tokens
+from flce_ops.entry.rows import from_rows
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import LossOptions, TokenLosses
@@ -23,6 +23,7 @@ from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyToken
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
+from flce_ops.math.statistics import Rows
 from flce_ops.meta.call import takes
 from flce_ops.meta.policy import check_policy
 from flce_ops.ops.autocast import autocast_head
@@ -52,13 +53,11 @@ def composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, input))
     problem = problem._replace(sparse=call.sparse)
     with_grad = None
-    if layout.splits_vocabulary:
-        from_forward = partial(losses_over_shards, layout, tokens=tokens, options=options)
-    else:
-        from_forward = partial(losses_from_forward, tokens=tokens, options=options)
-        sparse = call.sparse.gradient_threshold != 0.0
-        if call.reduction != "none" and policy_in_one_pass(input, linear_weight, linear_bias, sparse=sparse):
-            with_grad = partial(losses_with_grad, tokens=tokens, options=options)
+    sparse = call.sparse.gradient_threshold != 0.0
+    in_one_pass = call.reduction != "none" and not layout.splits_vocabulary
+    if in_one_pass and policy_in_one_pass(input, linear_weight, linear_bias, sparse=sparse):
+        with_grad = partial(losses_with_grad, tokens=tokens, options=options)
+    from_forward = from_rows(layout, partial(losses_of_rows, tokens=tokens, options=options))
     loss, (log_probs,) = loss_of_tokens(layout, call, problem, from_forward, with_grad)
     return loss, log_probs
 
@@ -83,35 +82,12 @@ def losses_with_grad(
     return loss, losses, (log_probs,)
 
 
-def losses_from_forward(
-    problem: TokenLosses, tokens: PolicyTokens, options: PolicyOptions
-) -> tuple[Tensor, tuple[Tensor]]:
-    target_logit, lse, *_, lse_rest, _ = torch.ops.flce.linear_cross_entropy_forward(
-        *problem.operands,
-        ignore_index=problem.ignore_index,
-        **problem.logits._asdict(),
-        **problem.sparse._asdict(),
-    )
-    return losses_of_rows(problem.valid, target_logit, lse, lse_rest, tokens, options)
-
-
-def losses_over_shards(
-    layout: OneRank, problem: TokenLosses, tokens: PolicyTokens, options: PolicyOptions
-) -> tuple[Tensor, tuple[Tensor]]:
-    rows = rows_over_shards(layout, problem)
-    return losses_of_rows(problem.valid, rows.target_logit, rows.lse, None, tokens, options)
-
-
 def losses_of_rows(
-    valid: Tensor,  # (N,), like the next three
-    target_logit: Tensor,
-    lse: Tensor,
-    lse_rest: Tensor | None,
-    tokens: PolicyTokens,
-    options: PolicyOptions,
+    layout: OneRank, problem: TokenLosses, rows: Rows, tokens: PolicyTokens, options: PolicyOptions
 ) -> tuple[Tensor, tuple[Tensor]]:
     """(N,) each, 0 where ignored; the second a constant."""
-    log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
+    valid = problem.valid
+    log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
     return torch.where(valid, policy_losses(log_probs, tokens, options), 0.0), (log_probs.detach(),)
 

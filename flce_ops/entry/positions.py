@@ -14,7 +14,7 @@ from flce_ops.entry.arguments import OP, check_normalizer, check_reduction
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import denominator_of_all
+from flce_ops.math.reduction import mean_denominator, nan_for_nothing
 from flce_ops.math.scalars import scalar
 from flce_ops.meta.checks import check_dense, check_device, check_per_class
 
@@ -59,7 +59,8 @@ def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()
         return scalar(1.0, call.input) * (call.target.numel() // call.linear_weight.shape[0])
     target = call.target.flatten()
     dtype = accumulation_dtype(call.input.dtype)
-    return denominator_of_all("mean", None, target != call.ignore_index, dtype, target, call.weight)
+    denominator = mean_denominator("mean", None, target != call.ignore_index, dtype, target, call.weight)
+    return denominator if call.weight is None else nan_for_nothing(denominator)
 
 
 def check_positions(call: CrossEntropy) -> None:

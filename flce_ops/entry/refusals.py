@@ -49,6 +49,9 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "sparse gradient": wants_sparse_gradient,
     "tiles": lambda call: call.sparse.gradient_mode == "tiles",
     "gradient_class_order": given("gradient_class_order"),
+    # what a layout and a path tell: of the arguments it is not known
+    "sharded vocabulary": lambda call: False,
+    "recomputing shards": lambda call: False,
     "recomputing always": lambda call: isinstance(call, LogProbs | PolicyLoss),
 }
 REFUSED: dict[str, dict[tuple[str, ...], str]] = {
@@ -102,10 +105,7 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
 def refuse(op: str, call: Any, *found: str) -> None:
     """`found` are features that the arguments alone do not show."""
 
-    def has(feature: str) -> bool:
-        return feature in found or (feature in FEATURES and FEATURES[feature](call))
-
     for feature, rows in REFUSED.items():
-        for others, text in rows.items() if has(feature) else ():
-            if all(has(other) for other in others):
+        for others, text in rows.items() if FEATURES[feature](call) else ():
+            if all(other in found or FEATURES[other](call) for other in others):
                 raise NotImplementedError(f"{op}: " + text.format(linear_weight=tuple(call.linear_weight.shape)))
