@@ -6,5 +6,5 @@ local.py            from a DTensor to this rank's tensor, and the gradient's way
 vocab_parallel.py   statistics of whole rows, and losses per token, from those of the shards
 one_pass.py         scalar losses of a sharded vocabulary with their gradients, in one pass
 
-`import flce_ops` imports one_rank.py alone: the others build on torch.distributed.tensor.
+`import flce_ops` imports the first alone: the others build on torch.distributed.tensor.
 """

@@ -70,36 +70,33 @@ class Layout(OneRank):
     def replicated(self) -> tuple[Placement, ...]:
         return (Replicate(),) * self.mesh.ndim
 
+    def tokens_and(self, vocabulary: Placement) -> tuple[Placement, ...]:
+        return tuple(vocabulary if shards else token for token, shards in zip(self.tokens, self.vocabulary))
+
     @property
-    def input_gradient(self) -> tuple[Placement, ...]:
-        return tuple(
-            Partial() if shards_vocabulary else token for token, shards_vocabulary in zip(self.tokens, self.vocabulary)
-        )
+    def part_of_tokens(self) -> tuple[Placement, ...]:
+        """Of a number that is summed over the ranks that share the tokens."""
+        return self.placements(tokens=Partial())
 
     def sharing(self) -> dict[str, Any]:
         if not any(self.vocabulary):
             return {}
         dim = self.vocabulary.index(True)
-        return {
-            "group": self.mesh.get_group(dim).group_name,
-            "ranks": self.mesh.size(dim),
-            "vocab_size": self.num_classes,
-        }
+        group = self.mesh.get_group(dim).group_name
+        return {"group": group, "ranks": self.mesh.size(dim), "vocab_size": self.num_classes}
 
     def local(self, tensor: Tensor | None, placements: tuple[Placement, ...], **gradient: Any) -> Tensor | None:
         return localize(self.mesh, tensor, placements, **gradient)
 
     def rows(self, tensor: Tensor | None) -> Tensor | None:
-        local = self.local(tensor, self.tokens, gradient=self.input_gradient)
+        local = self.local(tensor, self.tokens, gradient=self.tokens_and(Partial()))
         if local is None:
             return None
         self.local_shape = local.shape[:-1]
         return local.reshape(math.prod(self.local_shape), local.shape[-1])
 
     def columns(self, tensor: Tensor) -> Tensor:
-        classes = Shard(tensor.dim() - 1)
-        own = tuple(classes if shards else token for token, shards in zip(self.tokens, self.vocabulary))
-        local = cast(Tensor, self.local(tensor, own))
+        local = cast(Tensor, self.local(tensor, self.tokens_and(Shard(tensor.dim() - 1))))
         self.local_shape = local.shape[:-1]
         return local
 
@@ -116,17 +113,17 @@ class Layout(OneRank):
         return self.local(tensor, self.replicated)
 
     def number(self, tensor: Tensor | None) -> Tensor | None:
-        return self.local(tensor, self.replicated, gradient=self.placements(tokens=Partial()))
+        return self.local(tensor, self.replicated, gradient=self.part_of_tokens)
 
     def beside_tokens(self, tensor: Tensor) -> Tensor:
         return tensor.redistribute(self.mesh, self.tokens) if isinstance(tensor, DTensor) else tensor
 
     def sum_over_tokens(self, part: Tensor) -> Tensor:
-        return SumOverRanks.apply(self.mesh, self.placements(tokens=Partial()), part).to_local()
+        return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:
         """The sums of all ranks are added before they are divided."""
-        return SumOverRanks.apply(self.mesh, self.placements(tokens=Partial()), loss, total, denominator)
+        return SumOverRanks.apply(self.mesh, self.part_of_tokens, loss, total, denominator)
 
     def result(self, found: Tensor) -> DTensor:
         slots = found.shape[1:]

@@ -43,16 +43,13 @@ def applies(layout: Layout, problem: TokenLosses) -> bool:
 
 def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """() with a gradient, and the tokens' losses and statistics, constants."""
-    dim = layout.vocabulary.index(True)
     start, _ = layout.vocabulary_range(layout.num_classes)
     input, linear_weight, _, linear_bias, _ = problem.operands
     call = VocabParallelWithGrad.bind(
         *problem.operands,
         reduction.row_scale,
-        group=layout.mesh.get_group(dim).group_name,
-        ranks=layout.mesh.size(dim),
+        **layout.sharing(),
         vocab_start=start,
-        vocab_size=layout.num_classes,
         **problem.options,
         output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
         **problem.statistics._asdict(),

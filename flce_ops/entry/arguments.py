@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.refusals import wants_gradient
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import RANGES
 from flce_ops.math.policy_arguments import CONSTANTS
@@ -35,39 +35,104 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def check_arguments(call: CrossEntropy) -> None:
-    check_dense(OP, weight=call.weight, token_weight=call.token_weight, normalizer=call.normalizer)
+    target, weight, target_weight = call.target, call.weight, call.target_weight
+    check_dense(OP, weight=weight, target_weight=target_weight)
     check_head(OP, call)
-    if call.weight is not None:
-        check_per_class(OP, "weight", call.weight, call.linear_weight.shape[0])
-    check_target_weight(call)
-    check_loss(OP, call, call.input, "input")
+    check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
+    if target_weight is not None:
+        if not target_weight.dtype.is_floating_point:
+            raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
+        if target_weight.shape != target.shape:
+            raise ValueError(
+                f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
+                f"{tuple(target_weight.shape)}"
+            )
+        check_no_gradient(OP, target_weight, "target_weight gets no gradient; pass target_weight.detach()")
+        check_device(OP, call.input, target_weight=target_weight)
+    check_reduced(OP, call, call.input, token_weight=call.token_weight)
 
 
-def check_target_weight(call: CrossEntropy) -> None:
-    """Of a soft target: a weight for each of the K classes of a token."""
-    target, target_weight = call.target, call.target_weight
-    if target_weight is None:
-        return
-    check_dense(OP, target_weight=target_weight)
-    if not target_weight.dtype.is_floating_point:
-        raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
-    if target_weight.shape != target.shape:
-        raise ValueError(
-            f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
-            f"{tuple(target_weight.shape)}"
-        )
-    check_no_gradient(OP, "target_weight", target_weight)
-    check_device(OP, call.input, target_weight=target_weight)
+def check_logits(op: str, call: LogitsCrossEntropy) -> None:
+    """The arguments of a loss of given logits."""
+    logits, target = call.logits, call.target
+    check_dense(op, logits=logits, target=target, weight=call.weight)
+    check_supported_dtype(op, "logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
+    check_target_dtype(op, target)
+    check_shape(
+        op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}, got"
+    )
+    check_device(op, logits, "logits", target=target)
+    check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
+    check_ranges(op, **call.numbers._asdict())
+    check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
 
-def check_no_gradient(op: str, name: str, tensor: Tensor, what: str = "") -> None:
+def check_policy_loss(op: str, call: PolicyLoss) -> None:
+    check_head(op, call)
+    constants = {name: getattr(call, name) for name in CONSTANTS}
+    check_constants(op, **constants)
+    check_ranges(op, clip_low=call.clip_low, clip_high=call.clip_high, dual_clip=call.dual_clip)
+    hint = "; one a sequence is {name}[:, None].expand_as(target)"
+    what = "one number per token, got"
+    check_reduced(op, call, call.input, what=what, hint=hint, **constants, token_weight=call.token_weight)
+
+
+def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
+    """What only the entry of linear_kl_div knows, or must say before it reshapes `operands`."""
+    target, input = call.target, operands.input
+    check_dense(op, **operands._asdict(), target=target)
+    if input.dim() < 1:
+        raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
+    check_linear(op, input, operands.linear_weight, operands.linear_bias)
+    check_teacher(op, operands)
+    check_no_teacher_gradient(op, **operands._asdict())
+    if target is not None:
+        check_target_dtype(op, target)
+    check_device(op, **operands._asdict())
+    check_reduced(
+        op, call, input, what="one entry per token of input, got", target=target, token_weight=call.token_weight
+    )
+
+
+def check_reduced(
+    op: str,
+    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss | KlDiv,
+    rows: Tensor,  # (..., D) or (..., V)
+    *,
+    of: str = "input",
+    what: str = "one factor per token, got",
+    hint: str = "",
+    **per_token: Tensor | None,  # (...)
+) -> None:
+    """What a loss of tokens adds up and divides by."""
+    check_dense(op, **per_token, normalizer=call.normalizer)
+    check_device(op, rows, of, **per_token)
+    check_real(op, **per_token)
+    for name, tensor in per_token.items():
+        check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
+    check_reduction(op, call.reduction)
+    check_normalizer(op, call.normalizer, call.reduction, rows, of)
+
+
+def check_class_weight(
+    op: str, weight: Tensor | None, rows: Tensor, of: str, num_classes: int, of_classes: str
+) -> None:
+    if weight is not None:
+        check_per_class(op, "weight", weight, num_classes, of_classes)
+        check_device(op, rows, of, weight=weight)
+        check_no_gradient(op, weight, "weight (class weights) gets no gradient; pass weight.detach()")
+
+
+def check_no_gradient(op: str, tensor: Tensor, message: str) -> None:
     if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
-        raise NotImplementedError(f"{op}: {name}{what} gets no gradient; pass {name}.detach()")
+        raise NotImplementedError(f"{op}: {message}")
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
     if tensor is not None and tensor.shape != tuple(shape):
-        raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what}, got {tuple(tensor.shape)}{hint}")
+        raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what} {tuple(tensor.shape)}{hint}")
 
 
 def check_main_grad(op: str, call: CrossEntropy) -> None:
@@ -89,35 +154,6 @@ def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -
         check_sparse(op, call.sparse, call.input)
     else:
         check_sparse_options(op, call.sparse)
-
-
-def check_logits(op: str, call: LogitsCrossEntropy) -> None:
-    """The arguments of a loss of given logits."""
-    logits, target, weight = call.logits, call.target, call.weight
-    check_dense(op, logits=logits, target=target, weight=weight, token_weight=call.token_weight)
-    check_dense(op, normalizer=call.normalizer)
-    check_supported_dtype(op, "logits", logits)
-    if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
-    check_target_dtype(op, target)
-    check_shape(op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}")
-    if weight is not None:
-        check_per_class(op, "weight", weight, logits.shape[-1], "classes of logits")
-    check_device(op, logits, "logits", target=target)
-    check_ranges(op, **call.numbers._asdict())
-    check_loss(op, call, logits, "logits")
-
-
-def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor, of: str) -> None:
-    """What a loss of tokens adds up and divides by; `of` is the name of input."""
-    weight, token_weight = call.weight, call.token_weight
-    check_device(op, input, of, weight=weight, token_weight=token_weight)
-    if weight is not None:
-        check_no_gradient(op, "weight", weight, " (class weights)")
-    check_reduction(op, call.reduction)
-    check_real(op, token_weight=token_weight)
-    check_shape(op, "token_weight", token_weight, input.shape[:-1], "one factor per token")
-    check_normalizer(op, call.normalizer, call.reduction, input, of)
 
 
 def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
@@ -146,10 +182,13 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, *, slots: bool) 
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
-    if not slots:
+    if not slots and target.shape != tokens:
         several = target.dim() == input.dim() and target.shape[:-1] == tokens
         hint = "; several classes a token need target_weight, a weight for each" if several and op == OP else ""
-        check_shape(op, "target", target, tokens, f"one class index per token of input {tuple(input.shape)}", hint)
+        raise ValueError(
+            f"{op}: expected target of shape {tokens}, one class index per token of input "
+            f"{tuple(input.shape)}, got {tuple(target.shape)}{hint}"
+        )
 
 
 def check_class_probabilities(call: CrossEntropy) -> None:
@@ -165,7 +204,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
         )
-    check_no_gradient(OP, "target", target, " (class probabilities)")
+    check_no_gradient(OP, target, "target (class probabilities) gets no gradient; pass target.detach()")
     if call.ignore_index != -100:
         raise ValueError(
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
@@ -215,48 +254,6 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
     check_real(op, normalizer=normalizer)
     if normalizer.device.type != "cpu":
         check_device(op, input, of, normalizer=normalizer)
-
-
-def check_policy_loss(op: str, call: PolicyLoss) -> None:
-    check_head(op, call)
-    constants = {name: getattr(call, name) for name in CONSTANTS}
-    per_token = {**constants, "token_weight": call.token_weight}
-    check_dense(op, **per_token, normalizer=call.normalizer)
-    check_device(op, call.input, **per_token)
-    check_real(op, **per_token)
-    check_constants(op, **constants)
-    for name, tensor in per_token.items():
-        hint = f"; one a sequence is {name}[:, None].expand_as(target)"
-        check_shape(op, name, tensor, call.input.shape[:-1], "one number per token", hint)
-    check_ranges(op, clip_low=call.clip_low, clip_high=call.clip_high, dual_clip=call.dual_clip)
-    check_reduction(op, call.reduction)
-    check_normalizer(op, call.normalizer, call.reduction, call.input)
-
-
-def check_divergence(
-    op: str,
-    operands: KlDivOperands,  # of shape (..., D) still
-    target: Tensor | None,  # (...)
-    token_weight: Tensor | None,  # (...)
-    reduction: str,
-    normalizer: Tensor | None,  # ()
-) -> None:
-    """What only the entry of linear_kl_div knows, or must say before it reshapes."""
-    check_dense(op, **operands._asdict(), target=target, token_weight=token_weight, normalizer=normalizer)
-    input = operands.input
-    if input.dim() < 1:
-        raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
-    check_linear(op, input, operands.linear_weight, operands.linear_bias)
-    check_teacher(op, operands)
-    check_no_teacher_gradient(op, **operands._asdict())
-    if target is not None:
-        check_target_dtype(op, target)
-    for name, tensor in (("target", target), ("token_weight", token_weight)):
-        check_shape(op, name, tensor, input.shape[:-1], "one entry per token of input")
-    check_device(op, **operands._asdict(), target=target, token_weight=token_weight)
-    check_real(op, token_weight=token_weight)
-    check_reduction(op, reduction)
-    check_normalizer(op, normalizer, reduction, input)
 
 
 def check_torch_options(op: str, options: object, dtype: torch.dtype | None = None) -> None:

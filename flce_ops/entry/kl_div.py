@@ -37,7 +37,7 @@ def composite(call: KlDiv) -> Tensor:
     names = KlDivOperands._fields[:6]
     pairs = autocast_operands(call.input.device.type, *(getattr(call, name) for name in names))
     operands = KlDivOperands._make((*pairs, call.teacher_probs, None))
-    check_divergence(OP, operands, call.target, call.token_weight, call.reduction, call.normalizer)
+    check_divergence(OP, call, operands)
     operands = flatten_tokens(layout, operands, call.target, call.ignore_index)
     options = options._replace(**layout.sharing())
     token_weight, denominator = layout.per_token(call.token_weight), None

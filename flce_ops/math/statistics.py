@@ -39,6 +39,8 @@ class Rows(NamedTuple):
 
     def statistics(self, asked: Statistics) -> TokenStatistics:
         """Constants."""
+        if not any(asked):
+            return TokenStatistics()
         entropy = -self.expected_log_prob if asked.entropy else None
         found = (self.argmax, self.lse, entropy, self.log_sum_sq_probs, self.mean_logit)
         return TokenStatistics.found(asked, found).changed(torch.Tensor.detach)
