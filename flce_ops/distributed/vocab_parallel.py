@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 
 from flce_ops.aten.logits import activate_with_slope
 from flce_ops.distributed.layout import Layout
-from flce_ops.math.options import LogitOperands, Operands, TokenLosses
+from flce_ops.math.options import LogitOperands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
 from flce_ops.math.slots import in_columns
@@ -51,10 +52,8 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     start, size = layout.vocabulary_range(num_classes)
     if isinstance(problem.operands, LogitOperands):
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
-    elif size:
-        shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     else:
-        shard = rows_without_classes(problem.operands, num_classes, problem.ignore_index, asked)
+        shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     target_logits = in_columns(shard.target_logit).unbind(1)
     gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
     lses, slots = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
@@ -85,12 +84,20 @@ def rows_of_shard(
     num_classes: int,
     asked: dict[str, bool],
 ) -> ShardRows:
-    weight = problem.operands.weight
+    """A rank that got no class (V < R, or ceil-sized chunks used up) is given one of zeros, whose numbers are then left
+    out: so it refuses targets as the others do, and each of its arguments joins the collectives of backward.
+    """
+    operands, empty = problem.operands, classes.start == classes.stop
+    weight = None if operands.weight is None or empty else operands.weight[classes]
+    operands = operands._replace(weight=weight)
+    if empty:
+        linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
+        operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     results = torch.ops.flce.linear_cross_entropy_forward(
-        *problem.operands._replace(weight=None if weight is None else weight[classes]),
+        *operands,
         ignore_index=problem.ignore_index,
         **problem.logits._asdict(),
-        vocab_start=classes.start,
+        vocab_start=num_classes if empty else classes.start,
         vocab_size=num_classes,
         **asked,
     )
@@ -103,9 +110,12 @@ def rows_of_shard(
         "mean_logit": mean_logit,
     }
     others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in one order on all ranks
+    if empty:
+        lse, max_logit = 0.0 * lse - torch.inf, torch.full_like(lse, -torch.inf)
+        others = dict.fromkeys(others, torch.zeros_like(lse))
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:
-            others[name] = finite_in_empty_rows(numbers[name], lse)
+            others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
         others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts to 2^24
         others["max_logit"] = max_logit
@@ -145,23 +155,6 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     return ShardRows(lse, torch.where(here & problem.valid, target_logit, 0.0), others)
 
 
-def rows_without_classes(operands: Operands, num_classes: int, ignore_index: int, asked: dict[str, bool]) -> ShardRows:
-    """What a rank contributes that got no class (V < R, or ceil-sized chunks used up): lse and maximum -inf, sums 0.
-
-    Made from empty slices, so that every argument gets its zero gradient and joins the collectives of backward.
-    """
-    input, linear_weight, target, linear_bias, _ = operands
-    accumulate = accumulation_dtype(input.dtype)
-    zero = input[:, :0].sum(1).to(accumulate) + linear_weight.sum().to(accumulate)
-    if linear_bias is not None:
-        zero = zero + linear_bias.sum().to(accumulate)
-    zero = zero + refused_as_elsewhere(target, num_classes, ignore_index)
-    lowest = zero - torch.inf
-    names = [name for name, wanted in asked.items() if wanted]
-    others = {**dict.fromkeys(names, zero), **({"max_logit": lowest} if asked["argmax"] else {})}
-    return ShardRows(lowest, zero if target.dim() == 1 else zero[:, None].expand_as(target), others)
-
-
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
     """Rows of every shard of the vocabulary; backward hands each rank its own, without communication.
 
@@ -171,12 +164,3 @@ def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R,
         per_shard.unsqueeze(0), layout.mesh, layout.placements(vocabulary=Shard(0)), run_check=False
     )
     return layout.whole(shards)
-
-
-def refused_as_elsewhere(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) zeros
-    """The other ranks' kernels refuse a target out of range; so does one over a class that nobody has."""
-    nothing = torch.zeros(target.shape[0] + 1, 1, device=target.device)
-    no_hit, *_ = torch.ops.flce.linear_cross_entropy_forward(
-        nothing[1:], nothing[:1], target, ignore_index=ignore_index, vocab_start=num_classes, vocab_size=num_classes
-    )
-    return in_columns(no_hit)[:, 0]
