@@ -14,11 +14,10 @@ from torch import SymFloat, SymInt, Tensor
 
 Function = TypeVar("Function", bound=Callable)
 
-# A number that is a tensor is refused where it is known why, by refuse_tensors. Real and Integral are numpy's, behind
-# those that an isinstance finds faster.
+# Real and Integral are numpy's, behind those that an isinstance finds faster.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     Tensor: ((Tensor,), "a tensor"),
-    float: ((float, int, SymFloat, SymInt, Tensor, Real), "a number"),
+    float: ((float, int, SymFloat, SymInt, Real), "a number"),
     int: ((int, SymInt, Integral), "an integer"),
     bool: ((bool,), "True or False"),
     str: ((str,), "a string"),
@@ -27,12 +26,19 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def typed(function: Function) -> Function:
-    """`function`, or the constructor of a class, with its arguments' types checked."""
+    """`function`, or the constructor of a class, with its arguments' types checked.
+
+    A tensor in place of a number would be read, its graph lost in silence: a function refuses it and says so, where no
+    gradient reaches that number. A module hands on what it holds.
+    """
     op = function.__qualname__.removesuffix(".__init__")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     hints = {name: parts_of(hint) for name, hint in function.__annotations__.items() if name != "return"}
     known = {name: parts for name, parts in hints.items() if all(part in KINDS for part in parts)}
     fitting = {name: tuple(kind for part in parts for kind in KINDS[part][0]) for name, parts in known.items()}
+    numbers = {name for name, parts in known.items() if float in parts and Tensor not in parts}
+    if op != function.__qualname__:
+        fitting |= {name: (*fitting[name], Tensor) for name in numbers}
 
     @functools.wraps(function)
     def run(*args, **kwargs):
@@ -40,6 +46,11 @@ def typed(function: Function) -> Function:
             kinds = fitting.get(name)
             if kinds is None or type(value) in kinds:  # an isinstance that asks an ABC takes a microsecond
                 continue
+            if name in numbers and isinstance(value, Tensor):
+                raise TypeError(
+                    f"{op}: expected {name} to be a number, got a tensor; no gradient is computed for {name}, so pass "
+                    f"its value: {name}.item()"
+                )
             if not isinstance(value, kinds) or isinstance(value, bool):  # which is an int
                 expected = " or ".join(KINDS[part][1] for part in known[name])
                 got = repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
