@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.entry.logits_plain import rows_of
+from flce_ops.entry.logits import rows_of
 from flce_ops.entry.low_rank import operands_of
 from flce_ops.entry.metrics import metric_names, statistics_for
 from flce_ops.entry.schemas import LowRankCrossEntropy
@@ -139,7 +139,7 @@ def of_one_position(call: dict) -> tuple[dict, int]:
 
 
 def of_given_logits(call: dict) -> list[str]:
-    logits, copied = rows_of(call["logits"], call["target"].numel())
+    logits, copied = rows_of(call["logits"])
     situation = given_logits_situation(logits, call["inplace_backward"] or copied)
     situation = situation._replace(empty=logits.numel() == 0, one_class=logits.shape[1] == 1)
     lines, path = of_loss("a scalar loss of given logits" if call["reduction"] != "none" else "", situation)

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flce_ops.entry.argument_types import refuse_misnamed, typed
-from flce_ops.entry.arguments import ReductionName, check_ignore_index, check_ranges, check_reduction
-from flce_ops.entry.torch_options import check_torch_options
+from flce_ops.entry.arguments import (
+    ReductionName,
+    check_ignore_index,
+    check_ranges,
+    check_reduction,
+    check_torch_options,
+)
 from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from flce_ops.functional.keywords import ForwardKeywords, HeadKeywords
 from flce_ops.math.sparse_gradient import Mode, Operand, SparseGradient

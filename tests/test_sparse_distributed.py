@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
-from flce_ops.distributed.sparse_seed import BETWEEN_RANKS
+from flce_ops.distributed.layout import BETWEEN_RANKS
 
 R = Replicate()
 

@@ -5,21 +5,28 @@
     Shard(0)        any          the vocabulary               Replicate             Partial    Shard(0)
     Replicate       otherwise    nothing                      Replicate             Replicate  Replicate
 
+Layout is one_rank.py's protocol for DTensors: local tensors out, DTensors of results back.
+
 Gradients return to the placement that the argument came in: Partial -> Replicate is one all_reduce, Partial -> Shard(k)
 (sequence parallelism) one reduce_scatter. A replicated weight's Partial gradient stays Partial, as F.linear's does.
 """
 
+import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from flce_ops.distributed.local import SumOverRanks, globalize, localize
+from flce_ops.distributed.one_rank import OneRank
+from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import check_dense
 
-# V vocabulary, D hidden
+# N tokens of this rank, K slots of a target, V vocabulary, v of them on this rank, D hidden
 
 OP = "linear_cross_entropy"
 FSDP_HINT = (
@@ -34,13 +41,21 @@ def splits(placement: Placement) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What each dimension of `mesh` shards."""
+BETWEEN_RANKS = 0x9E3779B97F  # seeds of steps that are counted do not meet: odd, and 2^23 ranks of it fit an int64
+
+
+@dataclass(eq=False)
+class Layout(OneRank):
+    """What each dimension of `mesh` shards. All tensors are DTensors on it, or plain and the same on every rank."""
 
     mesh: DeviceMesh
     tokens: tuple[Placement, ...]  # per mesh dimension: a shard of the token dimensions, or Replicate
     vocabulary: tuple[bool, ...]  # per mesh dimension
+
+    def __post_init__(self) -> None:
+        self.is_mesh = True
+        shards = zip(self.mesh.shape, self.vocabulary)
+        self.splits_vocabulary = any(ranks > 1 for ranks, shards_it in shards if shards_it)
 
     def placements(
         self, *, tokens: Placement | None = None, vocabulary: Placement | None = None
@@ -55,20 +70,78 @@ class Layout:
     def replicated(self) -> tuple[Placement, ...]:
         return (Replicate(),) * self.mesh.ndim
 
-    @property
-    def shards_vocabulary(self) -> bool:
-        return any(self.vocabulary)
+    def tokens_and(self, vocabulary: Placement) -> tuple[Placement, ...]:
+        return tuple(vocabulary if shards else token for token, shards in zip(self.tokens, self.vocabulary))
 
     @property
-    def splits_vocabulary(self) -> bool:
-        """Whether a rank holds only some of the classes; a mesh dimension of one rank leaves it all of them."""
-        return any(self.mesh.size(dim) > 1 for dim, shards_it in enumerate(self.vocabulary) if shards_it)
+    def part_of_tokens(self) -> tuple[Placement, ...]:
+        """Of a number that is summed over the ranks that share the tokens."""
+        return self.placements(tokens=Partial())
 
-    @property
-    def input_gradient(self) -> tuple[Placement, ...]:
-        return tuple(
-            Partial() if shards_vocabulary else token for token, shards_vocabulary in zip(self.tokens, self.vocabulary)
-        )
+    def sharing(self) -> dict[str, Any]:
+        if not any(self.vocabulary):
+            return {}
+        dim = self.vocabulary.index(True)
+        group = self.mesh.get_group(dim).group_name
+        return {"group": group, "ranks": self.mesh.size(dim), "vocab_size": self.num_classes}
+
+    def local(self, tensor: Tensor | None, placements: tuple[Placement, ...], **gradient: Any) -> Tensor | None:
+        return localize(self.mesh, tensor, placements, **gradient)
+
+    def rows(self, tensor: Tensor | None) -> Tensor | None:
+        local = self.local(tensor, self.tokens, gradient=self.tokens_and(Partial()))
+        if local is None:
+            return None
+        self.local_shape = local.shape[:-1]
+        return local.reshape(math.prod(self.local_shape), local.shape[-1])
+
+    def columns(self, tensor: Tensor) -> Tensor:
+        local = cast(Tensor, self.local(tensor, self.tokens_and(Shard(tensor.dim() - 1))))
+        self.local_shape = local.shape[:-1]
+        return local
+
+    def per_token(self, tensor: Tensor | None) -> Tensor | None:
+        local, dims = self.local(tensor, self.tokens), len(self.shape)
+        return None if local is None else local.reshape(math.prod(local.shape[:dims]), *local.shape[dims:])
+
+    def per_class(self, tensor: Tensor | None) -> Tensor | None:
+        """The gradient is a part of the sum over the ranks that share the tokens."""
+        gradient = self.placements(tokens=Partial(), vocabulary=Shard(0))
+        return self.local(tensor, self.placements(vocabulary=Shard(0)), gradient=gradient, keep_partial=True)
+
+    def whole(self, tensor: Tensor | None) -> Tensor | None:
+        return self.local(tensor, self.replicated)
+
+    def number(self, tensor: Tensor | None) -> Tensor | None:
+        return self.local(tensor, self.replicated, gradient=self.part_of_tokens)
+
+    def beside_tokens(self, tensor: Tensor) -> Tensor:
+        return tensor.redistribute(self.mesh, self.tokens) if isinstance(tensor, DTensor) else tensor
+
+    def sum_over_tokens(self, part: Tensor) -> Tensor:
+        return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
+
+    def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:
+        """The sums of all ranks are added before they are divided."""
+        return SumOverRanks.apply(self.mesh, self.part_of_tokens, loss, total, denominator)
+
+    def result(self, found: Tensor) -> DTensor:
+        slots = found.shape[1:]
+        local = found.reshape((*self.local_shape, *slots))
+        return globalize(self.mesh, local, self.tokens, (*self.shape, *slots))
+
+    def sparse(self, sparse: SparseGradient) -> SparseGradient:
+        """A token's draws go by its place on its rank, so that rank's seed is its own.
+
+        Ranks that share the vocabulary have the same tokens, and the same seed: they keep what one device would.
+        """
+        if sparse.gradient_seed is None:
+            return sparse
+        part, coordinate = 0, self.mesh.get_coordinate()
+        for dim, token in enumerate(self.tokens):
+            if splits(token):
+                part = part * self.mesh.size(dim) + coordinate[dim]
+        return sparse._replace(gradient_seed=self.whole(sparse.gradient_seed) + part * BETWEEN_RANKS)
 
     def vocabulary_range(self, num_classes: int) -> tuple[int, int]:
         """(first class, number of classes) of this rank: chunks of ceil(V / ranks), the last ones short or empty."""
@@ -80,6 +153,21 @@ class Layout:
                 offset = min(coordinate[dim] * chunk, size)
                 start, size = start + offset, min(chunk, size - offset)
         return start, size
+
+
+def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
+    """Of an entry's arguments by name, among them DTensors."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    if "logits" in tensors:
+        layout, rows = layout_of_logits(op, **tensors), tensors["logits"]
+    else:
+        layout, rows = layout_of(op=op, **tensors), tensors["input"]
+    if "teacher_input" in named:
+        teacher = named["teacher_input"], named["teacher_weight"]
+        check_teacher_layout(op, layout, named["linear_weight"], *teacher)
+    if "target" in tensors:
+        check_plain_target(tensors["target"], rows, op)
+    return layout
 
 
 def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP, **others: Tensor | None) -> Layout:
@@ -179,3 +267,64 @@ def describe(tensor: DTensor) -> str:
     sizes = tuple(tensor.device_mesh.shape)
     mesh = dict(zip(names, sizes)) if names else sizes
     return f"{tuple(tensor.placements)} on mesh {mesh}"
+
+
+def layout_of_logits(op: str, logits: Tensor, **others: Tensor | None) -> Layout:
+    if not isinstance(logits, DTensor):
+        raise ValueError(
+            f"{op}: logits are a plain tensor, but another argument is a DTensor; pass that argument's to_local() (or "
+            "full_tensor()), or make the logits a DTensor on its mesh"
+        )
+    check_same_mesh(logits, op, **others)
+    tokens, vocabulary = [], []
+    for placement in logits.placements:
+        of_classes = splits(placement) and cast(Shard, placement).dim % logits.dim() == logits.dim() - 1
+        if of_classes and type(placement) is not Shard:
+            raise NotImplementedError(
+                f"{op}: logits are sharded along their classes in strides, {describe(logits)}, which is not "
+                "implemented; pass logits.redistribute(placements=[Shard(-1)]) or [Replicate()]"
+            )
+        vocabulary.append(of_classes)
+        tokens.append(placement if splits(placement) and not of_classes else Replicate())
+    return Layout(logits.device_mesh, tuple(tokens), tuple(vocabulary))
+
+
+def check_teacher_layout(
+    op: str,
+    layout: Layout,
+    linear_weight: DTensor,
+    teacher_input: Tensor | None,
+    teacher_weight: Tensor | None,
+) -> None:
+    if sum(layout.vocabulary) > 1:
+        raise NotImplementedError(
+            f"{op}: linear_weight is {describe(linear_weight)}: a vocabulary sharded over more than one mesh "
+            "dimension is not implemented; shard it over one and replicate it over the others"
+        )
+    expected = layout.placements(vocabulary=Shard(0))
+    for name, tensor in (("teacher_input", teacher_input), ("teacher_weight", teacher_weight)):
+        if tensor is not None and not isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{op}: input and linear_weight are DTensors, but {name} is a plain tensor; make it a DTensor on the "
+                "same mesh: distribute_tensor(teacher_weight, mesh, linear_weight.placements), and "
+                "DTensor.from_local(teacher_input, mesh, input.placements)"
+            )
+    teacher_input, teacher_weight = cast(DTensor | None, teacher_input), cast(DTensor | None, teacher_weight)
+    check_dense_shards(op, teacher_input=teacher_input, teacher_weight=teacher_weight)
+    if teacher_weight is not None and tuple(teacher_weight.placements) != expected:
+        raise ValueError(
+            f"{op}: linear_weight is {describe(linear_weight)}, but teacher_weight is {describe(teacher_weight)}; "
+            f"they must be laid out alike: teacher_weight.redistribute(mesh, {list(expected)})"
+        )
+
+
+def accuracy_and_top1(argmax: DTensor, target: Tensor, ignore_index: int) -> tuple[DTensor, DTensor]:  # (), (...)
+    """The first of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
+    mesh, tokens = argmax.device_mesh, argmax.placements
+    own = localize(mesh, target, tokens)
+    is_top1 = target_is_argmax(argmax.to_local(), own, ignore_index)
+    counts = count_right_and_valid(is_top1, own, ignore_index)
+    partial = tuple(Partial() if splits(placement) else Replicate() for placement in tokens)
+    accuracy = accuracy_of(SumOverRanks.apply(mesh, partial, counts).to_local())
+    accuracy = globalize(mesh, accuracy, (Replicate(),) * mesh.ndim, ())
+    return accuracy, globalize(mesh, is_top1, tokens, argmax.shape)

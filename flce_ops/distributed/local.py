@@ -1,15 +1,16 @@
 """From a DTensor to this rank's tensor, and the gradient's way back."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-
-from flce_ops.distributed.layout import Layout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 def localize(
-    layout: Layout,
+    mesh: DeviceMesh,
     tensor: Tensor | None,
     placements: tuple[Placement, ...],
     *,
@@ -26,35 +27,15 @@ def localize(
     if isinstance(tensor, DTensor):
         keep_partial = keep_partial and tensor.placements == placements
     else:
-        tensor = DTensor.from_local(tensor, layout.mesh, layout.replicated, run_check=False)
+        tensor = DTensor.from_local(tensor, mesh, (Replicate(),) * mesh.ndim, run_check=False)
         keep_partial = False
     return ToLocal.apply(tensor, placements, gradient or placements, keep_partial)
 
 
-def localize_head(
-    layout: Layout, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None
-) -> tuple[torch.Size, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """The shape of this rank's tokens, and its (N, D) input, (v, D) weight, (N,) or (N, K) target and (v,) bias."""
-    local_input = localize(layout, input, layout.tokens, gradient=layout.input_gradient)
-    tokens_shape = local_input.shape[:-1]
-    return tokens_shape, (
-        local_input.reshape(tokens_shape.numel(), local_input.shape[-1]),
-        localize_per_class(layout, linear_weight),
-        localize_per_slot(layout, target, tokens_shape),
-        localize_per_class(layout, linear_bias),
-    )
-
-
-def localize_per_slot(layout: Layout, tensor: Tensor, tokens_shape: torch.Size) -> Tensor:
-    """(...) or (..., K) -> (N,) or (N, K) of this rank's tokens."""
-    return localize(layout, tensor, layout.tokens).reshape(tokens_shape.numel(), *tensor.shape[len(tokens_shape) :])
-
-
-def localize_per_class(layout: Layout, tensor: Tensor | None) -> Tensor | None:
-    """Rows of this rank's classes; the gradient is a part of the sum over the ranks that share the tokens."""
-    classes = layout.placements(vocabulary=Shard(0))
-    gradient = layout.placements(tokens=Partial(), vocabulary=Shard(0))
-    return localize(layout, tensor, classes, gradient=gradient, keep_partial=True)
+def globalize(mesh: DeviceMesh, local: Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """A result (...) of this rank's part of it, whose size does not tell that of the whole."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class ToLocal(Function):
@@ -108,3 +89,33 @@ def laid_out_as(local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> tu
         return local.contiguous(), contiguous
     back = [order.index(dim) for dim in range(len(shape))]
     return local.permute(order).contiguous().permute(back), stride
+
+
+class SumOverRanks(Function):
+    """Partial to Replicate. Backward can be differentiated: each rank's use of the gradient is a part of a sum.
+
+    The sum is that of `total`, divided by `denominator`, where they are given; the gradient is that of `local`'s sum.
+    The division is of local tensors: torch 2.13 cannot compile a graph that divides DTensors here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        mesh: DeviceMesh,
+        partial: tuple[Placement, ...],  # Partial on the dimensions of the ranks that are summed over
+        local: Tensor | None,  # (), like the next two
+        total: Tensor | None = None,
+        denominator: Tensor | None = None,
+    ) -> DTensor:
+        ctx.mesh, ctx.partial, replicated = mesh, partial, (Replicate(),) * mesh.ndim
+        part = (local if total is None else total).detach()
+        summed = DTensor.from_local(part, mesh, partial, run_check=False).redistribute(mesh, replicated)
+        if denominator is None:
+            return summed
+        quotient = summed.to_local() / denominator.detach()
+        return DTensor.from_local(quotient, mesh, replicated, run_check=False)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor):
+        local = localize(ctx.mesh, grad, (Replicate(),) * ctx.mesh.ndim, gradient=ctx.partial)
+        return None, None, local, None, None

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.vocab_parallel import vocab_parallel_losses
+from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
+from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import TokenLosses, TokenStatistics
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
@@ -28,30 +30,25 @@ from flce_ops.support.table import choose
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
 
-def applies(layout: Layout, problem: TokenLosses, num_classes: int) -> bool:
+def applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
     input, linear_weight, target, linear_bias, _ = problem.operands
-    known = sharding_of(layout.vocabulary, layout.mesh.shape, num_classes)
+    known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_situation(problem.loss, problem.logits)
     known |= {"slots": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
     situation = loss_situation(input, linear_weight, linear_bias, **known)
     return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name != "recompute"
 
 
-def loss(
-    layout: Layout, problem: TokenLosses, num_classes: int, row_scale: Tensor
-) -> tuple[Tensor, Tensor, TokenStatistics]:
+def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """() with a gradient, and the tokens' losses and statistics, constants."""
-    dim = layout.vocabulary.index(True)
-    start, _ = layout.vocabulary_range(num_classes)
+    start, _ = layout.vocabulary_range(layout.num_classes)
     input, linear_weight, _, linear_bias, _ = problem.operands
     call = VocabParallelWithGrad.bind(
         *problem.operands,
-        row_scale,
-        group=layout.mesh.get_group(dim).group_name,
-        ranks=layout.mesh.size(dim),
+        reduction.row_scale,
+        **layout.sharing(),
         vocab_start=start,
-        vocab_size=num_classes,
         **problem.options,
         output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
         **problem.statistics._asdict(),
@@ -96,7 +93,8 @@ def differentiable_gradients(
     # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal and nothing else is
     # made from it, so no path leads from one to another.
     problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
-    losses, _ = vocab_parallel_losses(layout, problem, call.vocab_size)
+    rows = vocab_parallel_rows(layout, problem)
+    _, losses, _ = losses_of_rows(call.operands, call.ignore_index, call.loss, layout.num_classes, *rows[:4])
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, gradients)}

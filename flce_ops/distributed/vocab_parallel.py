@@ -17,30 +17,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 
+from flce_ops.aten.logits import activate_with_slope
 from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.local import localize
-from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import LogitOptions, Operands, TokenLosses, TokenStatistics
+from flce_ops.math.options import LogitOperands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
-from flce_ops.math.slots import in_columns, tokens_that_count
-from flce_ops.math.statistics import asked_of_forward
+from flce_ops.math.slots import in_columns
+from flce_ops.math.statistics import Rows, asked_of_forward
 from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
-
-class RowStatistics(NamedTuple):
-    """Of whole rows, (N,) each, on every rank of the vocabulary; None where not asked for."""
-
-    target_logit: Tensor  # (N, K) of such a target
-    lse: Tensor
-    logit_sum: Tensor | None
-    expected_log_prob: Tensor | None
-    argmax: Tensor | None
-    log_sum_sq_probs: Tensor | None
-    mean_logit: Tensor | None
+IGNORED = -1  # in place of ignore_index, which may be the number of one of the columns of a rank's logits
 
 
 class ShardRows(NamedTuple):
@@ -51,135 +41,118 @@ class ShardRows(NamedTuple):
     others: dict[str, Tensor]  # what is asked for, by name
 
 
-def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int) -> tuple[Tensor, TokenStatistics]:
-    """(N,), the same on every rank of the vocabulary, 0 where ignored.
+def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
+    """The same on every rank of the vocabulary; statistics that are asked for are 0 where ignored.
 
-    `problem` has this rank's (v, D) weight and (v,) bias; targets and class weights count the whole vocabulary.
+    `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits; targets and class weights count the
+    whole vocabulary.
     """
-    operands, asked = problem.operands, problem.statistics
-    rows = vocab_parallel_rows(
-        layout,
-        operands,
-        num_classes=num_classes,
-        ignore_index=problem.ignore_index,
-        logits=problem.logits,
-        logit_sum=problem.loss.label_smoothing != 0.0,
-        **asked_of_forward(asked),
-    )
-    _, losses, valid = losses_of_rows(
-        operands,
-        problem.ignore_index,
-        problem.loss,
-        num_classes,
-        *rows[:3],
-        target_weight=problem.target_weight,
-    )
-    entropy = -rows.expected_log_prob if asked.entropy else None
-    found = TokenStatistics(None, rows.lse if asked.lse else None, entropy, rows.log_sum_sq_probs, rows.mean_logit)
-    found = found.changed(lambda of_rows: torch.where(valid, of_rows.detach(), 0.0))
-    return losses, found._replace(argmax=rows.argmax)
-
-
-def vocab_parallel_rows(
-    layout: Layout,
-    operands: Operands,  # as above
-    *,
-    num_classes: int,  # V
-    ignore_index: int,
-    logits: LogitOptions,
-    logit_sum: bool = False,
-    expected_log_prob: bool = False,
-    argmax: bool = False,
-    log_sum_sq_probs: bool = False,
-    mean_logit: bool = False,
-) -> RowStatistics:
-    asked = {
-        "logit_sum": logit_sum,
-        "expected_log_prob": expected_log_prob,
-        "log_sum_sq_probs": log_sum_sq_probs,
-        "mean_logit": mean_logit,
-        "argmax": argmax,
-    }
-    target = operands.target
+    target, num_classes = problem.operands.target, layout.num_classes
+    asked = {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
     start, size = layout.vocabulary_range(num_classes)
-    if size:
-        shard = rows_of_shard(operands, slice(start, start + size), num_classes, ignore_index, logits, asked)
+    if isinstance(problem.operands, LogitOperands):
+        shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     else:
-        shard = rows_without_classes(operands, num_classes, ignore_index, asked)
+        shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     target_logits = in_columns(shard.target_logit).unbind(1)
     gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
     lses, slots = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
     others = dict(zip(shard.others, gathered[:, 1 + slots :].unbind(1), strict=True))
-    lse = lse_of_shards(lses)
+    lse, valid = lse_of_shards(lses), problem.valid
     target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
-    sums = expected = largest = squares = mean = None
-    if logit_sum:
-        sums = others["logit_sum"].sum(0)
-    if expected_log_prob:
+    whole: dict[str, Tensor] = {}
+    if "expected_log_prob" in others:
         log_share = lses.log_softmax(0).clamp(min=-1e4)  # of a rank that is switched off s log s is 0
-        expected = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
-    if log_sum_sq_probs:
-        squares = (2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()).logsumexp(0)
-    if mean_logit:
-        mean = others["mean_logit"].detach().sum(0)
-    if argmax:
+        whole["expected_log_prob"] = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
+    if "log_sum_sq_probs" in others:
+        squares = 2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()
+        whole["log_sum_sq_probs"] = squares.logsumexp(0)
+    if "mean_logit" in others:
+        whole["mean_logit"] = others["mean_logit"].detach().sum(0)
+    whole = {name: torch.where(valid, numbers, 0.0) for name, numbers in whole.items()}
+    if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
-        largest = torch.where(tokens_that_count(target, ignore_index), largest, -1)
-    return RowStatistics(target_logit, lse, sums, expected, largest, squares, mean)
+        whole["argmax"] = torch.where(valid, largest, -1)
+    if problem.statistics.lse:
+        lse = torch.where(valid, lse, 0.0)
+    return Rows(target_logit, lse, others["logit_sum"].sum(0) if asked["logit_sum"] else None, **whole)
 
 
 def rows_of_shard(
-    operands: Operands,
+    problem: TokenLosses,
     classes: slice,  # this rank's
     num_classes: int,
-    ignore_index: int,
-    logits: LogitOptions,
     asked: dict[str, bool],
 ) -> ShardRows:
-    input, linear_weight, target, linear_bias, weight = operands
+    """A rank that got no class (V < R, or ceil-sized chunks used up) is given one of zeros, whose numbers are then left
+    out: so it refuses targets as the others do, and each of its arguments joins the collectives of backward.
+    """
+    operands, empty = problem.operands, classes.start == classes.stop
+    weight = None if operands.weight is None or empty else operands.weight[classes]
+    operands = operands._replace(weight=weight)
+    if empty:
+        linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
+        operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     results = torch.ops.flce.linear_cross_entropy_forward(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        None if weight is None else weight[classes],
-        ignore_index=ignore_index,
-        **logits._asdict(),
-        vocab_start=classes.start,
+        *operands,
+        ignore_index=problem.ignore_index,
+        **problem.logits._asdict(),
+        vocab_start=num_classes if empty else classes.start,
         vocab_size=num_classes,
         **asked,
     )
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
-    others = {}
-    if asked["logit_sum"]:
-        others["logit_sum"] = logit_sum
-    if asked["expected_log_prob"]:
-        others["expected_log_prob"] = finite_in_empty_rows(expected, lse)
-    if asked["log_sum_sq_probs"]:
-        others["log_sum_sq_probs"] = finite_in_empty_rows(squares, lse)
-    if asked["mean_logit"]:
-        others["mean_logit"] = mean_logit
+    numbers = {
+        "logit_sum": logit_sum,
+        "expected_log_prob": expected,
+        "argmax": argmax,
+        "log_sum_sq_probs": squares,
+        "mean_logit": mean_logit,
+    }
+    others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in one order on all ranks
+    if empty:
+        lse, max_logit = 0.0 * lse - torch.inf, torch.full_like(lse, -torch.inf)
+        others = dict.fromkeys(others, torch.zeros_like(lse))
+    for name in ("expected_log_prob", "log_sum_sq_probs"):
+        if asked[name]:
+            others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
         others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts to 2^24
         others["max_logit"] = max_logit
     return ShardRows(lse, target_logit, others)
 
 
-def rows_without_classes(operands: Operands, num_classes: int, ignore_index: int, asked: dict[str, bool]) -> ShardRows:
-    """What a rank contributes that got no class (V < R, or ceil-sized chunks used up): lse and maximum -inf, sums 0.
-
-    Made from empty slices, so that every argument gets its zero gradient and joins the collectives of backward.
+def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
+    """Of given logits, whose operators know one row as a whole: a target of another rank is given to them as a class
+    that they have, and its logit left out. Backward reads each rank's own logits a second time and sends nothing.
     """
-    input, linear_weight, target, linear_bias, _ = operands
-    accumulate = accumulation_dtype(input.dtype)
-    zero = input[:, :0].sum(1).to(accumulate) + linear_weight.sum().to(accumulate)
-    if linear_bias is not None:
-        zero = zero + linear_bias.sum().to(accumulate)
-    zero = zero + refused_as_elsewhere(target, num_classes, ignore_index)
-    lowest = zero - torch.inf
-    names = [name for name, wanted in asked.items() if wanted]
-    others = {**dict.fromkeys(names, zero), **({"max_logit": lowest} if asked["argmax"] else {})}
-    return ShardRows(lowest, zero if target.dim() == 1 else zero[:, None].expand_as(target), others)
+    logits, target, weight = problem.operands
+    size, smoothed = classes.stop - classes.start, problem.loss.label_smoothing != 0.0
+    column = target.long() - classes.start
+    here = (column >= 0) & (column < size)
+    somewhere = (target >= 0) & (target < num_classes)
+    column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))  # out of range it stays, to be refused
+    column = torch.where(problem.valid, column, IGNORED)
+    target_logit, lse, logit_sum, argmax, _ = torch.ops.flce.cross_entropy_forward(
+        logits if size else logits.new_zeros(logits.shape[0], 1),
+        column,
+        weight[classes] if size and weight is not None else None,
+        ignore_index=IGNORED,
+        logit_sum=smoothed,
+        **problem.logits._asdict(),
+        argmax=problem.statistics.argmax,
+    )
+    if not size:  # no class is left for this rank
+        nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
+        target_logit, lse, logit_sum = nothing, nothing - torch.inf, nothing
+    others = {"logit_sum": logit_sum} if smoothed else {}
+    if problem.statistics.argmax:
+        largest = lse.detach()  # -inf without classes
+        if size:
+            largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)
+            largest = activate_with_slope(largest, problem.logits)[0].squeeze(1)
+        others |= {"argmax": (argmax + classes.start).to(lse.dtype), "max_logit": largest}
+    return ShardRows(lse, torch.where(here & problem.valid, target_logit, 0.0), others)
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
@@ -190,13 +163,4 @@ def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R,
     shards = DTensor.from_local(
         per_shard.unsqueeze(0), layout.mesh, layout.placements(vocabulary=Shard(0)), run_check=False
     )
-    return localize(layout, shards, layout.replicated)
-
-
-def refused_as_elsewhere(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) zeros
-    """The other ranks' kernels refuse a target out of range; so does one over a class that nobody has."""
-    nothing = torch.zeros(target.shape[0] + 1, 1, device=target.device)
-    no_hit, *_ = torch.ops.flce.linear_cross_entropy_forward(
-        nothing[1:], nothing[:1], target, ignore_index=ignore_index, vocab_start=num_classes, vocab_size=num_classes
-    )
-    return in_columns(no_hit)[:, 0]
+    return layout.whole(shards)

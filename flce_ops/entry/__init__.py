@@ -1,22 +1,26 @@
 """The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
 
-schemas.py                      their arguments
-argument_types.py               refusals of wrong types by name
-arguments.py, learnt_scale.py   refusals by name; a scale that gets a gradient
-main_grad.py                    refusals of a buffer that the gradient is added to
-sparse_gradient.py              which losses may have a sparse gradient
-metrics.py                      return_metrics by name
-weighted.py, weightless.py      losses with the tokens' weights; tokens of weight 0 are left out
-torch_options.py                options of torch's function
-first_classes.py                the classes that vocabularies have but for their padding
-class_order.py                  classes in an order of the user's, for a sparse gradient
-shifted_target.py               labels whose targets are the next ones
-cross_entropy.py                plain.py, sharded.py, class_probabilities.py, positions.py
-low_rank.py                     of a head with a low-rank pair (LoRA)
-logits.py                       logits_plain.py, logits_sharded.py: cross_entropy of given logits
-log_probs.py                    log_probs_sharded.py
-kl_div.py                       kl_div_plain.py, kl_div_sharded.py, kl_div_checks.py
-policy.py                       policy_plain.py, policy_sharded.py
+schemas.py             their arguments
+argument_types.py      refusals of wrong types by name
+arguments.py           refusals by name of what an argument must be
+refusals.py            the combinations that nobody wrote
+loss.py                the story of a loss, for plain tensors and DTensors, and for every objective
+rows.py                the numbers of rows that a loss is made of, from each source
+
+cross_entropy.py       of a head
+low_rank.py            of a head with a low-rank pair (LoRA)
+logits.py              of given logits
+policy.py              policy losses
+log_probs.py           log-probabilities, and what else is asked of a row
+kl_div.py              divergences from a teacher
+class_probabilities.py targets that are class probabilities
+positions.py           K-dimensional losses, a head for each position
+
+metrics.py             return_metrics by name
+class_order.py         classes in an order of the user's, for a sparse gradient
+learnt_scale.py        a scale that gets a gradient
+first_classes.py       the classes that vocabularies have but for their padding
+shifted_target.py      labels whose targets are the next ones
 """
 
 import functools

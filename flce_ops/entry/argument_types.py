@@ -16,11 +16,10 @@ from torch import SymFloat, SymInt, Tensor
 
 Function = TypeVar("Function", bound=Callable)
 
-# A number that is a tensor is refused where it is known why, by refuse_tensors. Real and Integral are numpy's, behind
-# those that an isinstance finds faster.
+# Real and Integral are numpy's, behind those that an isinstance finds faster.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     Tensor: ((Tensor,), "a tensor"),
-    float: ((float, int, SymFloat, SymInt, Tensor, Real), "a number"),
+    float: ((float, int, SymFloat, SymInt, Real), "a number"),
     int: ((int, SymInt, Integral), "an integer"),
     bool: ((bool,), "True or False"),
     str: ((str,), "a string"),
@@ -38,12 +37,19 @@ ELSEWHERE = {
 
 
 def typed(function: Function) -> Function:
-    """`function`, or the constructor of a class, with its arguments' types checked. Its `check` does that alone."""
+    """`function`, or the constructor of a class, with its arguments' types checked. Its `check` does that alone.
+
+    A tensor in place of a number would be read, its graph lost in silence: a function refuses it and says so, where no
+    gradient reaches that number. A module hands on what it holds.
+    """
     op = function.__qualname__.removesuffix(".__init__")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     hints = {name: parts_of(hint) for name, hint in function.__annotations__.items() if name != "return"}
     known = {name: parts for name, parts in hints.items() if all(part in KINDS for part in parts)}
     fitting = {name: tuple(kind for part in parts for kind in KINDS[part][0]) for name, parts in known.items()}
+    numbers = {name for name, parts in known.items() if float in parts and Tensor not in parts}
+    if op != function.__qualname__:
+        fitting |= {name: (*fitting[name], Tensor) for name in numbers}
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Numbers that the dispatcher does not take become those that it does, in `kwargs`."""
@@ -53,6 +59,11 @@ def typed(function: Function) -> Function:
                 if name in kwargs and name not in hints:
                     refuse_name(op, name, tuple(hints))
                 continue
+            if name in numbers and isinstance(value, Tensor):
+                raise TypeError(
+                    f"{op}: expected {name} to be a number, got a tensor; no gradient is computed for {name}, so pass "
+                    f"its value: {name}.item()"
+                )
             if type(value) not in kinds:  # an isinstance that asks an ABC takes a microsecond
                 if not isinstance(value, kinds) or isinstance(value, bool):  # which is an int
                     refuse_type(op, name, value, " or ".join(KINDS[part][1] for part in known[name]))

@@ -1,15 +1,24 @@
-"""Refusals of the public function's arguments by name, before any work and without reading tensor data."""
+"""Refusals of the public functions' arguments by name, before any work and without reading tensor data.
 
+What does not go together is refusals.py's; what each argument must be by itself and beside the others stands here.
+"""
+
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.entry.refusals import wants_gradient
+from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import RANGES
+from flce_ops.math.policy_arguments import CONSTANTS
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
+    TARGET_DTYPES,
     check_dense,
     check_device,
     check_linear,
@@ -18,6 +27,9 @@ from flce_ops.meta.checks import (
     check_supported_dtype,
     check_target_dtype,
 )
+from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
+from flce_ops.meta.policy import check_constants
+from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
@@ -26,68 +38,130 @@ REDUCTIONS = get_args(ReductionName)
 
 
 def check_arguments(call: CrossEntropy) -> None:
-    check_dense(OP, weight=call.weight, token_weight=call.token_weight, normalizer=call.normalizer)
+    target, weight, target_weight = call.target, call.weight, call.target_weight
+    check_dense(OP, weight=weight, target_weight=target_weight)
     check_head(OP, call)
-    if call.weight is not None:
-        check_per_class(OP, "weight", call.weight, call.linear_weight.shape[0])
-    check_target_weight(call)
-    check_loss(OP, call, call.input, "input")
-
-
-def check_target_weight(call: CrossEntropy) -> None:
-    """Of a soft target: a weight for each of the K classes of a token."""
-    target, target_weight = call.target, call.target_weight
-    if target_weight is None:
-        return
-    check_dense(OP, target_weight=target_weight)
-    if not target_weight.dtype.is_floating_point:
-        raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
-    if target_weight.shape != target.shape:
-        raise ValueError(
-            f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
-            f"{tuple(target_weight.shape)}"
-        )
-    if (target_weight.requires_grad and torch.is_grad_enabled()) or has_tangent(target_weight):
-        raise NotImplementedError(f"{OP}: target_weight gets no gradient; pass target_weight.detach()")
-    check_device(OP, call.input, target_weight=target_weight)
+    check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
+    if target_weight is not None:
+        if not target_weight.dtype.is_floating_point:
+            raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
+        if target_weight.shape != target.shape:
+            raise ValueError(
+                f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
+                f"{tuple(target_weight.shape)}"
+            )
+        check_no_gradient(OP, target_weight, "target_weight gets no gradient; pass target_weight.detach()")
+        check_device(OP, call.input, target_weight=target_weight)
+    check_reduced(OP, call, call.input, token_weight=call.token_weight)
 
 
 def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     """The arguments of a loss of given logits."""
-    logits, target, weight = call.logits, call.target, call.weight
-    check_dense(op, logits=logits, target=target, weight=weight, token_weight=call.token_weight)
-    check_dense(op, normalizer=call.normalizer)
+    logits, target = call.logits, call.target
+    check_dense(op, logits=logits, target=target, weight=call.weight)
     check_supported_dtype(op, "logits", logits)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{op}: expected target of shape {tuple(logits.shape[:-1])}, one class index per row of logits "
-            f"{tuple(logits.shape)}, got {tuple(target.shape)}"
-        )
-    if weight is not None:
-        check_per_class(op, "weight", weight, logits.shape[-1], "classes of logits")
+    check_shape(
+        op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}, got"
+    )
     check_device(op, logits, "logits", target=target)
+    check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
     check_ranges(op, **call.numbers._asdict())
-    check_loss(op, call, logits, "logits")
+    check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
 
-def check_loss(op: str, call: CrossEntropy | LogitsCrossEntropy, input: Tensor, of: str) -> None:
-    """What a loss of tokens adds up and divides by; `of` is the name of input."""
-    weight, token_weight = call.weight, call.token_weight
-    check_device(op, input, of, weight=weight, token_weight=token_weight)
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{op}: weight (class weights) gets no gradient; pass weight.detach()")
-    check_reduction(op, call.reduction)
-    check_real(op, token_weight=token_weight)
-    tokens = input.shape[:-1]
-    if token_weight is not None and token_weight.shape != tokens:
-        raise ValueError(
-            f"{op}: expected token_weight of shape {tuple(tokens)}, one factor per token, "
-            f"got {tuple(token_weight.shape)}"
+def check_policy_loss(op: str, call: PolicyLoss) -> None:
+    if call.target.is_floating_point() and call.advantages.dtype in TARGET_DTYPES:
+        raise TypeError(
+            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and advantages in "
+            f"{call.advantages.dtype}; are the two swapped?"
         )
-    check_normalizer(op, call.normalizer, call.reduction, input, of)
+    check_head(op, call)
+    constants = {name: getattr(call, name) for name in CONSTANTS}
+    check_constants(op, **constants)
+    check_ranges(op, clip_low=call.clip_low, clip_high=call.clip_high, dual_clip=call.dual_clip)
+    hint = "; one a sequence is {name}[:, None].expand_as(target)"
+    what = "one number per token, got"
+    check_reduced(op, call, call.input, what=what, hint=hint, **constants, token_weight=call.token_weight)
+
+
+def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
+    """What only the entry of linear_kl_div knows, or must say before it reshapes `operands`."""
+    target, input = call.target, operands.input
+    check_dense(op, **operands._asdict(), target=target)
+    if input.dim() < 1:
+        raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
+    check_linear(op, input, operands.linear_weight, operands.linear_bias)
+    check_teacher(op, operands)
+    check_no_teacher_gradient(op, **operands._asdict())
+    if target is not None:
+        check_target_dtype(op, target)
+    check_device(op, **operands._asdict())
+    check_reduced(
+        op, call, input, what="one entry per token of input, got", target=target, token_weight=call.token_weight
+    )
+
+
+def check_reduced(
+    op: str,
+    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss | KlDiv,
+    rows: Tensor,  # (..., D) or (..., V)
+    *,
+    of: str = "input",
+    what: str = "one factor per token, got",
+    hint: str = "",
+    **per_token: Tensor | None,  # (...)
+) -> None:
+    """What a loss of tokens adds up and divides by."""
+    check_dense(op, **per_token, normalizer=call.normalizer)
+    check_device(op, rows, of, **per_token)
+    check_real(op, **per_token)
+    for name, tensor in per_token.items():
+        check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
+    check_reduction(op, call.reduction)
+    check_normalizer(op, call.normalizer, call.reduction, rows, of)
+
+
+def check_class_weight(
+    op: str, weight: Tensor | None, rows: Tensor, of: str, num_classes: int, of_classes: str
+) -> None:
+    if weight is not None:
+        check_per_class(op, "weight", weight, num_classes, of_classes)
+        check_device(op, rows, of, weight=weight)
+        check_no_gradient(op, weight, "weight (class weights) gets no gradient; pass weight.detach()")
+
+
+def check_no_gradient(op: str, tensor: Tensor, message: str) -> None:
+    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
+        raise NotImplementedError(f"{op}: {message}")
+
+
+def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
+    if tensor is not None and tensor.shape != tuple(shape):
+        raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what} {tuple(tensor.shape)}{hint}")
+
+
+def check_main_grad(op: str, call: CrossEntropy) -> None:
+    """What the buffer itself must be is checked where all operands are known: flce_ops/meta/main_grad.py."""
+    if call.main_grad is None:
+        return
+    if call.main_grad.requires_grad:
+        raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
+    if torch.is_grad_enabled() and not call.linear_weight.requires_grad:
+        raise ValueError(
+            f"{op}: main_grad takes the gradient of linear_weight, which requires none; leave main_grad out for a "
+            "frozen head"
+        )
+
+
+def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
+    """Operands are in the dtype that autocast makes them."""
+    if wants_gradient(call):
+        check_sparse(op, call.sparse, call.input)
+    else:
+        check_sparse_options(op, call.sparse)
 
 
 def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
@@ -141,16 +215,11 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
         )
-    if (target.requires_grad and torch.is_grad_enabled()) or has_tangent(target):
-        raise NotImplementedError(f"{OP}: target (class probabilities) gets no gradient; pass target.detach()")
+    check_no_gradient(OP, target, "target (class probabilities) gets no gradient; pass target.detach()")
     if call.ignore_index != -100:
         raise ValueError(
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
             f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
-        )
-    if call.numbers.z_loss != 0.0:
-        raise NotImplementedError(
-            f"{OP}: z_loss is not implemented for a target of class probabilities; add it from linear_log_probs' lse"
         )
 
 
@@ -196,3 +265,33 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
     check_real(op, normalizer=normalizer)
     if normalizer.device.type != "cpu":
         check_device(op, input, of, normalizer=normalizer)
+
+
+def check_torch_options(op: str, options: object, dtype: torch.dtype | None = None) -> None:
+    """`options` of torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions, as far as it fits.
+
+    allow_retain_graph                    always so here
+    batch_chunk_size, chunking_method     torch's bound on memory; taken, and of no effect: the workspace is the bound
+    acc_dtype                             that of the sums here: float32, float64 of float64 operands
+    acc_policy                            "auto", "compact", "balanced"; "accurate" promises half operands more
+
+    Without `dtype`, that of input, only what can never be right.
+    """
+    if options is None:
+        return
+    kind = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # since torch 2.13
+    if kind is None or not isinstance(options, kind):
+        raise TypeError(f"{op}: expected options to be a torch.nn.LinearCrossEntropyOptions or None, got {options!r}")
+    if dtype is None:
+        return
+    expected = accumulation_dtype(dtype)
+    if options.acc_dtype not in (None, expected):
+        raise NotImplementedError(
+            f"{op}: options.acc_dtype={options.acc_dtype} is not implemented for input in {dtype}, whose sums are kept "
+            f"in {expected}; pass acc_dtype=None"
+        )
+    if options.acc_policy == "accurate" and dtype != expected:
+        raise NotImplementedError(
+            f"{op}: options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
+            "read is rounded to it; pass 'auto', or operands in float32"
+        )

@@ -11,41 +11,32 @@ tokens: ignore_index and the class weights are not in its denominator.
 import torch
 from torch import Tensor
 
-from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.kl_div_plain import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
+from flce_ops.distributed.one_rank import OneRank
+from flce_ops.entry.arguments import check_arguments
+from flce_ops.entry.kl_div import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import quotient, row_factor
 from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.ops.autocast import autocast_head
-from flce_ops.support.dtensor import any_dtensor
 
 # N tokens, D hidden, V vocabulary
 
 
-def loss_of_probabilities(call: CrossEntropy, metrics: bool) -> Tensor:  # () or (...)
-    if metrics:
-        raise NotImplementedError(
-            f"{OP}: return_metrics is not implemented for a target of class probabilities, which names no class; "
-            "linear_log_probs(..., argmax=True) finds the largest logit"
-        )
-    if any_dtensor(*call.values()):
-        raise NotImplementedError(
-            f"{OP}: a target of class probabilities with DTensors is not implemented; pass plain tensors throughout, "
-            "or the model that makes them to linear_kl_div as DTensors"
-        )
+def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
+    layout = OneRank()
     autocast_head(call)
     check_arguments(call)
-    input, shape = call.input, call.input.shape[:-1]
+    input = call.input
     student = (input, call.linear_weight, call.linear_bias)
-    operands = flatten_tokens(KlDivOperands(*student, None, None, None, smoothed_and_weighted(call), None), None, -100)
+    operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, smoothed_and_weighted(call), None))
     options = KlDivOptions(kind="cross_entropy", **logit_options(call.numbers, input)._asdict())
     denominator = denominator_of(call, operands.input.shape[0])
-    operands, token_weight = weigh_tokens(operands, call.token_weight, denominator)
+    operands, token_weight = weigh_tokens(operands, layout.per_token(call.token_weight), denominator)
     token_weight = torch.where(call.target.detach().amin(-1).flatten() < 0.0, torch.nan, token_weight)
     if call.reduction == "none":
-        return row_divergences(operands, options, row_factor(operands.valid, token_weight, denominator)).reshape(shape)
+        return layout.result(row_divergences(operands, options, row_factor(operands.valid, token_weight, denominator)))
     return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
 
 

@@ -1,55 +1,74 @@
-"""Body of the entry operator flce::linear_kl_div: its arguments by group; of plain tensors or of DTensors."""
+"""linear_kl_div, the body of flce::linear_kl_div: picks the path, flattens the tokens, reduces in ATen over N numbers.
 
+With the vocabulary sharded, O(N) numbers cross the ranks inside the operators (flce_ops/math/shards.py) and neither
+logits nor weights move. The teacher's weight is laid out like the student's.
+"""
+
+import torch
 from torch import Tensor
 
-from flce_ops.entry.arguments import check_ranges
-from flce_ops.entry.kl_div_checks import OP
-from flce_ops.entry.kl_div_plain import plain_composite
+from flce_ops.distributed.one_rank import OneRank
+from flce_ops.entry.arguments import check_divergence, check_ranges
+from flce_ops.entry.loss import layout_of_call, weightless
 from flce_ops.entry.schemas import KlDiv
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitNumbers
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import mean_denominator, row_factor, weighted_sum
 from flce_ops.math.scalars import Number, logit_options, scalar
 from flce_ops.meta.call import takes
 from flce_ops.meta.kl_div_checks import check_kind
-from flce_ops.support.dtensor import any_dtensor
+from flce_ops.ops.autocast import autocast_operands
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+OP = "linear_kl_div"
 
 
 @takes(KlDiv)
 def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
+    check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=call.temperature)
+    options = kl_div_options(call)
+    layout = layout_of_call(OP, call)
+    # autocast hands both pairs to F.linear so; given probabilities stay as they are
+    names = KlDivOperands._fields[:6]
+    pairs = autocast_operands(call.input.device.type, *(getattr(call, name) for name in names))
+    operands = KlDivOperands._make((*pairs, call.teacher_probs, None))
+    check_divergence(OP, call, operands)
+    operands = flatten_tokens(layout, operands, call.target, call.ignore_index)
+    options = options._replace(**layout.sharing())
+    token_weight, denominator = layout.per_token(call.token_weight), None
+    if call.reduction != "none":
+        normalizer = layout.number(call.normalizer)
+        valid = operands.valid
+        if valid is None:
+            valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
+        denominator = mean_denominator(call.reduction, normalizer, valid, accumulation_dtype(operands.input.dtype))
+        if denominator is not None and normalizer is None:
+            denominator = layout.sum_over_tokens(denominator).clamp(min=1.0)  # the mean over no token is 0
+    operands, token_weight = weigh_tokens(operands, token_weight, denominator)
+    if call.reduction == "none":
+        return layout.result(row_divergences(operands, options, row_factor(operands.valid, token_weight, None)))
+    return layout.quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
+
+
+def kl_div_options(call: KlDiv) -> KlDivOptions:
     input, temperature = call.input, call.temperature
-    check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=temperature)
-    operands = KlDivOperands(
-        input,
-        call.linear_weight,
-        call.linear_bias,
-        call.teacher_input,
-        call.teacher_weight,
-        call.teacher_bias,
-        call.teacher_probs,
-        None,
-    )
     kind = resolve_kind(call.kind, call.beta)
     student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input)
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
     teacher = logit_options(LogitNumbers(call.teacher_softcap, teacher_scale, temperature), teacher_like)
-    options = KlDivOptions(
+    return KlDivOptions(
         kind=kind,
         beta=scalar(call.beta, input) if kind == "jsd" else None,
         **student._asdict(),
         teacher_logit_scale=teacher.logit_scale,
         teacher_softcap=teacher.softcap,
     )
-    body = plain_composite
-    if any_dtensor(*operands, call.target, call.token_weight, call.normalizer):
-        from flce_ops.entry.kl_div_sharded import dtensor_composite  # builds on torch.distributed.tensor
-
-        body = dtensor_composite
-    reduction = (call.target, call.token_weight, call.reduction, call.normalizer)
-    return body(operands, options, *reduction, call.ignore_index)
 
 
 def resolve_kind(kind: str, beta: Number) -> str:
@@ -60,3 +79,61 @@ def resolve_kind(kind: str, beta: Number) -> str:
     if beta not in (0.0, 1.0):
         raise ValueError(f"{OP}: expected beta in [0, 1], got {beta}")
     return "reverse" if beta else "forward"
+
+
+def flatten_tokens(
+    layout: OneRank, operands: KlDivOperands, target: Tensor | None = None, ignore_index: int = -100
+) -> KlDivOperands:
+    """(..., D) as (N, D) of this rank, and which tokens count."""
+    layout.measure(operands.input, operands.linear_weight.shape[0])
+    target = layout.per_token(target)
+    return KlDivOperands(
+        input=layout.rows(operands.input),
+        linear_weight=layout.per_class(operands.linear_weight),
+        linear_bias=layout.per_class(operands.linear_bias),
+        teacher_input=layout.rows(operands.teacher_input),
+        teacher_weight=layout.per_class(operands.teacher_weight),
+        teacher_bias=layout.per_class(operands.teacher_bias),
+        teacher_probs=layout.rows(operands.teacher_probs),
+        valid=None if target is None else target != ignore_index,
+    )
+
+
+def weigh_tokens(
+    operands: KlDivOperands,
+    token_weight: Tensor | None,  # (N,)
+    denominator: Tensor | None,  # ()
+) -> tuple[KlDivOperands, Tensor]:
+    """Without the tokens of weight 0, which the denominator counts; (N,) weights."""
+    input = operands.input
+    dtype = accumulation_dtype(input.dtype)
+    if token_weight is None:
+        return operands, torch.ones(input.shape[0], dtype=dtype, device=input.device)
+    token_weight = token_weight.to(dtype)
+    out = weightless(token_weight, row_factor(operands.valid, token_weight, denominator))
+    if out is None:
+        return operands, token_weight
+    return operands._replace(valid=~out if operands.valid is None else operands.valid & ~out), token_weight
+
+
+def row_divergences(operands: KlDivOperands, options: KlDivOptions, factor: Tensor) -> Tensor:  # (N,)
+    return factor * torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
+
+
+def weighted_loss(
+    operands: KlDivOperands,
+    options: KlDivOptions,
+    token_weight: Tensor,  # (N,)
+    denominator: Tensor | None,  # ()
+) -> tuple[Tensor, Tensor]:
+    """Two numbers for `quotient`, in one pass with the gradients where those are wanted."""
+    input, linear_weight, linear_bias = operands[:3]
+    factor = row_factor(operands.valid, token_weight, denominator)
+    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
+        divergence = torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
+        return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
+    mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
+    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(
+        *operands, factor, **options._asdict(), output_mask=mask
+    )
+    return loss, weighted_sum(operands.valid, token_weight, divergence)

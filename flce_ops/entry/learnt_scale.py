@@ -88,13 +88,3 @@ def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:
         raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
     if scale.device.type != "cpu":
         check_device(op, input, "input", **{name: scale})
-
-
-def refuse_tensors(op: str, **options: Number | Tensor | None) -> None:
-    """Options that no gradient reaches: a tensor among them would be read as a number, its graph lost in silence."""
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            raise TypeError(
-                f"{op}: expected {name} to be a number, got a tensor; no gradient is computed for {name}, so pass "
-                f"its value: {name}.item()"
-            )

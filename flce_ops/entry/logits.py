@@ -1,17 +1,33 @@
-"""Bodies of the entry operators flce::cross_entropy, ..._metrics, and of those that may overwrite the logits, ..._.
+"""cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
+
+loss_and_argmax -> losses_with_grad       ..._with_grad_ | ..._with_grad
+                -> from_rows              ..._forward, then differentiable ATen; where ranks share the classes always
+
+DTensors are not overwritten.
 
 Autocast changes nothing: whatever the logits' dtype, the loss is float32 (float64), as F.cross_entropy's there.
 """
 
-from typing import Any
+import math
+from functools import partial
 
+import torch
 from torch import Tensor
 
-from flce_ops.entry import logits_plain
+from flce_ops.entry.arguments import check_logits
+from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, token_losses
+from flce_ops.entry.metrics import accuracy_and_top1
+from flce_ops.entry.rows import cross_entropy_of_rows, from_rows
 from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
-from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
+from flce_ops.math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
+from flce_ops.math.reduction import Reduction
 from flce_ops.meta.call import takes
-from flce_ops.support.dtensor import any_dtensor
+from flce_ops.ops.cross_entropy_autograd import remember_handed_over
+from flce_ops.ops.paths import path_of_given_logits
+
+# N tokens, V vocabulary
+
+OP = "cross_entropy"
 
 
 @takes(LogitsCrossEntropy)
@@ -36,19 +52,55 @@ def composite_metrics_in_place(call: LogitsCrossEntropyInPlace) -> tuple[Tensor,
 
 def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, token_accuracy, argmax)."""
-    target = call.target
     loss, argmax = loss_and_argmax(call, argmax=True, handed_over=handed_over)
-    if any_dtensor(argmax):
-        from flce_ops.entry.sharded import accuracy_and_top1  # torch.distributed.tensor: only for its users
-
-        return loss, accuracy_and_top1(argmax, target, call.ignore_index)[0], argmax
-    is_top1 = target_is_argmax(argmax, target, call.ignore_index)
-    return loss, accuracy_of(count_right_and_valid(is_top1, target, call.ignore_index)), argmax
+    assert argmax is not None
+    return loss, accuracy_and_top1(argmax, call.target, call.ignore_index)[0], argmax
 
 
-def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Any]:
-    if any_dtensor(*call.values()):
-        from flce_ops.entry.logits_sharded import dtensor_composite
+def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Tensor | None]:
+    layout = layout_of_call(OP, call)
+    check_logits(OP, call)
+    layout.measure(call.logits, call.logits.shape[-1])
+    logits, copied = rows_of(layout.columns(call.logits))
+    operands = LogitOperands(logits, layout.per_token(call.target), layout.whole(call.weight))
+    problem = token_losses(call, operands, Statistics(argmax=argmax))
+    with_grad = None
+    if call.reduction != "none" and not layout.splits_vocabulary:
+        with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)
+    if handed_over and not copied and not layout.is_mesh and with_grad is not None:
+        with_grad = partial(losses_of_handed_over, with_grad, call.logits)
+    loss, (largest, *_) = loss_of_tokens(layout, call, problem, from_rows(layout, cross_entropy_of_rows), with_grad)
+    return loss, largest
 
-        return dtensor_composite(call, argmax)
-    return logits_plain.loss_and_argmax(call, argmax, handed_over)
+
+def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
+    """(N, V), and whether that is a copy, which is nobody else's."""
+    shape = (math.prod(logits.shape[:-1]), logits.shape[-1])
+    try:
+        return logits.view(shape), False
+    except (RuntimeError, ValueError):  # ValueError: a fake tensor's
+        return logits.reshape(shape), True
+
+
+def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
+    """None where backward makes the gradient, or nothing does."""
+    ops = {"in place": torch.ops.flce.cross_entropy_with_grad_, "one pass": torch.ops.flce.cross_entropy_with_grad}
+    op = ops.get(path_of_given_logits(logits, handed_over))
+    return None if op is None else partial(losses_with_grad, op)
+
+
+def losses_of_handed_over(
+    with_grad: WithGrad, callers_own: Tensor, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, TokenStatistics]:
+    found = with_grad(problem, reduction)
+    remember_handed_over(found[0], callers_own)
+    return found
+
+
+def losses_with_grad(
+    op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, TokenStatistics]:
+    """() with its gradient, and the losses of tokens (N,)."""
+    argmax = problem.statistics.argmax
+    loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=argmax)
+    return loss, losses, TokenStatistics(largest if argmax else None)

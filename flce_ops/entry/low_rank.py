@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.plain import loss_and_statistics, loss_of_tokens, token_losses
+from flce_ops.entry.cross_entropy import of_matrix
+from flce_ops.entry.loss import Found, layout_of_call, loss_of_tokens, token_losses
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
 from flce_ops.math.reduction import Reduction
@@ -24,7 +25,6 @@ from flce_ops.meta.checks import check_device, check_per_class, check_target_dty
 from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import path_of_pair
 from flce_ops.ops.situations import needs_gradient, options_in_situation
-from flce_ops.support.dtensor import any_dtensor
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
@@ -32,11 +32,7 @@ from flce_ops.support.dtensor import any_dtensor
 @takes(LowRankCrossEntropy)
 def composite(call: LowRankCrossEntropy) -> Tensor:
     """Raises NotImplementedError for DTensors, and what the loss without the pair raises."""
-    if any_dtensor(*call.values()):
-        raise NotImplementedError(
-            f"{OP}: a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
-            "adapter, or out of the plan that shards it"
-        )
+    layout = layout_of_call(OP, call)
     names = ("input", "linear_weight", "low_rank_input", "low_rank_weight", "linear_bias")
     operands = autocast_operands(call.input.device.type, *(getattr(call, name) for name in names))
     vars(call).update(zip(names, operands))
@@ -45,21 +41,21 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     check_arguments(head)
     check_pair(call)
     operands = operands_of(call)
-    shape, tokens = call.target.shape, call.target.numel()
-    rows = operands._replace(
-        input=call.input.reshape(tokens, call.input.shape[-1]),
-        low_rank_input=call.low_rank_input.reshape(tokens, call.low_rank_input.shape[-1]),
-        target=call.target.reshape(tokens),
-    )
-    problem = token_losses(head, rows.head, Statistics())
+    of_head = layout.head(head)
+    pair_input = layout.rows(call.low_rank_input)
+    rows = operands._replace(input=of_head.input, low_rank_input=pair_input, target=of_head.target)
+    problem = token_losses(head, of_head, Statistics())
     path = path_of_pair(rows, **options_in_situation(problem.loss, problem.logits))
     if path == "concatenated":
         input, linear_weight, *_ = operands.concatenated
-        return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
+        return of_matrix(without_pair(call, input, linear_weight), Statistics())[0]
     made_in_forward = path == "one pass" and call.reduction != "none"
     with_grad = functools.partial(losses_of_pair, rows, made_in_forward)
-    loss, _ = loss_of_tokens(head, problem, lambda problem: with_grad(problem, Reduction(None))[1:], with_grad)
-    return loss.reshape(shape) if call.reduction == "none" else loss
+
+    def from_forward(problem: TokenLosses) -> tuple[Tensor, Found]:
+        return with_grad(problem, Reduction(None))[1:]
+
+    return loss_of_tokens(layout, head, problem, from_forward, with_grad)[0]
 
 
 def operands_of(call: LowRankCrossEntropy) -> LowRankOperands:
@@ -95,7 +91,7 @@ def check_pair(call: LowRankCrossEntropy) -> None:
 
 def losses_of_pair(
     operands: LowRankOperands, made_in_forward: bool, problem: TokenLosses, reduction: Reduction
-) -> tuple[Tensor, Tensor, None]:
+) -> tuple[Tensor, Tensor, Found]:
     """() and the losses of tokens (N,); a mask of nothing leaves the gradients to backward."""
     input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
@@ -105,4 +101,4 @@ def losses_of_pair(
         **problem.options,
         output_mask=[made_in_forward and needs_gradient(leaf) for leaf in leaves],
     )
-    return loss, losses, None
+    return loss, losses, ()

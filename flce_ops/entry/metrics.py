@@ -1,11 +1,14 @@
 """return_metrics by name: what the entry operator is asked for, and which of its results, or what of them, that is."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from flce_ops.math.options import Statistics
+from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
 from flce_ops.math.scalars import Number
+from flce_ops.support.dtensor import any_dtensor
 
 # of torch.ops.flce.linear_cross_entropy_metrics, behind the loss
 RESULTS = ("token_accuracy", "is_top1", *Statistics._fields)
@@ -44,3 +47,13 @@ def by_name(names: Sequence[str], results: Sequence[Tensor], z_loss: Number) -> 
     if "z_loss" in names:
         found["z_loss"] = found["lse"].square() * z_loss
     return {name: found[name] for name in names}
+
+
+def accuracy_and_top1(argmax: Any, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:  # (), (...)
+    """The first of all tokens; DTensors where the argmax is one, whose rank has the tokens of `target` beside it."""
+    if any_dtensor(argmax):
+        from flce_ops.distributed.layout import accuracy_and_top1 as of_ranks
+
+        return of_ranks(argmax, target, ignore_index)
+    is_top1 = target_is_argmax(argmax, target, ignore_index)
+    return accuracy_of(count_right_and_valid(is_top1, target, ignore_index)), is_top1

@@ -1,18 +1,108 @@
-"""Body of the entry operator flce::linear_policy_loss: of plain tensors or of DTensors."""
+"""linear_policy_loss, the body of flce::linear_policy_loss.
 
+composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
+          -> losses_of_rows      differentiable ATen over log-probabilities; of a sharded vocabulary always
+
+Around them stands loss.py's loss_of_tokens.
+"""
+
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from flce_ops.entry.policy_plain import plain_composite
+from flce_ops.distributed.one_rank import OneRank
+from flce_ops.entry.arguments import check_policy_loss, check_sparse_gradient
+from flce_ops.entry.loss import layout_of_call, loss_of_tokens
+from flce_ops.entry.rows import from_rows
 from flce_ops.entry.schemas import PolicyLoss
+from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.math.options import LossOptions, TokenLosses
+from flce_ops.math.policy import policy_losses
+from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import Reduction
+from flce_ops.math.scalars import logit_options, scalar, scalar_unless
+from flce_ops.math.statistics import Rows
 from flce_ops.meta.call import takes
-from flce_ops.support.dtensor import any_dtensor
+from flce_ops.meta.policy import check_policy
+from flce_ops.ops.autocast import autocast_head
+from flce_ops.ops.paths import policy_in_one_pass
+from flce_ops.ops.situations import needs_gradient
+
+# N tokens, D hidden, V vocabulary
+
+OP = "linear_policy_loss"
 
 
 @takes(PolicyLoss)
 def composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
-    """Body of torch.ops.flce.linear_policy_loss: (loss, log_probs)."""
-    if any_dtensor(*call.values()):
-        from flce_ops.entry.policy_sharded import dtensor_composite  # torch.distributed.tensor: only for its users
+    """Body of torch.ops.flce.linear_policy_loss: (loss, log_probs), () or (...), and (...)."""
+    layout = layout_of_call(OP, call)
+    autocast_head(call)
+    check_policy_loss(OP, call)
+    options = policy_options(call)
+    check_policy(OP, options, call.ref_log_probs)
+    call.sparse = layout.sparse(call.sparse)
+    check_sparse_gradient(OP, call)
+    operands = layout.head(call)
+    input, linear_weight, _, linear_bias, _ = operands
+    dtype = accumulation_dtype(input.dtype)
+    tokens = PolicyTokens(*(getattr(call, name) for name in CONSTANTS))
+    tokens = tokens.map(lambda values: layout.per_token(values).to(dtype))
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, input))
+    problem = problem._replace(sparse=call.sparse)
+    with_grad = None
+    sparse = call.sparse.gradient_threshold != 0.0
+    in_one_pass = call.reduction != "none" and not layout.splits_vocabulary
+    if in_one_pass and policy_in_one_pass(input, linear_weight, linear_bias, sparse=sparse):
+        with_grad = partial(losses_with_grad, tokens=tokens, options=options)
+    from_forward = from_rows(layout, partial(losses_of_rows, tokens=tokens, options=options))
+    loss, (log_probs,) = loss_of_tokens(layout, call, problem, from_forward, with_grad)
+    return loss, log_probs
 
-        return dtensor_composite(call)
-    return plain_composite(call)
+
+def losses_with_grad(
+    problem: TokenLosses, reduction: Reduction, tokens: PolicyTokens, options: PolicyOptions
+) -> tuple[Tensor, Tensor, tuple[Tensor]]:
+    """() with its gradients, the losses of tokens and their log-probabilities, (N,) each."""
+    input, linear_weight, target, linear_bias, _ = problem.operands
+    loss, losses, *_, log_probs = torch.ops.flce.linear_policy_loss_with_grad(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        *tokens,
+        *reduction,
+        ignore_index=problem.ignore_index,
+        **options._asdict(),
+        **problem.logits._asdict(),
+        output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
+    )
+    return loss, losses, (log_probs,)
+
+
+def losses_of_rows(
+    layout: OneRank, problem: TokenLosses, rows: Rows, tokens: PolicyTokens, options: PolicyOptions
+) -> tuple[Tensor, tuple[Tensor]]:
+    """(N,) each, 0 where ignored; the second a constant."""
+    valid = problem.valid
+    log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
+    tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
+    return torch.where(valid, policy_losses(log_probs, tokens, options), 0.0), (log_probs.detach(),)
+
+
+def policy_options(call: PolicyLoss) -> PolicyOptions:
+    """The user's numbers as the operators take them; without a beta there is no KL term.
+
+    dynamic=True makes a variable of beta. Without ref_log_probs it is compared all the same, so a graph knows it is 0.
+    """
+    no_kl = call.ref_log_probs is None and call.beta == 0.0
+    return PolicyOptions(
+        call.objective,
+        scalar(call.clip_low, call.input),
+        scalar(call.clip_high, call.input),
+        None if call.dual_clip is None else scalar(call.dual_clip, call.input),
+        None if no_kl else scalar_unless(0.0, call.beta, call.input),
+        call.kl_estimator,
+    )

@@ -14,10 +14,9 @@ from flce_ops.entry.arguments import OP, check_normalizer, check_reduction
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import denominator_of_all
+from flce_ops.math.reduction import mean_denominator, nan_for_nothing
 from flce_ops.math.scalars import scalar
 from flce_ops.meta.checks import check_dense, check_device, check_per_class
-from flce_ops.support.dtensor import any_dtensor
 
 # D hidden, V vocabulary; (...) tokens, (d...) positions
 
@@ -60,22 +59,13 @@ def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()
         return scalar(1.0, call.input) * (call.target.numel() // call.linear_weight.shape[0])
     target = call.target.flatten()
     dtype = accumulation_dtype(call.input.dtype)
-    return denominator_of_all("mean", None, target != call.ignore_index, dtype, target, call.weight)
+    denominator = mean_denominator("mean", None, target != call.ignore_index, dtype, target, call.weight)
+    return denominator if call.weight is None else nan_for_nothing(denominator)
 
 
 def check_positions(call: CrossEntropy) -> None:
     """Shapes, and what the denominator reads; the rest is refused position by position."""
     input, linear_weight, target = call.input, call.linear_weight, call.target
-    if any_dtensor(*call.values()):
-        raise NotImplementedError(
-            f"{OP}: a K-dimensional loss (linear_weight of shape {tuple(linear_weight.shape)}) with DTensors is not "
-            "implemented; pass plain tensors, or one head of shape (V, D) at a time"
-        )
-    if call.target_weight is not None:
-        raise NotImplementedError(
-            f"{OP}: target_weight is not implemented for a K-dimensional loss (linear_weight of shape "
-            f"{tuple(linear_weight.shape)}); pass one head of shape (V, D) at a time"
-        )
     check_dense(OP, linear_weight=linear_weight, linear_bias=call.linear_bias, target=target, weight=call.weight)
     num_classes, *positions, hidden = linear_weight.shape
     if input.dim() < 1 or input.shape[-1] != hidden or 0 in linear_weight.shape[:-1]:

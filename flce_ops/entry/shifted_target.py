@@ -8,7 +8,6 @@ ignored token like any other.
 
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -45,7 +44,7 @@ def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
     """Of a DTensor whose ranks hold whole sequences; where input's tokens are does not matter here."""
     from torch.distributed.tensor import DTensor, Shard  # only for its users
 
-    from flce_ops.distributed.layout import describe, splits
+    from flce_ops.distributed.layout import describe, globalize, splits
 
     assert isinstance(labels, DTensor)
     for ranks, placement in zip(labels.device_mesh.shape, labels.placements):
@@ -56,7 +55,4 @@ def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
                 "rank or as a DTensor that is not sharded along them, or shift before you shard"
             )
     local = next_labels(labels.to_local(), ignore_index)
-    stride = torch.empty(labels.shape, device="meta").stride()
-    return DTensor.from_local(
-        local.contiguous(), labels.device_mesh, labels.placements, run_check=False, shape=labels.shape, stride=stride
-    )
+    return globalize(labels.device_mesh, local.contiguous(), labels.placements, labels.shape)

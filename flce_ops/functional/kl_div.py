@@ -7,7 +7,7 @@ from flce_ops.entry import kl_div
 from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
 from flce_ops.entry.first_classes import first_classes
-from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.learnt_scale import apply_learnt_scale
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.divergences import Kind
@@ -113,14 +113,6 @@ def linear_kl_div(
     """
     if rank_check.wanted():
         rank_check.check_ranks(kl_div.OP, locals())
-    refuse_tensors(
-        kl_div.OP,
-        beta=beta,
-        softcap=softcap,
-        temperature=temperature,
-        teacher_logit_scale=teacher_logit_scale,
-        teacher_softcap=teacher_softcap,
-    )
     if isinstance(logit_scale, Tensor) and teacher_logit_scale is None and teacher_probs is None:
         raise ValueError(
             f"{kl_div.OP}: logit_scale is a tensor, which the student's alone can be; pass the teacher's as a number: "

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from flce_ops.entry import log_probs, metrics
 from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.learnt_scale import apply_learnt_scale
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import LogProbsKeywords
@@ -130,7 +130,6 @@ def linear_log_probs(
     """
     if rank_check.wanted():
         rank_check.check_ranks(log_probs.OP, locals())
-    refuse_tensors(log_probs.OP, softcap=softcap, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
     )

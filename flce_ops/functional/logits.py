@@ -9,8 +9,7 @@ from typing_extensions import Unpack
 from flce_ops.entry import logits as given_logits
 from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
-from flce_ops.entry.learnt_scale import refuse_tensors
-from flce_ops.entry.logits_plain import OP
+from flce_ops.entry.logits import OP
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import LogitsKeywords
@@ -122,14 +121,6 @@ def cross_entropy(
     """
     if rank_check.wanted():
         rank_check.check_ranks(OP, locals())
-    refuse_tensors(
-        OP,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-    )
     normalizer = normalizer_tensor(normalizer, logits)
     if shift:
         target = shifted_target(OP, target, logits, ignore_index)

@@ -10,10 +10,9 @@ from typing_extensions import Unpack
 from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import metrics
 from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
+from flce_ops.entry.arguments import ReductionName, check_torch_options, resolve_ignore_index
+from flce_ops.entry.learnt_scale import apply_learnt_scale
 from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.entry.torch_options import check_torch_options
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import CrossEntropyKeywords
 from flce_ops.math.scalars import normalizer_tensor
@@ -225,8 +224,6 @@ def linear_cross_entropy(
     if rank_check.wanted():
         rank_check.check_ranks(linear.OP, locals())
     check_torch_options(linear.OP, options, input.dtype)
-    refuse_tensors(linear.OP, softcap=softcap, z_loss=z_loss, label_smoothing=label_smoothing)
-    refuse_tensors(linear.OP, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         linear.OP, input, linear_bias, logit_scale, temperature, softcap
     )

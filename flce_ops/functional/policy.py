@@ -8,8 +8,8 @@ from torch import Tensor
 from flce_ops.entry import policy
 from flce_ops.entry.argument_types import typed
 from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale, refuse_tensors
-from flce_ops.entry.policy_plain import OP
+from flce_ops.entry.learnt_scale import apply_learnt_scale
+from flce_ops.entry.policy import OP
 from flce_ops.functional.entry_of import entry_of
 from flce_ops.math.policy_arguments import KlEstimator, Objective
 from flce_ops.math.scalars import normalizer_tensor
@@ -123,8 +123,6 @@ def linear_policy_loss(
     """
     if rank_check.wanted():
         rank_check.check_ranks(OP, locals())
-    refuse_tensors(OP, softcap=softcap, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, beta=beta)
-    refuse_tensors(OP, gradient_threshold=gradient_threshold)
     input, linear_bias, logit_scale, temperature = apply_learnt_scale(
         OP, input, linear_bias, logit_scale, temperature, softcap
     )

@@ -41,21 +41,6 @@ def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
     return torch.where(denominator == 0.0, torch.nan, denominator)
 
 
-def denominator_of_all(
-    reduction: str,
-    normalizer: Tensor | None,
-    valid: Tensor,  # (N,)
-    dtype: torch.dtype,
-    target: Tensor,  # (N,)
-    weight: Tensor | None,  # (V,)
-) -> Tensor | None:  # ()
-    """Where these are all the tokens; a rank's part is added to the others' before it is looked at."""
-    denominator = mean_denominator(reduction, normalizer, valid, dtype, target, weight)
-    if reduction == "mean" and normalizer is None and weight is not None:
-        return nan_for_nothing(denominator)
-    return denominator
-
-
 def row_factor(
     valid: Tensor | None,  # (N,), None where every token counts
     token_weight: Tensor | None,  # (N,), None for 1

@@ -15,6 +15,7 @@ Of a vocabulary that ranks share, with s_r = exp(lse_r - lse) the part of the so
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,27 @@ from torch import Tensor
 from flce_ops.math.options import Statistics, TokenStatistics
 
 # N tokens, R ranks that share the vocabulary
+
+
+class Rows(NamedTuple):
+    """The numbers of rows of logits, (N,) each; None, or (0,), where not asked for."""
+
+    target_logit: Tensor  # (N, K) of such a target
+    lse: Tensor
+    logit_sum: Tensor | None
+    lse_rest: Tensor | None = None  # what the rounding of lse took from it
+    expected_log_prob: Tensor | None = None
+    argmax: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+    def statistics(self, asked: Statistics) -> TokenStatistics:
+        """Constants."""
+        if not any(asked):
+            return TokenStatistics()
+        entropy = -self.expected_log_prob if asked.entropy else None
+        found = (self.argmax, self.lse, entropy, self.log_sum_sq_probs, self.mean_logit)
+        return TokenStatistics.found(asked, found).changed(torch.Tensor.detach)
 
 
 def asked_of_forward(asked: Statistics) -> dict[str, bool]:

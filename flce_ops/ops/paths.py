@@ -1,6 +1,6 @@
 """Which path runs, and why: the first row of a table whose conditions all hold.
 
-    LOSS              how a scalar loss makes its gradients          entry/plain.py, distributed/one_pass.py
+    LOSS              how a scalar loss makes its gradients          entry/cross_entropy.py, distributed/one_pass.py
     RETAIN            whether backward is given logits of forward    ops/autograd.py
     KERNELS           what computes an inner operator                ops/registration.py
     situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs

@@ -1,0 +1,75 @@
+"""The layout of plain tensors: one rank has every token and every class. Layout in layout.py is that of DTensors.
+
+The entries' bodies (flce_ops/entry/) are written in these methods, so that they need not know which of the two it is.
+This file does not import torch.distributed.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_ops.math import reduction
+from flce_ops.math.options import Operands
+from flce_ops.math.sparse_gradient import SparseGradient
+
+# N tokens of this rank, K slots of a target, D hidden, V vocabulary, v of them on this rank
+
+
+class OneRank:
+    splits_vocabulary = False  # whether a rank has only some of the classes
+    is_mesh = False
+    shape: torch.Size  # (...), of all tokens
+    num_classes: int  # V, of all ranks
+
+    def measure(self, rows: Tensor, num_classes: int) -> None:
+        """Before the methods below; `rows` is (..., D) or (..., V)."""
+        self.shape, self.num_classes = rows.shape[:-1], num_classes
+
+    def head(self, call: Any) -> Operands:
+        """Those of an entry's call, flat."""
+        self.measure(call.input, call.linear_weight.shape[0])
+        call.target = self.beside_tokens(call.target)
+        return Operands(
+            self.rows(call.input),
+            self.per_class(call.linear_weight),
+            self.per_token(call.target),
+            self.per_class(call.linear_bias),
+            self.whole(getattr(call, "weight", None)),
+        )
+
+    def rows(self, tensor: Tensor | None) -> Tensor | None:  # (..., D) -> (N, D)
+        # as it is where it can be: a view would be a node of the graph; -1 has no answer in a vmap over nothing
+        if tensor is None or len(self.shape) == 1:
+            return tensor
+        return tensor.reshape(math.prod(self.shape), tensor.shape[-1])
+
+    def per_token(self, tensor: Tensor | None) -> Tensor | None:  # (...) or (..., K) -> (N,) or (N, K)
+        if tensor is None or len(self.shape) == 1:
+            return tensor
+        return tensor.reshape(math.prod(self.shape), *tensor.shape[len(self.shape) :])
+
+    def as_it_is(self, given: Any) -> Any:
+        return given
+
+    columns = as_it_is  # (..., V) -> this rank's (..., v)
+    per_class = as_it_is  # (V, D) or (V,) -> (v, D) or (v,)
+    whole = as_it_is  # the same on every rank
+    number = as_it_is  # (), its gradient a sum over the ranks that share the tokens
+    beside_tokens = as_it_is  # (...), moved to the ranks of its tokens
+    sum_over_tokens = as_it_is  # (), of this rank's tokens -> of all
+
+    def sparse(self, sparse: SparseGradient) -> SparseGradient:
+        return sparse
+
+    def sharing(self) -> dict[str, Any]:
+        """Arguments of linear_kl_div's operators: the one mesh dimension that shards the vocabulary, if any does."""
+        return {}
+
+    def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> Tensor:
+        """flce_ops.math.reduction.quotient of the sums over all tokens."""
+        return reduction.quotient(loss, total, denominator)
+
+    def result(self, found: Tensor) -> Tensor:  # (N,) or (N, K) -> (...) or (..., K)
+        return found if len(self.shape) == 1 else found.reshape((*self.shape, *found.shape[1:]))

@@ -1,0 +1,163 @@
+"""The loss of tokens, one story for every source of logits, objective and layout.
+
+    layout_of_call                        plain tensors, or DTensors; combinations that nobody wrote are refused
+    loss_of_tokens -> weighted_losses     reduction="none": from_forward
+                   -> with_grad           a training step's loss, divided by the operator
+                   -> weighted_loss       another scalar loss, reduced in ATen: with_grad | from_forward
+
+An objective brings two functions: from_forward, the losses of tokens as differentiable ATen over what a forward
+operator found of each row, and with_grad, an operator that makes a scalar loss and its gradients in one pass.
+
+Tokens whose loss is multiplied by 0 are left out as ignored ones are. They stay in the denominators and in
+token_accuracy, which go by the target. They are computed where their losses are wanted, as the gradient of
+token_weight; where metrics are; and over a denominator of 0 or nan, which makes nan of a weight of 0 as of any other.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flce_ops.distributed.one_rank import OneRank
+from flce_ops.entry.refusals import refuse
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
+from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
+from flce_ops.math.scalars import logit_options, loss_options, scalar
+from flce_ops.math.slots import beside_slots
+from flce_ops.meta.call import Arguments
+from flce_ops.support.differentiated import differentiated
+from flce_ops.support.dtensor import any_dtensor
+
+# N tokens, V vocabulary
+
+Call = CrossEntropy | LogitsCrossEntropy | PolicyLoss
+Found = tuple[Tensor | None, ...]  # (N,) each, what else is asked for
+# Losses (N,), 0 where ignored.
+FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]
+# The loss () with its gradients, and the losses.
+WithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
+
+
+def layout_of_call(op: str, call: Arguments) -> OneRank:
+    refuse(op, call)
+    values = call.values()
+    if not any_dtensor(*values):
+        return OneRank()
+    from flce_ops.distributed.layout import layout_of_arguments  # torch.distributed.tensor: only for its users
+
+    layout = layout_of_arguments(op, dict(zip(call.index, values)))
+    if layout.splits_vocabulary:
+        refuse(op, call, "sharded vocabulary")
+    return layout
+
+
+def token_losses(
+    call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, asked: Statistics
+) -> TokenLosses:
+    input = operands[0]
+    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
+    return TokenLosses(operands, call.ignore_index, loss, logits, asked)
+
+
+def loss_of_tokens(
+    layout: OneRank,
+    call: Call,
+    problem: TokenLosses,
+    from_forward: FromForward,
+    with_grad: WithGrad | None,  # None where backward makes the gradients, or nothing does
+) -> tuple[Tensor, Found]:
+    """The loss, () or (...), and what else is asked for, (...)."""
+    if call.reduction == "none":
+        losses, found = weighted_losses(layout, call, problem, from_forward)
+        loss = layout.result(losses)
+    elif with_grad is not None and not layout.is_mesh and token_factors_are_equal(call):
+        loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
+    else:
+        loss, found = weighted_loss(layout, call, problem, from_forward, with_grad)
+    return loss, tuple(None if of_rows is None else layout.result(of_rows) for of_rows in found)
+
+
+def weighted_losses(
+    layout: OneRank, call: Call, problem: TokenLosses, from_forward: FromForward
+) -> tuple[Tensor, Found]:
+    """(N,), and what else is asked for."""
+    token_weight = weight_of_tokens(layout, call, problem)
+    if token_weight is None:
+        return from_forward(problem)
+    factor = row_factor(problem.valid, token_weight, None)
+    losses, found = from_forward(without_weightless(layout, problem, token_weight, factor))
+    return losses * factor, found
+
+
+def weighted_loss(
+    layout: OneRank, call: Call, problem: TokenLosses, from_forward: FromForward, with_grad: WithGrad | None
+) -> tuple[Tensor, Found]:
+    """(), and what else is asked for."""
+    operands, valid = problem.operands, problem.valid
+    token_weight, denominator = weight_of_tokens(layout, call, problem), denominator_of(layout, call, problem)
+    wants_gradient = differentiated(*operands, token_weight, denominator)
+    if token_weight is None and not wants_gradient:
+        losses, found = from_forward(problem)
+        return layout.quotient(None, losses.sum(), denominator), found
+    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(operands[0].dtype))
+    problem = without_weightless(layout, problem, token_weight, row_scale)
+    if with_grad is not None:
+        loss, losses, found = with_grad(problem, Reduction(row_scale))
+    else:
+        losses, found = from_forward(problem)
+        loss = (row_scale * losses).sum() if wants_gradient else None
+    return layout.quotient(loss, weighted_sum(valid, token_weight, losses), denominator), found
+
+
+def weight_of_tokens(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # (N,)
+    token_weight = layout.per_token(call.token_weight)
+    return None if token_weight is None else token_weight.to(accumulation_dtype(problem.operands[0].dtype))
+
+
+def token_factors_are_equal(call: Call) -> bool:
+    """All tokens that count have one factor, and nobody asks for its gradient."""
+    return call.token_weight is None and not differentiated(call.normalizer)
+
+
+def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:
+    """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
+    input = problem.operands[0]
+    if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
+        return Reduction(None)
+    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
+        return Reduction(None, scalar(1.0, input) * call.normalizer)
+    denominator = denominator_of(layout, call, problem)
+    return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
+
+
+def denominator_of(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # ()
+    """Over the tokens of all ranks."""
+    dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
+    weight, normalizer = problem.denominator_weight, layout.number(call.normalizer)
+    denominator = mean_denominator(call.reduction, normalizer, problem.valid, dtype, target, weight)
+    if denominator is None or normalizer is not None:
+        return denominator
+    denominator = layout.sum_over_tokens(denominator)
+    return denominator if weight is None else nan_for_nothing(denominator)
+
+
+def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool, None for none
+    """`factor` (N,) multiplies the losses: token_weight over the denominator."""
+    if token_weight is None or differentiated(token_weight):
+        return None
+    return factor.detach() == 0.0
+
+
+def without_weightless(
+    layout: OneRank, problem: TokenLosses, token_weight: Tensor | None, factor: Tensor
+) -> TokenLosses:
+    """`problem` with ignore_index in place of their targets; one that is out of range stays, to be refused."""
+    out = None if any(problem.statistics) else weightless(token_weight, factor)
+    if out is None:
+        return problem
+    target = problem.operands.target
+    out = beside_slots(out, target)
+    target = torch.where(out & (target >= 0) & (target < layout.num_classes), problem.ignore_index, target)
+    return problem._replace(operands=problem.operands._replace(target=target))

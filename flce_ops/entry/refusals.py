@@ -1,0 +1,111 @@
+"""Which combinations nobody wrote: one table, from the features of a call to what is said of them together.
+
+    source        a low-rank pair, positions (a head for each)
+    objective     class probabilities, target_weight, slots, z_loss, metrics, argmax, teacher_probs
+    sink          main_grad, sparse gradient, tiles, gradient_class_order
+    layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
+
+All other combinations are implemented. What is new and does not go with everything adds its feature and its rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, PolicyLoss
+from flce_ops.ops.situations import needs_gradient
+from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.torch_private import functorch_is_active
+
+NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
+
+
+def wants_gradient(call: Any) -> bool:
+    return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
+
+
+def wants_sparse_gradient(call: Any) -> bool:
+    if not hasattr(call, "sparse"):
+        return False
+    return bool(call.sparse.gradient_threshold) and wants_gradient(call)
+
+
+def given(name: str) -> Callable[[Any], bool]:
+    return lambda call: getattr(call, name, None) is not None
+
+
+FEATURES: dict[str, Callable[[Any], bool]] = {
+    "DTensors": lambda call: any_dtensor(*call.values()),
+    "torch.func": lambda call: functorch_is_active(),
+    "a low-rank pair": lambda call: isinstance(call, LowRankCrossEntropy),
+    "positions": lambda call: isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2,
+    "class probabilities": lambda call: isinstance(call, CrossEntropy) and call.target.is_floating_point(),
+    "target_weight": given("target_weight"),
+    "slots": lambda call: call.target.dim() == call.input.dim(),
+    "teacher_probs": given("teacher_probs"),
+    "z_loss": lambda call: call.numbers.z_loss != 0.0,
+    "metrics": lambda call: isinstance(call, CrossEntropyMetrics) and any(call.statistics),
+    "argmax": lambda call: isinstance(call, CrossEntropyMetrics) and call.statistics.argmax,
+    "main_grad": given("main_grad"),
+    "sparse gradient": wants_sparse_gradient,
+    "tiles": lambda call: call.sparse.gradient_mode == "tiles",
+    "gradient_class_order": given("gradient_class_order"),
+    # what a layout and a path tell: of the arguments it is not known
+    "sharded vocabulary": lambda call: False,
+    "recomputing shards": lambda call: False,
+    "recomputing always": lambda call: isinstance(call, LogProbs | PolicyLoss),
+}
+REFUSED: dict[str, dict[tuple[str, ...], str]] = {
+    "target_weight": {
+        ("argmax",): "return_metrics of accuracy and argmax is not implemented beside target_weight, whose target "
+        "names several classes; linear_log_probs(..., argmax=True) finds the largest logit",
+    },
+    "main_grad": {
+        ("torch.func",): "main_grad is not implemented under torch.func, whose functions are pure",
+        ("DTensors",): "main_grad beside DTensors is not implemented; pass this rank's tensors, or leave main_grad out",
+        ("positions",): "main_grad is not implemented for a K-dimensional loss; add the gradient to it yourself",
+        ("class probabilities",): "main_grad is not implemented for a target of class probabilities; add the gradient "
+        "to it yourself",
+    },
+    "sparse gradient": {
+        ("positions",): NO_SPARSE.format("of a K-dimensional loss"),
+        ("class probabilities",): NO_SPARSE.format("of class probabilities"),
+        ("tiles", "slots"): NO_SPARSE.format("of mode 'tiles' with several classes a token"),
+        ("main_grad",): NO_SPARSE.format("with main_grad"),
+        ("gradient_class_order", "DTensors"): NO_SPARSE.format("of DTensors with gradient_class_order"),
+        ("sharded vocabulary", "recomputing always"): NO_SPARSE.format("over a sharded vocabulary"),
+        ("sharded vocabulary", "tiles"): NO_SPARSE.format("of mode 'tiles' over a sharded vocabulary"),
+        ("recomputing shards",): NO_SPARSE.format(
+            "over a sharded vocabulary, but for a scalar loss of one class a token with classes on every rank,"
+        ),
+    },
+    "positions": {
+        ("DTensors",): "a K-dimensional loss (linear_weight of shape {linear_weight}) with DTensors is not "
+        "implemented; pass plain tensors, or one head of shape (V, D) at a time",
+        ("target_weight",): "target_weight is not implemented for a K-dimensional loss (linear_weight of shape "
+        "{linear_weight}); pass one head of shape (V, D) at a time",
+    },
+    "class probabilities": {
+        ("metrics",): "return_metrics is not implemented for a target of class probabilities, which names no class; "
+        "linear_log_probs(..., argmax=True) finds the largest logit",
+        ("DTensors",): "a target of class probabilities with DTensors is not implemented; pass plain tensors "
+        "throughout, or the model that makes them to linear_kl_div as DTensors",
+        ("z_loss",): "z_loss is not implemented for a target of class probabilities; add it from linear_log_probs' lse",
+    },
+    "a low-rank pair": {
+        ("DTensors",): "a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
+        "adapter, or out of the plan that shards it",
+    },
+    "teacher_probs": {
+        ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "
+        "(teacher_input, teacher_weight) as DTensors, or plain tensors throughout",
+    },
+}
+
+
+def refuse(op: str, call: Any, *found: str) -> None:
+    """`found` are features that the arguments alone do not show."""
+
+    for feature, rows in REFUSED.items():
+        for others, text in rows.items() if FEATURES[feature](call) else ():
+            if all(other in found or FEATURES[other](call) for other in others):
+                raise NotImplementedError(f"{op}: " + text.format(linear_weight=tuple(call.linear_weight.shape)))
