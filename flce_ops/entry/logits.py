@@ -91,7 +91,7 @@ def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
 
 def losses_of_handed_over(
     with_grad: WithGrad, callers_own: Tensor, problem: TokenLosses, reduction: Reduction
-) -> tuple[Tensor, Tensor, TokenStatistics]:
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     found = with_grad(problem, reduction)
     remember_handed_over(found[0], callers_own)
     return found
