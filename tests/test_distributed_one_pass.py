@@ -5,6 +5,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from flce_ops.aten.vocab_parallel_with_grad import vocab_parallel_with_grad
 from inputs import make_inputs, scalars
 from process_pool import run_in_world, worlds
 from reference_loss import error, run_reference
@@ -27,7 +28,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.aten.vocab_parallel_with_grad import vocab_parallel_with_grad
 from flce_ops.distributed.layout import layout_of
 
 

@@ -7,17 +7,17 @@ import math
 
 import pytest
 import torch
+from flce_ops.aten.policy_with_grad import FILLS, policy_with_grad, policy_with_grad_of_rows
+from flce_ops.math.policy import policy_losses, policy_slopes
 from reference_loss import error
 from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy, token_losses
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.kept_tokens import with_zeroed_rows
-from flce_ops.aten.policy_with_grad import FILLS, policy_with_grad, policy_with_grad_of_rows
-from flce_ops.math.policy import policy_losses, policy_slopes
-from flce_ops.math.policy_arguments import KL_ESTIMATORS, PolicyOptions, PolicyTokens
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import policy_with_grad_outputs
+from flce_ops.objectives.policy import KL_ESTIMATORS, PolicyOptions, PolicyTokens
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -55,8 +55,9 @@ def test_kernels_lose_nothing_that_plain_torch_keeps(tokens, factor, shard, pois
     0.5 one draw of 15 tokens in 250 had such a target, and a gradient of nan. The operator never comes here in float16.
     """
     pytest.importorskip("triton")
-    from flce_ops.triton import launch_with_grad
     from flce_ops.triton.vocab_parallel_with_grad import launch_vocab_parallel_with_grad
+
+    from flce_ops.triton import launch_with_grad
 
     vocab = 9001
     args = make_rare_targets(tokens, 32, vocab, torch.float16, spread=0.25)

@@ -14,10 +14,10 @@ from flce_ops.math.options import (
     Operands,
     Statistics,
 )
-from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.call import Arguments
+from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands
-from flce_ops.math.policy_arguments import KL_ESTIMATORS, OBJECTIVES, PolicyOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_denominator, check_operands, check_per_row
 from flce_ops.meta.outputs import gradient_outputs
+from flce_ops.objectives.policy import KL_ESTIMATORS, OBJECTIVES, PolicyOptions
 
 # N tokens, D hidden, V vocabulary
 

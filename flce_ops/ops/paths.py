@@ -192,9 +192,9 @@ KERNELS = {
         Path(
             "triton",
             (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
-            "flce_ops.triton.vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
+            "flce_ops.triton.with_grad:launch_vocab_parallel_with_grad",
         ),
-        Path("aten", (), "flce_ops.aten.vocab_parallel_with_grad:vocab_parallel_with_grad"),
+        Path("aten", (), "flce_ops.aten.with_grad:vocab_parallel_with_grad"),
     ),
     "linear_cross_entropy_low_rank_with_grad": (
         Path(
@@ -222,8 +222,8 @@ KERNELS = {
         Path("aten", (), "flce_ops.aten.cross_entropy:with_grad_in_place"),
     ),
     "linear_policy_loss_with_grad": (
-        Path("triton", (*TRITON, NOT_FLOAT16), "flce_ops.triton.policy_with_grad:launch_policy_with_grad"),
-        Path("aten", (), "flce_ops.aten.policy_with_grad:policy_with_grad"),
+        Path("triton", (*TRITON, NOT_FLOAT16), "flce_ops.triton.with_grad:launch_policy_with_grad"),
+        Path("aten", (), "flce_ops.aten.with_grad:policy_with_grad"),
     ),
     "linear_kl_div_forward": (
         Path("triton", KL_DIV, "flce_ops.triton.kl_div:launch_kl_div_forward"),

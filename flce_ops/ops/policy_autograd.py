@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.policy import policy_losses, policy_slopes
-from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import check_constants
+from flce_ops.objectives.policy import CONSTANTS, terms_of_policy
 from flce_ops.ops.made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
@@ -49,11 +48,10 @@ def recomputed_policy_step(
     tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
     scale = scale if grad_loss is None else scale * grad_loss
-    cotangent = policy_slopes(log_probs, tokens, call.policy, scale)
+    terms = terms_of_policy(tokens, call.policy)
+    losses, slopes = terms.losses_and_slopes(-log_probs, lse, None)
     gradients = backward(
-        cotangent,
-        -cotangent,
-        None,
+        *terms.cotangents(slopes, scale),
         *operands,
         lse,
         **logits,
@@ -61,4 +59,4 @@ def recomputed_policy_step(
         lse_rest=lse_rest,
         retained=retained if retained.shape[0] else None,
     )
-    return gradients, torch.where(valid, policy_losses(log_probs, tokens, call.policy), 0.0), log_probs
+    return gradients, torch.where(valid, losses, 0.0), log_probs

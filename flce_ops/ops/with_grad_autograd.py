@@ -5,10 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_ops.math.loss import losses_of_rows
+from flce_ops.math.log_probs import surprisal
 from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import WithGrad
+from flce_ops.objectives.cross_entropy import terms_of_tokens, weight_of_slots
 from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
 
@@ -45,12 +47,16 @@ def recomputed_step(
         *operands, logit_sum=call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics), **logits
     )
     target_logit, lse, logit_sum, *_, lse_rest, retained = found
-    rows = (target_logit, lse, logit_sum, lse_rest)
-    terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, operands.linear_weight.shape[0], *rows, call.target_weight
-    )
+    target, slot_weight = operands.target, call.target_weight
+    if slot_weight is not None:
+        slot_weight = weight_of_slots(target, slot_weight, call.ignore_index, lse.dtype)
+    terms = terms_of_tokens(target, operands.weight, operands.num_classes, call.loss, lse.dtype, slot_weight)
+    logit_sum = logit_sum if call.loss.label_smoothing else None
+    losses, slopes = terms.losses_and_slopes(surprisal(target_logit, lse, lse_rest), lse, logit_sum)
+    valid = tokens_that_count(target, call.ignore_index)
+    losses = torch.where(valid, losses, 0.0)
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
-    cotangents = terms.cotangents(target_logit, lse, scale if grad_loss is None else scale * grad_loss)
+    cotangents = terms.cotangents(slopes, scale if grad_loss is None else scale * grad_loss)
     gradients = backward(
         *cotangents,
         *operands,

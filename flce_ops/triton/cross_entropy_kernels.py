@@ -6,7 +6,7 @@
         └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
-    lse = (m + log2 s) ln 2      loss, l, a = row_loss(...)                              row_loss.py
+    lse = (m + log2 s) ln 2      loss, l, a of the objective           flce_ops/objectives
     ask for row i + rows taken at a time
     for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
 
@@ -34,7 +34,6 @@ from flce_ops.triton.logit_rows import (
 )
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.row_loss import row_loss
 from flce_ops.triton.sum_losses import scale_of_rows
 from flce_ops.triton.two_sum import in_two_float32
 
@@ -68,12 +67,15 @@ def rows_kernel(
     kept,  # Count
     outputs,  # ForwardNumbers, or with grad_logits LossResults
     class_weight_ptr,  # (V,) float32
-    loss,  # RowLoss; None without grad_logits
+    objective,  # None without grad_logits, as the next
+    d_sum,  # the derivative of a loss by its logit sum
     logit_options,  # LogitOptions
     ignore_index,
     later,  # rows that are taken at a time
     N,
     V,
+    OF_TARGET: tl.constexpr,
+    OF_ROW: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
@@ -148,18 +150,19 @@ def rows_kernel(
         target_weight = None
         if class_weight_ptr is not None:
             target_weight = tl.load(class_weight_ptr + column)
-        smoothed_sum2 = None
+        logit_sum = None
         if LOGIT_SUM:
-            smoothed_sum2 = logit_sum2
+            logit_sum = logit_sum2 * LN2
         surprisal2 = (row_max - target_logit2) + log2_sum
         surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-        value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
+        value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
+        value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
         tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
         scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
         factor = scale * d_lse / row_sum
         sum_factor = None
         if LOGIT_SUM:
-            sum_factor = -scale * loss.options.label_smoothing / V
+            sum_factor = scale * d_sum
         out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
         store_gradient(
             out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
@@ -178,7 +181,7 @@ def rows_kernel(
                 class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
         finish_gradient(
-            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
+            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, -scale * slope,
             class_weight_ptr, logit_options, logit_scale, softcap,
         )  # fmt: skip
 

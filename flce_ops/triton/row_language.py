@@ -1,0 +1,48 @@
+"""The words of flce_ops/objectives/language.py in a kernel. `at` is (tokens, mask): the tokens of the block of rows."""
+
+import triton
+import triton.language as tl
+
+from flce_ops.triton.logits_gemm import number_at
+
+
+@triton.jit
+def exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def where(condition, values, otherwise):
+    return tl.where(condition, values, otherwise)
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1, near 0 by its series: the first term left out is below 2e-8 of the sum."""
+    series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
+    return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def clamp(values, lowest, highest):
+    return tl.where(values < lowest, lowest, tl.where(values > highest, highest, values))
+
+
+@triton.jit
+def constant(values):
+    return values
+
+
+@triton.jit
+def number(pointer, otherwise):
+    return number_at(pointer, otherwise)
+
+
+@triton.jit
+def of_tokens(pointer, at):
+    return tl.load(pointer + at[0], mask=at[1], other=0.0)
+
+
+@triton.jit
+def times(factor, values):
+    return factor * values
