@@ -1,4 +1,4 @@
-"""Functions of rows written once: here the words that they may use, on tensors; in a kernel: triton/row_language.py.
+"""Functions of rows written once: here the words that they may use, on tensors; in a kernel: in_triton.py.
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
@@ -57,10 +57,10 @@ class RowFunction:
         if self._jit is None:  # who runs kernels has imported Triton
             import triton
 
-            from flce_ops.triton import row_language
+            from flce_ops.objectives import in_triton
 
             source = self.source
-            words = {word: getattr(row_language, word) for word in ("tl", *WORDS)}
+            words = {word: getattr(in_triton, word) for word in ("tl", *WORDS)}
             function = types.FunctionType(source.__code__, {**source.__globals__, **words}, source.__name__)
             function.__module__, function.__qualname__ = source.__module__, source.__qualname__
             self._jit = triton.jit(function)

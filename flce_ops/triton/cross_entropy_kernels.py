@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient
 from flce_ops.triton.logit_rows import (
     LOWEST,
@@ -32,7 +33,7 @@ from flce_ops.triton.logit_rows import (
     target_of,
     whole_row,
 )
-from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
+from flce_ops.triton.logits_gemm import LN2, base2_logits
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sum_losses import scale_of_rows
 from flce_ops.triton.two_sum import in_two_float32
@@ -87,7 +88,7 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
     valid, column = target_of(target_ptr, i, ignore_index, V)
     row, head, groups = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row + head, 16)
@@ -213,7 +214,7 @@ def gradient_kernel(
     edge, there = edges_of(head, groups, V, VEC)
     u_target = tl.load(row + column, mask=valid, other=0.0)
     u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
-    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
     lse = tl.load(lse_ptr + i, mask=valid, other=0.0).to(tl.float64)
     lse2 = (lse + tl.load(lse_rest_ptr + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
     reference = lse2.to(tl.float32)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import lse_of_shards
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
-from flce_ops.triton.logits_gemm import LN2, number_at
+from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 from flce_ops.triton.sum_losses import scale_of_rows
@@ -68,8 +69,8 @@ class FinishedRows(NamedTuple):
     row_factor: Tensor  # c_i
     weight_factor: Tensor  # c_i with the rounding of E_iy taken up
     residual: Tensor  # c_i times that rounding
-    column: Tensor | None  # int64, of a soft target: the class of the entry whose rounding it is
-    row_sum: Tensor | None  # where ranks share a row: Z over all of them, of this rank's reference
+    column: Tensor | None = None  # int64, of a soft target: the class of the entry whose rounding it is
+    row_sum: Tensor | None = None  # where ranks share a row: Z over all of them, of this rank's reference
 
 
 @triton.jit
@@ -200,7 +201,7 @@ def finish_rows_kernel(
         scaled = tl.where(scaled == scaled, row_scale * divisor, scaled)
         if BOUNDED:
             scaled = tl.where(divisor == 0.0, 0.0, scaled)
-    row_factor = scaled * number_at(logit_scale_ptr) / row_sum
+    row_factor = scaled * number(logit_scale_ptr) / row_sum
     divisor = tl.where((divisor == 0.0) & (size == 0.0), 1.0, divisor)
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)

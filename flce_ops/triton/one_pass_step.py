@@ -256,6 +256,9 @@ class OnePassStep:
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""
         if self.grad_input is None:
-            return self.per_token.losses[:0]
+            return self.float32(0)
         later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
-        return later if later.shape[0] >= numbers else self.per_token.losses.new_empty(numbers)
+        return later if later.shape[0] >= numbers else self.float32(numbers)
+
+    def float32(self, numbers: int) -> Tensor:
+        return torch.empty(numbers, dtype=torch.float32, device=self.kept.order.device)

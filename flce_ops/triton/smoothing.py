@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.math.reduction import Reduction
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sum_losses import scale_of_rows
 
@@ -53,7 +53,7 @@ def logit_sum_slopes_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(kept.total)
     token = tl.load(kept.order + i, mask=mask, other=0)
-    slopes = scale_of_rows(reduction, kept, token, mask) * (d_sum * number_at(logit_scale_ptr))
+    slopes = scale_of_rows(reduction, kept, token, mask) * (d_sum * number(logit_scale_ptr))
     tl.store(out_ptr + i, tl.where(mask, slopes, 0.0), mask=i < N)
 
 

@@ -1,9 +1,7 @@
-"""The words of flce_ops/objectives/language.py in a kernel. `at` is (tokens, mask): the tokens of the block of rows."""
+"""The words of language.py in a kernel. `at` is (tokens, mask): the tokens of the block of rows."""
 
 import triton
 import triton.language as tl
-
-from flce_ops.triton.logits_gemm import number_at
 
 
 @triton.jit
@@ -34,8 +32,12 @@ def constant(values):
 
 
 @triton.jit
-def number(pointer, otherwise):
-    return number_at(pointer, otherwise)
+def number(pointer, otherwise: tl.constexpr = 1.0):
+    """The number of an option at `pointer`, or `otherwise` where there is None."""
+    if pointer is None:
+        return otherwise
+    else:
+        return tl.load(pointer).to(tl.float32)
 
 
 @triton.jit
