@@ -7,17 +7,16 @@ import math
 
 import pytest
 import torch
-from flce_ops.aten.policy_with_grad import FILLS, policy_with_grad, policy_with_grad_of_rows
-from flce_ops.math.policy import policy_losses, policy_slopes
 from reference_loss import error
 from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy, token_losses
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.kept_tokens import with_zeroed_rows
+from flce_ops.aten.with_grad import POLICY_FILLS, policy_with_grad, policy_with_grad_of_rows
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import policy_with_grad_outputs
-from flce_ops.objectives.policy import KL_ESTIMATORS, PolicyOptions, PolicyTokens
+from flce_ops.objectives.policy import KL_ESTIMATORS, PolicyOptions, PolicyTokens, terms_of_policy
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -39,6 +38,15 @@ def inner_options(objective="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, 
     return PolicyOptions(objective, *numbers, beta, kl_estimator)
 
 
+def losses_and_slopes(log_probs, tokens, options):
+    """Those by the log-probability, the target's logit less lse; each with a graph of its own."""
+    terms = terms_of_policy(tokens, options)
+    losses, _ = terms.losses_and_slopes(-log_probs, log_probs, None)
+    _, slopes = terms.losses_and_slopes(-log_probs, log_probs, None)
+    torch.testing.assert_close(slopes.grad_lse, -slopes.grad_target_logit)
+    return losses, slopes.grad_target_logit
+
+
 # ---------------------------------------------------------------- the loss of a token
 
 
@@ -54,8 +62,7 @@ def test_slopes_are_the_derivative_of_the_losses_which_are_the_plain_formula(obj
     for old in (others[1], None):
         tokens = PolicyTokens(advantage, old, others[2])
         plain = token_losses(log_probs, advantage, old, others[2], **options)
-        losses = policy_losses(log_probs, tokens, inner_options(**options))
-        slopes = policy_slopes(log_probs, tokens, inner_options(**options))
+        losses, slopes = losses_and_slopes(log_probs, tokens, inner_options(**options))
         torch.testing.assert_close(losses, plain)
         (exact,) = torch.autograd.grad(plain.sum(), log_probs, create_graph=True)
         (found,) = torch.autograd.grad(losses.sum(), log_probs, create_graph=True)
@@ -74,7 +81,7 @@ def test_bounds_belong_to_the_inside():
     options = inner_options(clip_low=0.25, clip_high=0.25, dual_clip=4.0)
     log_probs = bounds.log()
     exactly = log_probs.exp() == bounds
-    slopes = policy_slopes(log_probs, PolicyTokens(advantage, torch.zeros_like(bounds)), options)
+    _, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, torch.zeros_like(bounds)), options)
     torch.testing.assert_close(slopes[exactly], (-advantage * bounds)[exactly])
 
 
@@ -85,9 +92,8 @@ def test_an_overflowing_ratio_gives_the_plain_value_and_a_clipped_token_no_gradi
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
     advantage, old = torch.tensor([2.0, -2.0]), torch.tensor([-101.0, -101.0])
     plain = token_losses(log_probs, advantage, old, None, **options)
-    losses = policy_losses(log_probs, PolicyTokens(advantage, old), inner_options(**options))
+    losses, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, old), inner_options(**options))
     torch.testing.assert_close(losses, plain.double(), check_dtype=False)
-    slopes = policy_slopes(log_probs, PolicyTokens(advantage, old), inner_options(**options))
     (found,) = torch.autograd.grad(losses.sum(), log_probs)
     torch.testing.assert_close(found.double(), slopes, check_dtype=False)
     (exact,) = torch.autograd.grad(plain.sum(), log_probs)
@@ -215,7 +221,7 @@ def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
     options = inner_options(beta=0.1)._asdict() | {"output_mask": [True, True, True]}
     inner = PolicyWithGrad.bind(*(call[name] for name in names), None, **options)
     outputs = policy_with_grad_outputs(inner)
-    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, FILLS, ignored)
+    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, POLICY_FILLS, ignored)
     for found, expected in zip(outputs, policy_with_grad(inner), strict=True):
         assert error(found, expected) < 1e-12
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.vocab_parallel_with_grad import launch_vocab_parallel_with_grad
 from reference_loss import error
 from test_layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS, strided
 from test_triton_interpreter import double, operands
@@ -21,6 +20,7 @@ from test_triton_interpreter import double, operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
+from flce_ops.triton.with_grad import launch_vocab_parallel_with_grad
 
 ON_GPU = torch.cuda.is_available()  # the interpreter stands in where there is none
 GPU = [pytest.mark.gpu] if ON_GPU else []
