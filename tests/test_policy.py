@@ -16,7 +16,7 @@ from flce_ops.aten.kept_tokens import with_zeroed_rows
 from flce_ops.aten.with_grad import POLICY_FILLS, policy_with_grad, policy_with_grad_of_rows
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import policy_with_grad_outputs
-from flce_ops.objectives.policy import KL_ESTIMATORS, PolicyOptions, PolicyTokens, terms_of_policy
+from flce_ops.objectives.policy import KL_ESTIMATORS, Policy, PolicyOptions, PolicyTokens
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -40,11 +40,12 @@ def inner_options(objective="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, 
 
 def losses_and_slopes(log_probs, tokens, options):
     """Those by the log-probability, the target's logit less lse; each with a graph of its own."""
-    terms = terms_of_policy(tokens, options)
-    losses, _ = terms.losses_and_slopes(-log_probs, log_probs, None)
-    _, slopes = terms.losses_and_slopes(-log_probs, log_probs, None)
-    torch.testing.assert_close(slopes.grad_lse, -slopes.grad_target_logit)
-    return losses, slopes.grad_target_logit
+    policy = Policy(options, tokens)
+    losses, _ = policy.losses_and_slopes(-log_probs, log_probs, None)
+    _, slopes = policy.losses_and_slopes(-log_probs, log_probs, None)
+    by_target_logit, by_lse = slopes
+    torch.testing.assert_close(by_lse, -by_target_logit)
+    return losses, by_target_logit
 
 
 # ---------------------------------------------------------------- the loss of a token

@@ -32,15 +32,17 @@ from flce_ops.aten.sparse_gradients import (
 )
 from flce_ops.math.log_probs import surprisal
 from flce_ops.math.options import LogitOperands, Operands, TokenStatistics
+from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
+from flce_ops.math.slots import beside_slots
 from flce_ops.math.sparse_gradient import Draws, Shard
 from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LogitsWithGrad, LowRankWithGrad, PolicyWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.policy import policy_with_grad_outputs
-from flce_ops.objectives.cross_entropy import terms_of_tokens, weight_of_slots
-from flce_ops.objectives.policy import terms_of_policy
-from flce_ops.objectives.row import RowTerms
+from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
+from flce_ops.objectives.policy import Policy
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 
@@ -101,10 +103,8 @@ def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) ->
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     tokens = call.tokens.map(lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
-    scale = call.reduction.scale_of_tokens(valid, losses.dtype)
-    of_tokens = RowsOfTokens(
-        input, terms_of_policy(tokens, call.policy), valid, column, scale, losses, log_probs=log_probs
-    )
+    objective = Policy(call.policy, tokens)
+    of_tokens = RowsOfTokens(input, objective, valid, column, call.reduction, losses, log_probs=log_probs)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
@@ -115,9 +115,8 @@ def vocab_parallel_with_grad_of_rows(
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, own, largest_shard = call.vocab_start, linear_weight.shape[0], shard_rows(call.vocab_size, call.ranks)
     valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
-    scale = torch.where(valid, call.row_scale, 0.0).to(losses.dtype)
     exchange = Exchange(call.group, call.ranks)
-    terms = terms_of_tokens(target, weight, call.vocab_size, call.loss, losses.dtype)
+    objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
     own_statistics = statistics_of_shard(call.statistics, losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
@@ -129,9 +128,8 @@ def vocab_parallel_with_grad_of_rows(
         gradients = SparseAccumulator(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None)
-    of_tokens = RowsOfTokens(
-        input, terms, valid, column, scale, losses, own_statistics, None, own_weight, call.vocab_size, shared
-    )
+    rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)
+    of_tokens = RowsOfTokens(*rows, class_weight=own_weight, num_classes=call.vocab_size, shared=shared)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
     exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:])
 
@@ -187,10 +185,10 @@ class RowsOfTokens(NamedTuple):
     """What is known of N tokens, and where what is found goes, (N,) each."""
 
     input: Tensor  # (N, D), or the given logits
-    terms: RowTerms
+    objective: RowObjective
     valid: Tensor
     column: Tensor  # (N, 1) or (N, K)
-    scale: Tensor
+    reduction: Reduction
     losses: Tensor  # out, as the next two
     statistics: TokenStatistics = TokenStatistics()
     log_probs: Tensor | None = None
@@ -213,11 +211,11 @@ def rows_of_call(
     else:
         valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
         slot_weight = weight_of_slots(target, target_weight, call.ignore_index, losses.dtype)
-    scale = call.reduction.scale_of_tokens(valid, losses.dtype)
     class_weight = upcast(operands.weight, losses.dtype)
     of_targets = column.squeeze(1) if slot_weight is None else column
-    terms = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, losses.dtype, slot_weight)
-    return RowsOfTokens(input, terms, valid, column, scale, losses, statistics, None, class_weight, num_classes)
+    objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, slot_weight)
+    rows = (input, objective, valid, column, call.reduction, losses, statistics)
+    return RowsOfTokens(*rows, class_weight=class_weight, num_classes=num_classes)
 
 
 class Accumulator(Protocol):
@@ -239,15 +237,17 @@ def loss_and_gradients(
     gradients: Accumulator,
     scaled: Callable[[Tensor], Tensor] | None = None,  # makes u of a block of `products`
 ) -> Tensor:  # ()
-    input, terms, valid, column, scale, losses, statistics, log_probs, class_weight, num_classes, shared = of_tokens
+    input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
+    class_weight, num_classes, shared = of_tokens[-3:]
+    scale = reduction.scale_of_tokens(valid, losses.dtype)
     for chunk, product in products:
         # ranks meet once for a chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, multiple=multiple_of(gradients))
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
             found = logits.gather(1, column[rows])
-            target_logit = found if terms.soft else found.squeeze(1)
-            logit_sum = None if terms.objective.d_sum is None else weighted_logits(logits, class_weight)
+            target_logit = found if objective.soft else found.squeeze(1)
+            logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight)
             largest = shared.largest(logits) if shared else None
             row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
             if shared is None:
@@ -257,13 +257,12 @@ def loss_and_gradients(
                     rows, row_max, row_sum, target_logit, logit_sum, largest
                 )
                 lse_rest = None
-            own_terms, distance = terms.of(rows), surprisal(target_logit, lse, lse_rest)
-            if own_terms.objective.bounded:  # its slopes are functions of the surprisal, which an ignored row has inf
-                distance = torch.where(valid[rows], distance, 0.0)
-            losses[rows], slopes = own_terms.losses_and_slopes(distance, lse, logit_sum)
+            of_rows, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
+            distance = torch.where(beside_slots(valid[rows], distance), distance, 0.0)  # an ignored row may have inf
+            losses[rows], slopes = of_rows.losses_and_slopes(distance, lse, logit_sum)
             if log_probs is not None:
                 log_probs[rows] = -distance
-            cotangents = own_terms.cotangents(slopes, scale[rows])
+            cotangents = of_rows.cotangents(slopes, scale[rows])
             factor = cotangents.grad_lse / row_sum if shared is None else cotangents.grad_lse * normalizer
             grad_logits = logits.mul_(factor[:, None])
             if shared:
@@ -277,4 +276,4 @@ def loss_and_gradients(
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    return call.reduction.loss(zero_where_ignored(input, losses), valid)
+    return reduction.loss(zero_where_ignored(input, losses), valid)

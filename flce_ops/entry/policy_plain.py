@@ -22,7 +22,7 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
-from flce_ops.objectives.policy import CONSTANTS, PolicyOptions, PolicyTokens, terms_of_policy
+from flce_ops.objectives.policy import CONSTANTS, Policy, PolicyOptions, PolicyTokens
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 from flce_ops.ops.situations import needs_gradient
@@ -105,7 +105,7 @@ def losses_of_rows(
     """(N,) each, 0 where ignored; the second a constant."""
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
-    losses, _ = terms_of_policy(tokens, options).losses_and_slopes(-log_probs, lse, None)
+    losses, _ = Policy(options, tokens).losses_and_slopes(-log_probs, lse, None)
     return torch.where(valid, losses, 0.0), log_probs.detach()
 
 

@@ -8,8 +8,6 @@ A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (
 equal classes add up.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -18,50 +16,39 @@ from flce_ops.math.options import LogitOperands, LossOptions, Operands
 from flce_ops.math.reduction import class_weight_of
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.objectives.language import RowFunction, number, times
-from flce_ops.objectives.row import RowTerms
+from flce_ops.objectives.row import RowObjective
 
 # N tokens, K slots of each, V vocabulary
 
 
-@RowFunction
-def of_target(surprisal, weight, at, loss):
-    factor = 1.0 - loss.label_smoothing
-    if weight is not None:
-        factor = factor * weight
-    return times(factor, surprisal), factor
+class CrossEntropy(RowObjective):
+    @RowFunction
+    def of_target(surprisal, weight, at, loss):
+        factor = 1.0 - loss.options.label_smoothing
+        if weight is not None:
+            factor = factor * weight
+        return times(factor, surprisal), factor
 
-
-@RowFunction
-def of_row(value, slope, lse, logit_sum, at, loss):
-    d_lse = slope
-    if logit_sum is not None:
-        smoothing = loss.label_smoothing / loss.num_classes
-        of_all = loss.label_smoothing
-        if loss.class_weight_sum is not None:
-            of_all = smoothing * number(loss.class_weight_sum, 1.0)
-        value = value + (of_all * lse - smoothing * logit_sum)
-        d_lse = d_lse + of_all
-    if loss.z_loss is not None:
-        z_loss = number(loss.z_loss, 0.0)
-        value = value + z_loss * lse * lse
-        d_lse = d_lse + 2.0 * z_loss * lse
-    return value, d_lse
-
-
-class CrossEntropy(NamedTuple):
-    label_smoothing: float
-    z_loss: Tensor | None  # ()
-    num_classes: int  # V, of all ranks
-    class_weight_sum: Tensor | None = None  # () sum_j w_j; None for V
-
-    per_token = ()
-    bounded = False
-    of_target = of_target
-    of_row = of_row
+    @RowFunction
+    def of_row(value, slope, lse, logit_sum, at, loss):
+        d_lse = slope
+        if logit_sum is not None:
+            smoothing = loss.options.label_smoothing / loss.num_classes
+            of_all = loss.options.label_smoothing
+            if loss.class_weight_sum is not None:
+                of_all = smoothing * number(loss.class_weight_sum, 1.0)
+            value = value + (of_all * lse - smoothing * logit_sum)
+            d_lse = d_lse + of_all
+        if loss.options.z_loss is not None:
+            z_loss = number(loss.options.z_loss, 0.0)
+            value = value + z_loss * lse * lse
+            d_lse = d_lse + 2.0 * z_loss * lse
+        return value, d_lse
 
     @property
     def d_sum(self) -> float | None:
-        return -self.label_smoothing / self.num_classes if self.label_smoothing else None
+        smoothing = self.options.label_smoothing
+        return -smoothing / self.num_classes if smoothing else None
 
 
 def weight_of_slots(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
@@ -70,19 +57,19 @@ def weight_of_slots(target: Tensor, target_weight: Tensor, ignore_index: int, dt
     return torch.where(q < 0.0, torch.nan, q)
 
 
-def terms_of_tokens(
+def cross_entropy_of(
     target: Tensor,  # (N,) or (N, K)
     weight: Tensor | None,  # (V,)
     num_classes: int,
     options: LossOptions,
     dtype: torch.dtype,
     slot_weight: Tensor | None = None,  # (N, K)
-) -> RowTerms:
+) -> CrossEntropy:
     of_target, weight_sum = slot_weight, None
     if weight is not None:
         of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
         of_target = of_class if slot_weight is None else slot_weight * of_class
-    return RowTerms(CrossEntropy(*options, num_classes, weight_sum), of_target)
+    return CrossEntropy(options, None, of_target, num_classes, weight_sum)
 
 
 def losses_of_rows(
@@ -99,8 +86,8 @@ def losses_of_rows(
     """Losses, 0 where ignored, that autograd differentiates; which tokens are not ignored."""
     target = operands.target
     slot_weight = None if target_weight is None else weight_of_slots(target, target_weight, ignore_index, lse.dtype)
-    terms = terms_of_tokens(target, operands.weight, num_classes, options, lse.dtype, slot_weight)
+    objective = cross_entropy_of(target, operands.weight, num_classes, options, lse.dtype, slot_weight)
     distance = surprisal(target_logit, lse, lse_rest)
-    losses, _ = terms.losses_and_slopes(distance, lse, logit_sum if options.label_smoothing else None)
+    losses, _ = objective.losses_and_slopes(distance, lse, logit_sum if options.label_smoothing else None)
     valid = tokens_that_count(target, ignore_index)
     return torch.where(valid, losses, 0.0), valid

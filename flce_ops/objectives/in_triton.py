@@ -1,5 +1,7 @@
 """The words of language.py in a kernel. `at` is (tokens, mask): the tokens of the block of rows."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -48,3 +50,10 @@ def of_tokens(pointer, at):
 @triton.jit
 def times(factor, values):
     return factor * values
+
+
+def in_kernel(values: Any) -> Any:
+    """An objective as an argument of a kernel, which is compiled for each of the names among its options."""
+    if isinstance(values, tuple):
+        return type(values)(*map(in_kernel, values))
+    return tl.constexpr(values) if isinstance(values, str) else values

@@ -45,7 +45,7 @@ WORDS = ("exp", "expm1", "where", "clamp", "constant", "number", "of_tokens", "t
 
 
 class RowFunction:
-    def __init__(self, source: types.FunctionType) -> None:
+    def __init__(self, source: Any) -> None:
         self.source = source
         self._jit: Any = None
 

@@ -18,71 +18,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flce_ops.objectives.language import RowFunction, clamp, constant, exp, expm1, number, of_tokens, where
-from flce_ops.objectives.row import RowTerms
+from flce_ops.objectives.row import RowObjective
 
 # N tokens, D hidden, V vocabulary
 
 OBJECTIVES = ("ppo", "cispo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-
-
-@RowFunction
-def of_target(surprisal, weight, at, policy):
-    log_prob = -surprisal
-    advantage = of_tokens(policy.advantages, at)
-    log_ratio = log_prob - constant(log_prob)
-    if policy.old_log_probs is not None:
-        log_ratio = log_prob - of_tokens(policy.old_log_probs, at)
-    ratio = exp(constant(log_ratio))
-    lowest, highest = 1.0 - number(policy.clip_low, 0.0), 1.0 + number(policy.clip_high, 0.0)
-    if policy.objective == "cispo":
-        slope = -(clamp(ratio, lowest, highest) * advantage)
-        value = slope * log_prob
-    else:
-        negative = advantage < 0.0
-        lower = where(negative, lowest, 0.0)
-        upper = where(negative, number(policy.dual_clip, float("inf")), highest)
-        beyond = (ratio < lower) | (ratio > upper)
-        within = exp(where(beyond, 0.0, log_ratio))
-        value = -advantage * where(beyond, clamp(ratio, lower, upper), within)
-        slope = where(beyond, 0.0, -advantage * within)
-    if policy.beta is not None:
-        beta = number(policy.beta, 0.0)
-        distance = log_prob - of_tokens(policy.ref_log_probs, at)
-        if policy.kl_estimator == "k1":
-            value = value + beta * distance
-            slope = slope + beta
-        elif policy.kl_estimator == "k2":
-            value = value + beta * (0.5 * distance * distance)
-            slope = slope + beta * distance
-        else:
-            growth = expm1(-distance)  # e^-d - 1 would keep few digits of nearly equal policies
-            value = value + beta * (growth + distance)
-            slope = slope - beta * growth
-    return value, -slope
-
-
-@RowFunction
-def of_row(value, slope, lse, logit_sum, at, policy):
-    return value, slope
-
-
-class Policy(NamedTuple):
-    advantages: Tensor  # (N,), like the next two
-    old_log_probs: Tensor | None
-    ref_log_probs: Tensor | None
-    objective: str
-    clip_low: Tensor  # (), like the next three
-    clip_high: Tensor
-    dual_clip: Tensor | None
-    beta: Tensor | None
-    kl_estimator: str
-
-    per_token = ("advantages", "old_log_probs", "ref_log_probs")
-    bounded = True
-    d_sum = None
-    of_target = of_target
-    of_row = of_row
 
 
 class PolicyOperands(NamedTuple):
@@ -115,5 +56,42 @@ class PolicyOptions(NamedTuple):
     kl_estimator: str
 
 
-def terms_of_policy(tokens: PolicyTokens, options: PolicyOptions) -> RowTerms:
-    return RowTerms(Policy(*tokens, *options))
+class Policy(RowObjective):
+    """Its tokens are PolicyTokens, its options PolicyOptions."""
+
+    bounded = True
+
+    @RowFunction
+    def of_target(surprisal, weight, at, policy):
+        log_prob = -surprisal
+        advantage = of_tokens(policy.tokens.advantages, at)
+        log_ratio = log_prob - constant(log_prob)
+        if policy.tokens.old_log_probs is not None:
+            log_ratio = log_prob - of_tokens(policy.tokens.old_log_probs, at)
+        ratio = exp(constant(log_ratio))
+        lowest, highest = 1.0 - number(policy.options.clip_low, 0.0), 1.0 + number(policy.options.clip_high, 0.0)
+        if policy.options.objective == "cispo":
+            slope = -(clamp(ratio, lowest, highest) * advantage)
+            value = slope * log_prob
+        else:
+            negative = advantage < 0.0
+            lower = where(negative, lowest, 0.0)
+            upper = where(negative, number(policy.options.dual_clip, float("inf")), highest)
+            beyond = (ratio < lower) | (ratio > upper)
+            within = exp(where(beyond, 0.0, log_ratio))
+            value = -advantage * where(beyond, clamp(ratio, lower, upper), within)
+            slope = where(beyond, 0.0, -advantage * within)
+        if policy.options.beta is not None:
+            beta = number(policy.options.beta, 0.0)
+            distance = log_prob - of_tokens(policy.tokens.ref_log_probs, at)
+            if policy.options.kl_estimator == "k1":
+                value = value + beta * distance
+                slope = slope + beta
+            elif policy.options.kl_estimator == "k2":
+                value = value + beta * (0.5 * distance * distance)
+                slope = slope + beta * distance
+            else:
+                growth = expm1(-distance)  # e^-d - 1 would keep few digits of nearly equal policies
+                value = value + beta * (growth + distance)
+                slope = slope - beta * growth
+        return value, -slope

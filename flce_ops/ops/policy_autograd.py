@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.policy import check_constants
-from flce_ops.objectives.policy import CONSTANTS, terms_of_policy
+from flce_ops.objectives.policy import CONSTANTS, Policy
 from flce_ops.ops.made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
@@ -48,10 +48,10 @@ def recomputed_policy_step(
     tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
     scale = scale if grad_loss is None else scale * grad_loss
-    terms = terms_of_policy(tokens, call.policy)
-    losses, slopes = terms.losses_and_slopes(-log_probs, lse, None)
+    objective = Policy(call.policy, tokens)
+    losses, slopes = objective.losses_and_slopes(-log_probs, lse, None)
     gradients = backward(
-        *terms.cotangents(slopes, scale),
+        *objective.cotangents(slopes, scale),
         *operands,
         lse,
         **logits,

@@ -10,7 +10,7 @@ from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import WithGrad
-from flce_ops.objectives.cross_entropy import terms_of_tokens, weight_of_slots
+from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
 from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
 
@@ -50,13 +50,13 @@ def recomputed_step(
     target, slot_weight = operands.target, call.target_weight
     if slot_weight is not None:
         slot_weight = weight_of_slots(target, slot_weight, call.ignore_index, lse.dtype)
-    terms = terms_of_tokens(target, operands.weight, operands.num_classes, call.loss, lse.dtype, slot_weight)
+    objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, lse.dtype, slot_weight)
     logit_sum = logit_sum if call.loss.label_smoothing else None
-    losses, slopes = terms.losses_and_slopes(surprisal(target_logit, lse, lse_rest), lse, logit_sum)
+    losses, slopes = objective.losses_and_slopes(surprisal(target_logit, lse, lse_rest), lse, logit_sum)
     valid = tokens_that_count(target, call.ignore_index)
     losses = torch.where(valid, losses, 0.0)
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
-    cotangents = terms.cotangents(slopes, scale if grad_loss is None else scale * grad_loss)
+    cotangents = objective.cotangents(slopes, scale if grad_loss is None else scale * grad_loss)
     gradients = backward(
         *cotangents,
         *operands,

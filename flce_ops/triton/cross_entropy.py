@@ -13,6 +13,7 @@ from flce_ops.meta import cross_entropy as meta
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import CrossEntropy
+from flce_ops.objectives.in_triton import in_kernel
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous
@@ -130,7 +131,7 @@ def loss_step(
 ) -> None:
     logits, target, _ = call.operands
     kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
-    objective = CrossEntropy(*call.loss, logits.shape[1], weight_sum)
+    objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
     numbers = LossResults(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
     launch_rows(call, numbers, objective.d_sum is not None, gradient, objective, call.reduction, kept)
@@ -191,7 +192,7 @@ def launch_rows(
         kept,
         numbers,
         weight,
-        objective,
+        None if objective is None else in_kernel(objective),
         None if objective is None else objective.d_sum,
         call.logits,
         call.ignore_index,

@@ -12,7 +12,7 @@ share, Z is the whole row's in units of this rank's reference: 2^(lse2 - r).
 Logits, references and logarithms of sums are in base 2 (times log2 e), but for what an objective reads.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import lse_of_shards
-from flce_ops.objectives.in_triton import number
+from flce_ops.objectives.in_triton import in_kernel, number
+from flce_ops.objectives.row import RowObjective
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
 from flce_ops.triton.logits_gemm import LN2
@@ -42,14 +43,13 @@ class Tokens(NamedTuple):
     """What is known of a chunk's tokens before the logits GEMM, and where their losses go.
 
     (n,) are in the order of the kept tokens, (N,) as the tokens stand. Of a soft target the first three vectors are
-    (n, K) and the weight is (N, K).
+    (n, K).
     """
 
     kept: Kept
     target_logit: Tensor  # (n,) z2 of the target, or of column 0 where the target is not here
     target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap; or its class scale
     column: Tensor  # (n,) int64, the target's, -1 where it is not here
-    weight: Tensor | None  # (N,) float32, of of_target
     reduction: Reduction | None  # of (N,) row scales g_i, or a mean; None for 1
     losses: Tensor | None  # (N,) out
     log_probs: Tensor | None  # (N,) out
@@ -173,8 +173,8 @@ def finish_rows_kernel(
             logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
             distance = (reference - logit) + log2_sum
         weight = None
-        if tokens.weight is not None:
-            weight = tl.load(tokens.weight + token_slots + slot, mask=inside, other=0.0)
+        if objective.weight is not None:
+            weight = tl.load(objective.weight + token_slots + slot, mask=inside, other=0.0)
         surprisal = distance * LN2
         if tokens.log_probs is not None:
             tl.store(tokens.log_probs + token, tl.where(mask, -surprisal, 0.0), mask=written_rows(tokens.kept, i, n))
@@ -213,7 +213,7 @@ def finish_rows_kernel(
         column = tl.load(tokens.column + row_slots + slot, mask=inside, other=-1)
         slope_of_entry = slope
         if SLOTS > 1:
-            weight = sum_of_equals(column, tokens.column + row_slots, tokens.weight + token_slots, SLOTS, BLOCK_S)
+            weight = sum_of_equals(column, tokens.column + row_slots, objective.weight + token_slots, SLOTS, BLOCK_S)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
         # a row factor of inf (a normalizer of 0) makes the entry inf - inf: nan, and so is every sum over it
@@ -253,7 +253,7 @@ def store_factors(finished, i, mask, row_factor, entry, rounded, here):
 def launch_finish_rows(
     tokens: Tokens,
     sums: RowSums,
-    objective: Any,  # RowObjective
+    objective: RowObjective,
     dtype: torch.dtype,  # of E
     *,
     logit_scale: Tensor | None,  # ()
@@ -261,9 +261,12 @@ def launch_finish_rows(
 ) -> FinishedRows:
     column, slots = tokens.column, 1 if tokens.column.dim() == 1 else tokens.column.shape[1]
     n, rows = column.shape[0], ROWS if column.dim() == 1 else 1
+    row_factor, weight_factor, residual = torch.empty(3, n, dtype=torch.float32, device=column.device).unbind()
     finished = FinishedRows(
         torch.empty(column.shape, dtype=dtype, device=column.device),
-        *torch.empty(3, n, dtype=torch.float32, device=column.device).unbind(),
+        row_factor,
+        weight_factor,
+        residual,
         column=None if column.dim() == 1 else column.new_empty(n),
         row_sum=None if gathered is None else torch.empty_like(sums.exponentials),
     )
@@ -289,8 +292,3 @@ def launch_finish_rows(
         num_warps=2,
     )
     return finished
-
-
-def in_kernel(objective: Any) -> Any:
-    """A kernel is compiled for the names among an objective's fields."""
-    return type(objective)(*(tl.constexpr(value) if isinstance(value, str) else value for value in objective))

@@ -62,7 +62,8 @@ def low_rank_step(
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
     cut = best_cut(problem._replace(recompute_below=0))  # backward's kernels know no pair
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
-    per_token = StepTokens(CrossEntropy(*call.loss, num_classes), target_weight, reduction, losses)
+    objective = CrossEntropy(call.loss, None, target_weight, num_classes)
+    per_token = StepTokens(objective, reduction, losses)
     nothing = input.new_empty(0)
     of_head = [grad_input, nothing, grad_bias]
     of_pair = [grad_pair_input, grad_pair_weight, nothing]

@@ -12,7 +12,7 @@ The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is w
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import argmax_of_shards
+from flce_ops.objectives.row import RowObjective
 from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
@@ -50,8 +51,7 @@ Recompute = Callable[[Kept, Gradients, WeightGradient | None], list[slice]]
 class StepTokens(NamedTuple):
     """What a step makes of every token, (N,) as the tokens stand."""
 
-    objective: Any  # RowObjective
-    weight: Tensor | None  # float32, the class weight of the target; of a soft one (N, K), times the slots' own
+    objective: RowObjective
     reduction: Reduction | None  # None for a scale of 1
     losses: Tensor | None  # out, as the next two
     statistics: TokenStatistics = TokenStatistics()
@@ -164,7 +164,6 @@ class OnePassStep:
             at_target.logit,
             at_target.dz_du,
             at_target.column,
-            of_tokens.weight,
             of_tokens.reduction,
             of_tokens.losses,
             of_tokens.log_probs,

@@ -12,7 +12,6 @@ from flce_ops.math.options import Cotangents
 from flce_ops.math.slots import beside_slots
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Backward, Forward, WithGrad
-from flce_ops.objectives.row import RowTerms
 from flce_ops.triton.backward import run_backward
 from flce_ops.triton.forward import run_forward
 from flce_ops.triton.gradients import Gradients
@@ -32,9 +31,9 @@ def recompute_step(
     weight_gradient: WeightGradient | None,
 ) -> list[slice]:
     """The ranges of rows it took."""
-    operands, terms = call.operands, RowTerms(per_token.objective, per_token.weight)
+    operands, objective = call.operands, per_token.objective
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    smoothed, asked = terms.objective.d_sum is not None, asked_of_forward(call.statistics)
+    smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
     forward = Forward.bind(*operands, logit_sum=smoothed, **asked, **logits)
     outputs = meta.forward_outputs(*forward.values())
     run_forward(forward, kept, outputs)
@@ -42,7 +41,7 @@ def recompute_step(
     valid, here = place >= 0, place >= kept.start
     mine = here | ~valid
     distance = surprisal(target_logit, lse, lse_rest)
-    losses, slopes = terms.losses_and_slopes(distance, lse, logit_sum if smoothed else None)
+    losses, slopes = objective.losses_and_slopes(distance, lse, logit_sum if smoothed else None)
     found = [(per_token.losses, losses)]
     if per_token.log_probs is not None:
         found.append((per_token.log_probs, -distance))
@@ -51,7 +50,7 @@ def recompute_step(
     for of_tokens, values in zip(per_token.statistics, statistics_of_forward(call.statistics, outputs)):
         if values is not None:
             of_tokens.copy_(torch.where(mine, values, of_tokens))
-    cotangents = terms.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
+    cotangents = objective.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
     own = (None if grad is None else torch.where(beside_slots(here, grad), grad, 0.0) for grad in cotangents)
     backward = Backward.bind(
         *Cotangents(*own),

@@ -19,7 +19,7 @@ def sparse_backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]
     """The chunks that it takes."""
     kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
     gradients = wanted_gradients(outputs, call.output_mask)
-    per_token = StepTokens(GivenSlopes(*call.cotangents[:2]), weight=None, reduction=None, losses=None)
+    per_token = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
     chunks = run_sparse(call, kept, per_token, gradients)
     finish_gradients(outputs, gradients, kept, place)
     return chunks

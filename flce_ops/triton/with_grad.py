@@ -9,21 +9,22 @@ label smoothing, two more with argmax. Chunks are as large as the workspace allo
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.math.options import Operands, TokenStatistics
-from flce_ops.math.reduction import Reduction, class_weight_of
+from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard
 from flce_ops.math.sparse_gradient import Shard
 from flce_ops.meta.arguments import PolicyWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.policy import policy_with_grad_outputs
-from flce_ops.objectives.cross_entropy import CrossEntropy, terms_of_tokens, weight_of_slots
+from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, weight_of_slots
 from flce_ops.objectives.policy import Policy
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks, with_contiguous_vectors
 from flce_ops.triton.cut import Cut, cut_shard, cut_tokens
@@ -58,53 +59,46 @@ def launch_with_grad(call: WithGrad) -> meta.OnePassOutputs:
 def launch_policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, ...]:
     outputs = policy_with_grad_outputs(call)
     operands = with_contiguous_vectors(Operands(*call.operands))
-    row_scale, denominator = call.reduction
-    reduction = Reduction(*contiguous(row_scale), denominator)
+    (row_scale,) = contiguous(call.reduction.row_scale)
+    reduction = Reduction(row_scale, call.reduction.denominator)
     options = {"ignore_index": call.ignore_index, **call.logits._asdict(), "output_mask": call.output_mask}
     of_tokens = WithGrad.bind(*operands, *reduction, **options)
     tokens = call.tokens.map(lambda values: values.float().contiguous())
-    objective = WeightedObjective(Policy(*tokens, *call.policy))
     with torch.cuda.device_of(outputs[0]):
-        launch_step(of_tokens, objective, outputs[:5], (), log_probs=outputs[5], recorded=call)
+        launch_step(of_tokens, Policy(call.policy, tokens), outputs[:5], (), log_probs=outputs[5], recorded=call)
     return outputs
 
 
-class WeightedObjective(NamedTuple):
-    objective: Any  # RowObjective
-    of_target: Tensor | None = None  # (N,) float32, w_y; of a soft target (N, K), q_k w_yk; None for 1
-    of_class: Tensor | None = None  # (V,) float32, None for 1
-
-
-def objective_of(call: WithGrad) -> WeightedObjective:
+def objective_of(call: WithGrad) -> CrossEntropy:
+    slot_weight = call.target_weight
+    if slot_weight is not None:
+        slot_weight = weight_of_slots(call.operands.target, slot_weight, call.ignore_index, torch.float32)
     target, weight = call.operands.target, call.operands.weight
-    of_target = of_class = total = None
-    if weight is not None:
-        of_class = weight.to(torch.float32, copy=True)  # what shares memory is not repeated
-        of_target, total = class_weight_of(target, weight, torch.float32), of_class.sum()
-    if call.target_weight is not None:
-        of_slots = weight_of_slots(target, call.target_weight, call.ignore_index, torch.float32)
-        of_target = (of_slots if of_target is None else of_slots * of_target).contiguous()
-    return WeightedObjective(CrossEntropy(*call.loss, call.operands.num_classes, total), of_target, of_class)
+    objective = cross_entropy_of(target, weight, call.operands.num_classes, call.loss, torch.float32, slot_weight)
+    return objective._replace(weight=None if objective.weight is None else objective.weight.contiguous())
 
 
 def launch_step(
     call: WithGrad,
-    objective: WeightedObjective,
+    objective: RowObjective,
     results: tuple[Tensor, ...],  # loss, losses, and the gradients
     statistics: tuple[Tensor, ...],  # all of TokenStatistics, or none
     log_probs: Tensor | None = None,  # (N,) out
     recorded: Any = None,  # the call that last_path() names; None for `call`
 ) -> None:
+    weight = call.operands.weight
+    class_weight = None if weight is None else weight.to(torch.float32, copy=True)  # what shares memory is not repeated
     in_range = call.operands.target.new_empty((), dtype=torch.bool)
     by_token = statistics if log_probs is None else (log_probs,)
-    chunks, notes = repeated(one_pass_step, call, objective, fresh=(in_range, *results, *by_token))
+    chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *results, *by_token))
     assert_in_range(in_range, call.operands.target, call.operands.num_classes, call.ignore_index)
     record_chunks(call if recorded is None else recorded, call.operands.linear_weight, chunks, *notes)
 
 
 def one_pass_step(
     call: WithGrad,
-    objective: WeightedObjective,
+    objective: RowObjective,
+    class_weight: Tensor | None,  # (V,) float32
     in_range: Tensor,  # () bool, out
     loss: Tensor,
     losses: Tensor,
@@ -119,16 +113,16 @@ def one_pass_step(
         input,
         linear_weight,
         call.output_mask,
-        smoothed=objective.objective.d_sum is not None,
+        smoothed=objective.d_sum is not None,
         sum_pairs=sum_pairs(call.statistics),
     )
     kept, place = keep_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
-    per_token = StepTokens(*objective[:2], call.reduction, losses, statistics, log_probs)
-    return step_over_tokens(call, per_token, objective.of_class, kept, place, (loss, *grads), cut, None)
+    per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
+    return step_over_tokens(call, per_token, class_weight, kept, place, (loss, *grads), cut, None)
 
 
 def step_over_tokens(
-    call: WithGrad | VocabParallelWithGrad,
+    call: Any,  # WithGrad, or with a shard VocabParallelWithGrad
     per_token: StepTokens,
     class_weight: Tensor | None,  # (v,) float32
     kept: Kept,
@@ -173,14 +167,14 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.OnePass
         kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
         assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
         exchange = Exchange(call.group, call.ranks)
-        terms = terms_of_tokens(target, weight, call.vocab_size, call.loss, torch.float32)
+        objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, torch.float32)
         own_weight = None
         if weight is not None:
             own_weight = weight.float()[call.vocab_start : call.vocab_start + linear_weight.shape[0]]
         own = statistics_of_shard(call.statistics, losses)
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
         reduction = Reduction(call.row_scale.contiguous())
-        per_token = StepTokens(terms.objective, terms.weight, reduction, losses, statistics, gather=exchange.gather)
+        per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
         cut = cut_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
         shard = Shard(call.vocab_start, rows, exchange.gather)
         chunks, notes = step_over_tokens(call, per_token, own_weight, kept, place, (loss, *grads), cut, shard)
