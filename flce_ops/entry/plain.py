@@ -19,9 +19,9 @@ from flce_ops.entry.weighted import FromForward, WithGrad, weighted_loss, weight
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, denominator_of_all, quotient
-from flce_ops.math.scalars import logit_options, loss_options, scalar
+from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
-from flce_ops.objectives.cross_entropy import losses_of_rows
+from flce_ops.objectives.cross_entropy import loss_options, losses_of_rows
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient, options_in_situation

@@ -16,12 +16,13 @@ from flce_ops.entry.plain import loss_of_tokens
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.options import LossOptions, Operands, TokenLosses
+from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
+from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import CONSTANTS, Policy, PolicyOptions, PolicyTokens
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass

@@ -9,7 +9,6 @@ from flce_ops.math.options import (
     Cotangents,
     LogitOperands,
     LogitOptions,
-    LossOptions,
     LowRankOperands,
     Operands,
     Statistics,
@@ -17,6 +16,7 @@ from flce_ops.math.options import (
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.call import Arguments
+from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
 
 SymInt = Annotated[int, "SymInt"]

@@ -8,17 +8,53 @@ A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (
 equal classes add up.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import LogitOperands, LossOptions, Operands
+from flce_ops.math.options import LogitOperands, Operands, OptionalScalar, Ranges, Scalar, numbers_of
 from flce_ops.math.reduction import class_weight_of
+from flce_ops.math.scalars import scalar_unless
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.objectives.language import RowFunction, number, times
 from flce_ops.objectives.row import RowObjective
 
 # N tokens, K slots of each, V vocabulary
+
+
+class LossNumbers(NamedTuple):
+    """The user's, in the order of the entries' schemas; those of LogitNumbers are among them."""
+
+    label_smoothing: Scalar = 0.0
+    softcap: OptionalScalar = None
+    logit_scale: Scalar = 1.0
+    temperature: Scalar = 1.0
+    z_loss: Scalar = 0.0
+
+
+RANGES: Ranges = {
+    "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+}
+
+
+class LossOptions(NamedTuple):
+    """The same as the inner operators take them."""
+
+    label_smoothing: float = 0.0
+    z_loss: Tensor | None = None  # ()
+
+
+OF_PROBABILITIES = ("label_smoothing",)  # of these options, what a target of class probabilities takes too
+
+
+def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
+    """At its default a term of the loss is off."""
+    options = {name: getattr(numbers, name) for name in LossOptions._fields}
+    for name in numbers_of(LossOptions):
+        options[name] = scalar_unless(LossNumbers._field_defaults[name], options[name], like)
+    return LossOptions(**options)
 
 
 class CrossEntropy(RowObjective):

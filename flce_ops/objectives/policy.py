@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flce_ops.math.options import Ranges
 from flce_ops.objectives.language import RowFunction, clamp, constant, exp, expm1, number, of_tokens, where
 from flce_ops.objectives.row import RowObjective
 
@@ -45,6 +46,13 @@ class PolicyTokens(NamedTuple):
 
 
 CONSTANTS = PolicyTokens._fields
+
+
+RANGES: Ranges = {
+    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
+    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
+    "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),
+}
 
 
 class PolicyOptions(NamedTuple):

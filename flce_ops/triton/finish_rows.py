@@ -74,20 +74,20 @@ class FinishedRows(NamedTuple):
 
 
 @triton.jit
-def with_shares(row_sum, shares, SLOTS: tl.constexpr):
+def with_shares(row_sum, shares, SOFT: tl.constexpr):
     """Z, at least the targets' shares of it, which were summed in another order of the same products."""
-    if SLOTS == 1:
-        return tl.where(row_sum < shares, shares, row_sum)
-    else:
+    if SOFT:
         return tl.maximum(row_sum, tl.max(shares, 0), propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.where(row_sum < shares, shares, row_sum)
 
 
 @triton.jit
-def over_slots(values, SLOTS: tl.constexpr):
-    if SLOTS == 1:
-        return values
-    else:
+def over_slots(values, SOFT: tl.constexpr):
+    if SOFT:
         return tl.sum(values, 0)
+    else:
+        return values
 
 
 @Kernel
@@ -105,7 +105,7 @@ def shard_numbers_kernel(
     logit = tl.load(tokens.target_logit + i, mask=mask, other=0.0)
     here = tl.load(tokens.column + i, mask=mask, other=-1) >= 0
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), 1)
+    row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), False)
     tl.store(numbers_ptr + i, reference + tl.log2(row_sum), mask=mask)
     tl.store(numbers_ptr + n + i, tl.where(here, logit, 0.0), mask=mask)
     if sums.logit_sum is not None:
@@ -135,7 +135,8 @@ def finish_rows_kernel(
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # 1 of several slots
+    SOFT: tl.constexpr,  # a target of slots, one perhaps
+    BLOCK_N: tl.constexpr,  # 1 of a soft target
     BLOCK_S: tl.constexpr,
 ):
     """BLOCK_N rows of one slot, or BLOCK_S slots at a time of one row: vectors of one of the two."""
@@ -151,7 +152,7 @@ def finish_rows_kernel(
         inside = (slot < SLOTS) & mask
         logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
         here = tl.load(tokens.column + row_slots + slot, mask=inside, other=-1) >= 0
-        row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SLOTS)
+        row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
     log2_sum = tl.log2(row_sum)
     lse2 = reference + log2_sum
     if whole is not None:
@@ -179,11 +180,11 @@ def finish_rows_kernel(
         if tokens.log_probs is not None:
             tl.store(tokens.log_probs + token, tl.where(mask, -surprisal, 0.0), mask=written_rows(tokens.kept, i, n))
         of_slot, slope_of_slot = OF_TARGET(surprisal, weight, at, objective)
-        if SLOTS > 1:  # a bias of -inf may switch the class of a weight of 0 off
+        if SOFT:  # a bias of -inf may switch the class of a weight of 0 off
             of_slot = tl.where(weight == 0.0, 0.0, of_slot)
-        value += over_slots(of_slot, SLOTS)
-        slope += over_slots(slope_of_slot, SLOTS)
-        size += over_slots(tl.abs(slope_of_slot + tl.zeros_like(distance)), SLOTS)
+        value += over_slots(of_slot, SOFT)
+        slope += over_slots(slope_of_slot, SOFT)
+        size += over_slots(tl.abs(slope_of_slot + tl.zeros_like(distance)), SOFT)
     logit_sum = None
     if sums.logit_sum is not None:
         logit_sum = tl.load(sums.logit_sum + i, mask=mask, other=0.0) * LN2
@@ -212,7 +213,7 @@ def finish_rows_kernel(
         logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
         column = tl.load(tokens.column + row_slots + slot, mask=inside, other=-1)
         slope_of_entry = slope
-        if SLOTS > 1:
+        if SOFT:
             weight = sum_of_equals(column, tokens.column + row_slots, objective.weight + token_slots, SLOTS, BLOCK_S)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
@@ -222,13 +223,13 @@ def finish_rows_kernel(
             entry *= tl.load(tokens.target_dz_du + row_slots + slot, mask=inside, other=0.0)
         rounded = entry.to(finished.entry.dtype.element_ty)
         tl.store(finished.entry + row_slots + slot, rounded, mask=inside)
-        if SLOTS > 1:
+        if SOFT:
             largest_size, largest, column_of_largest = larger_entry(
                 largest_size, largest, column_of_largest, entry, column, BLOCK_S
             )
         else:
             store_factors(finished, i, mask, row_factor, entry, rounded.to(tl.float32), column >= 0)
-    if SLOTS > 1:
+    if SOFT:
         rounded = largest.to(finished.entry.dtype.element_ty).to(tl.float32)
         store_factors(finished, i, mask, row_factor, largest, rounded, True)
         tl.store(finished.column + i, column_of_largest, mask=mask)
@@ -259,15 +260,15 @@ def launch_finish_rows(
     logit_scale: Tensor | None,  # ()
     gathered: Tensor | None = None,  # (R, k, n) every rank's numbers
 ) -> FinishedRows:
-    column, slots = tokens.column, 1 if tokens.column.dim() == 1 else tokens.column.shape[1]
-    n, rows = column.shape[0], ROWS if column.dim() == 1 else 1
+    column, soft = tokens.column, tokens.column.dim() == 2
+    n, rows, slots = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
     row_factor, weight_factor, residual = torch.empty(3, n, dtype=torch.float32, device=column.device).unbind()
     finished = FinishedRows(
         torch.empty(column.shape, dtype=dtype, device=column.device),
         row_factor,
         weight_factor,
         residual,
-        column=None if column.dim() == 1 else column.new_empty(n),
+        column=column.new_empty(n) if soft else None,
         row_sum=None if gathered is None else torch.empty_like(sums.exponentials),
     )
     whole = None
@@ -287,6 +288,7 @@ def launch_finish_rows(
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,
         SLOTS=slots,
+        SOFT=soft,
         BLOCK_N=rows,
         BLOCK_S=slots_at_a_time(slots),
         num_warps=2,

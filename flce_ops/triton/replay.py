@@ -291,7 +291,6 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
-            features.append(type(value))
-            describe(value.values(), tensors, features)
+            describe([type(value), *value.values()], tensors, features)
         else:
             features.append(value)
