@@ -13,10 +13,10 @@ from torch import Tensor
 from flce_ops.aten.logits import activate_with_slope
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import gather_shards
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
+from flce_ops.objectives.cross_entropy import losses_of_rows
 
 # N tokens of this rank, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -32,7 +32,7 @@ def logit_shard_losses(layout: Layout, problem: TokenLosses, num_classes: int) -
     gathered = gather_shards(layout, torch.stack(numbers_of_shard(layout, problem, num_classes)))
     lse, target_logit = lse_of_shards(gathered[:, 0]), gathered[:, 1].sum(0)
     logit_sum = gathered[:, 2].sum(0) if smoothed else None
-    _, losses, valid = losses_of_rows(
+    losses, valid = losses_of_rows(
         operands, problem.ignore_index, problem.loss, num_classes, target_logit, lse, logit_sum
     )
     if not problem.statistics.argmax:

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.local import localize
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOptions, Operands, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
 from flce_ops.math.slots import in_columns, tokens_that_count
 from flce_ops.math.statistics import asked_of_forward
+from flce_ops.objectives.cross_entropy import losses_of_rows
 from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -66,7 +66,7 @@ def vocab_parallel_losses(layout: Layout, problem: TokenLosses, num_classes: int
         logit_sum=problem.loss.label_smoothing != 0.0,
         **asked_of_forward(asked),
     )
-    _, losses, valid = losses_of_rows(
+    losses, valid = losses_of_rows(
         operands,
         problem.ignore_index,
         problem.loss,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss
-from flce_ops.math.options import RANGES
+from flce_ops.math import options
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
     check_dense,
@@ -17,9 +17,11 @@ from flce_ops.meta.checks import (
     check_supported_dtype,
     check_target_dtype,
 )
+from flce_ops.objectives import cross_entropy, policy
 from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
+RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -143,10 +145,13 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
             f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
         )
-    if call.numbers.z_loss != 0.0:
-        raise NotImplementedError(
-            f"{OP}: z_loss is not implemented for a target of class probabilities; add it from linear_log_probs' lse"
-        )
+    undeclared = set(cross_entropy.LossOptions._fields) - set(cross_entropy.OF_PROBABILITIES)
+    for name in sorted(undeclared):
+        if getattr(call.numbers, name) != cross_entropy.LossNumbers._field_defaults[name]:
+            raise NotImplementedError(
+                f"{OP}: {name} is not implemented for a target of class probabilities"
+                + ("; add it from linear_log_probs' lse" if name == "z_loss" else "")
+            )
 
 
 def check_ranges(op: str, **numbers: Number | None) -> None:

@@ -15,9 +15,9 @@ from flce_ops.entry.arguments import check_logits
 from flce_ops.entry.plain import loss_of_tokens, token_losses
 from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.entry.weighted import WithGrad
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses
 from flce_ops.math.reduction import Reduction
+from flce_ops.objectives.cross_entropy import losses_of_rows
 from flce_ops.ops.paths import path_of_given_logits
 
 # N tokens, V vocabulary
@@ -72,5 +72,5 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, Tensor]:  # (N,),
         argmax=problem.statistics.argmax,
     )
     rows = (target_logit, lse, logit_sum, lse_rest)
-    _, losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.logits.shape[1], *rows)
+    losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, operands.logits.shape[1], *rows)
     return losses, largest

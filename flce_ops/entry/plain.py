@@ -16,12 +16,12 @@ from flce_ops.entry.class_order import check_class_order, in_class_order, in_ord
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.entry.weighted import FromForward, WithGrad, weighted_loss, weighted_losses
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, denominator_of_all, quotient
-from flce_ops.math.scalars import logit_options, loss_options, scalar
+from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
+from flce_ops.objectives.cross_entropy import loss_options, losses_of_rows
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient, options_in_situation
@@ -150,7 +150,5 @@ def losses_from_forward(problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
     target_logit, lse, logit_sum, *_, lse_rest, _ = found
     rows = (target_logit, lse, logit_sum, lse_rest)
     num_classes = operands.linear_weight.shape[0]
-    _, losses, _ = losses_of_rows(
-        operands, problem.ignore_index, problem.loss, num_classes, *rows, problem.target_weight
-    )
+    losses, _ = losses_of_rows(operands, problem.ignore_index, problem.loss, num_classes, *rows, problem.target_weight)
     return losses, statistics_of_forward(asked, found)

@@ -16,14 +16,14 @@ from flce_ops.entry.plain import loss_of_tokens
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.sparse_gradient import check_sparse_gradient
 from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.options import LossOptions, Operands, TokenLosses
-from flce_ops.math.policy import policy_losses
-from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
+from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.meta.checks import check_dense, check_device, check_real
 from flce_ops.meta.policy import check_constants, check_policy
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.policy import CONSTANTS, Policy, PolicyOptions, PolicyTokens
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 from flce_ops.ops.situations import needs_gradient
@@ -106,7 +106,8 @@ def losses_of_rows(
     """(N,) each, 0 where ignored; the second a constant."""
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
-    return torch.where(valid, policy_losses(log_probs, tokens, options), 0.0), log_probs.detach()
+    losses, _ = Policy(options, tokens).losses_and_slopes(-log_probs, lse, None)
+    return torch.where(valid, losses, 0.0), log_probs.detach()
 
 
 def policy_options(call: PolicyLoss) -> PolicyOptions:

@@ -24,11 +24,12 @@ from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.entry.sharded import denominator_over_tokens, per_token, quotient_over_tokens
 from flce_ops.entry.sparse_gradient import check_sparse_gradient, refuse_sparse_gradient
 from flce_ops.entry.weightless import without_weightless
-from flce_ops.math.options import LossOptions, Operands, TokenLosses
-from flce_ops.math.policy_arguments import CONSTANTS
+from flce_ops.math.options import Operands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, row_factor, weighted_sum
 from flce_ops.math.scalars import logit_options
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.policy import CONSTANTS
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 
