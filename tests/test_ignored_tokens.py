@@ -214,7 +214,7 @@ def as_on_a_gpu(monkeypatch):
         else:
             kept_tokens.with_zeroed_rows(body, call, results, fills, ~valid, *direction)
 
-    names = "forward backward with_grad vocab_parallel_with_grad double_backward backward_tangent kl_div"
+    names = "forward backward with_grad double_backward backward_tangent kl_div"
     for name in names.split():
         module = __import__(f"flce_ops.aten.{name}", fromlist=["_"])
         monkeypatch.setattr(sys.modules[module.__name__], "on_kept_tokens", on_all_tokens)

@@ -18,6 +18,7 @@ LAYERS = (
     {"ops"},
     {"aten", "triton"},
     {"meta"},
+    {"objectives"},
     {"math"},
     {"support"},
     {"version"},

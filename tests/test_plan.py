@@ -64,13 +64,11 @@ def launchers(monkeypatch):
     """flce_ops.triton with kernels that do nothing; the device's tiles for `meta` are Hopper's."""
     pytest.importorskip("triton")
     from flce_ops.triton import backward, exponentials, with_grad
-    from flce_ops.triton import vocab_parallel_with_grad as one_pass_triton
 
     kernels = type(exponentials.combine_kernel)
     monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)
-    for launcher in (with_grad, one_pass_triton):
-        monkeypatch.setattr(launcher, "assert_in_range", lambda *args: None)
-    return {"one pass": with_grad, "two passes": backward, "vocabulary": one_pass_triton}
+    monkeypatch.setattr(with_grad, "assert_in_range", lambda *args: None)
+    return {"one pass": with_grad, "two passes": backward}
 
 
 def temporaries_of(launch, head: Head, *arguments, **options) -> int:
@@ -118,7 +116,7 @@ def test_temporaries_of_a_vocabulary_shard_are_what_its_launcher_allocates(launc
     head = Head(*shape, torch.bfloat16).shard(4)
     row_scale = torch.empty(head.tokens, device="meta")
     planned = cuts.vocabulary_parallel(head)
-    launch = launchers["vocabulary"].launch_vocab_parallel_with_grad
+    launch = launchers["one pass"].launch_vocab_parallel_with_grad
     group = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": head.vocab}
     allocated = temporaries_of(launch, head, *operands(head), row_scale, **group, **BOTH)
     # the kernels of the losses are ATen here, and each makes its vectors

@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.kept_tokens import with_zeroed_rows
-from flce_ops.aten.policy_with_grad import policy_with_grad, policy_with_grad_of_rows
-from flce_ops.math.policy import policy_losses, policy_slopes
-from flce_ops.math.policy_arguments import KL_ESTIMATORS, PolicyOptions, PolicyTokens
+from flce_ops.aten.with_grad import policy_with_grad, policy_with_grad_of_rows
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.outputs import outputs as outputs_of
+from flce_ops.objectives.policy import KL_ESTIMATORS, Policy, PolicyOptions, PolicyTokens
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -39,6 +38,16 @@ def inner_options(objective="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, 
     return PolicyOptions(objective, *numbers, beta, kl_estimator)
 
 
+def losses_and_slopes(log_probs, tokens, options):
+    """Those by the log-probability, the target's logit less lse; each with a graph of its own."""
+    policy = Policy(options, tokens)
+    losses, _ = policy.losses_and_slopes(-log_probs, log_probs, None)
+    _, slopes = policy.losses_and_slopes(-log_probs, log_probs, None)
+    by_target_logit, by_lse = slopes
+    torch.testing.assert_close(by_lse, -by_target_logit)
+    return losses, by_target_logit
+
+
 # ---------------------------------------------------------------- the loss of a token
 
 
@@ -54,8 +63,7 @@ def test_slopes_are_the_derivative_of_the_losses_which_are_the_plain_formula(obj
     for old in (others[1], None):
         tokens = PolicyTokens(advantage, old, others[2])
         plain = token_losses(log_probs, advantage, old, others[2], **options)
-        losses = policy_losses(log_probs, tokens, inner_options(**options))
-        slopes = policy_slopes(log_probs, tokens, inner_options(**options))
+        losses, slopes = losses_and_slopes(log_probs, tokens, inner_options(**options))
         torch.testing.assert_close(losses, plain)
         (exact,) = torch.autograd.grad(plain.sum(), log_probs, create_graph=True)
         (found,) = torch.autograd.grad(losses.sum(), log_probs, create_graph=True)
@@ -74,7 +82,7 @@ def test_bounds_belong_to_the_inside():
     options = inner_options(clip_low=0.25, clip_high=0.25, dual_clip=4.0)
     log_probs = bounds.log()
     exactly = log_probs.exp() == bounds
-    slopes = policy_slopes(log_probs, PolicyTokens(advantage, torch.zeros_like(bounds)), options)
+    _, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, torch.zeros_like(bounds)), options)
     torch.testing.assert_close(slopes[exactly], (-advantage * bounds)[exactly])
 
 
@@ -85,9 +93,8 @@ def test_an_overflowing_ratio_gives_the_plain_value_and_a_clipped_token_no_gradi
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
     advantage, old = torch.tensor([2.0, -2.0]), torch.tensor([-101.0, -101.0])
     plain = token_losses(log_probs, advantage, old, None, **options)
-    losses = policy_losses(log_probs, PolicyTokens(advantage, old), inner_options(**options))
+    losses, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, old), inner_options(**options))
     torch.testing.assert_close(losses, plain.double(), check_dtype=False)
-    slopes = policy_slopes(log_probs, PolicyTokens(advantage, old), inner_options(**options))
     (found,) = torch.autograd.grad(losses.sum(), log_probs)
     torch.testing.assert_close(found.double(), slopes, check_dtype=False)
     (exact,) = torch.autograd.grad(plain.sum(), log_probs)

@@ -20,7 +20,7 @@ from test_triton_interpreter import double, operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
-from flce_ops.triton.vocab_parallel_with_grad import launch_vocab_parallel_with_grad
+from flce_ops.triton.with_grad import launch_vocab_parallel_with_grad
 
 ON_GPU = torch.cuda.is_available()  # the interpreter stands in where there is none
 GPU = [pytest.mark.gpu] if ON_GPU else []

@@ -11,14 +11,14 @@ from reference_policy import make_policy
 from test_policy import KL, OBJECTIVES, inner_options
 
 import flce_ops
-from flce_ops.aten.policy_with_grad import policy_with_grad
+from flce_ops.aten.with_grad import policy_with_grad
 from flce_ops.math.reduction import Reduction
 
 pytest.importorskip("triton")
 
 from test_lead_chunk import WAITS, WORKSPACE, quarter  # noqa: F401  a fixture
 
-from flce_ops.triton.policy_with_grad import launch_policy_with_grad
+from flce_ops.triton.with_grad import launch_policy_with_grad
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),

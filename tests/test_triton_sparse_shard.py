@@ -12,7 +12,7 @@ from sharded_inputs import mesh_of
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.aten.vocab_parallel_with_grad import vocab_parallel_with_grad
+from flce_ops.aten.with_grad import vocab_parallel_with_grad
 from flce_ops.math.sparse_gradient import Shard, SparseGradient, room_of_row
 
 pytestmark = [
@@ -100,7 +100,7 @@ def test_a_sparse_step_of_shards_equals_the_aten_one_and_one_device(world):
 
 def sparse_steps(device):
     from flce_ops.triton import sparse_or_dense
-    from flce_ops.triton.vocab_parallel_with_grad import launch_vocab_parallel_with_grad
+    from flce_ops.triton.with_grad import launch_vocab_parallel_with_grad
 
     mesh = mesh_of(device, dist.get_world_size())
     before = sparse_or_dense.CLASSES_PER_ENTRY, sparse_or_dense.LISTS_COST

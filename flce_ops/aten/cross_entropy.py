@@ -16,6 +16,7 @@ from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
 from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     SoftmaxFactors,
+    activate,
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
@@ -24,8 +25,8 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.math.loss import terms_of_tokens
-from flce_ops.math.options import LogitOptions
+from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call
+from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.two_sum import two_sum
@@ -38,14 +39,13 @@ from flce_ops.support.target_range import check_target_range
 Call = LogitsForward | LogitsBackward | LogitsWithGrad
 
 
-def blocks_of(call: Call, options: LogitOptions) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Rows, their z in memory of its own, (n, V), and dz/du."""
+def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a block, and their u in memory of its own, (n, V)."""
     logits = call.operands.logits
     dtype = accumulation_dtype(logits.dtype)
     step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
     for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):
-        z, slope = activate_with_slope(rows_of(logits, rows).to(dtype, copy=True), options)
-        yield rows, z, slope
+        yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
 @takes(LogitsForward)
@@ -61,7 +61,8 @@ def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     logits, target, weight = call.operands
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
     weight = upcast(weight, lse.dtype)
-    for rows, z, _ in blocks_of(call, call.logits):
+    for rows, u in copied_rows(call):
+        z = activate(u, call.logits)
         target_logit[rows] = z.gather(1, column[rows]).squeeze(1)
         if call.logit_sum:
             sums[rows] = weighted_logits(z, weight)
@@ -87,7 +88,8 @@ def backward_of_rows(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
     factor = None if cotangents.grad_lse is None else cotangents.grad_lse * torch.exp(-call.lse_rest)
     factors = SoftmaxFactors(torch.where(valid, call.lse, torch.inf), factor, None)
     weight = upcast(weight, dtype)
-    for rows, z, slope in blocks_of(call, call.logits):
+    for rows, u in copied_rows(call):
+        z, slope = activate_with_slope(u, call.logits)
         grad = softmax_gradient(z, factors.of(rows))
         add_target_and_sum(grad, column[rows], cotangents.of(rows), weight)
         grad_logits[rows] = apply_slope(grad, slope)
@@ -116,22 +118,22 @@ def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Ten
 
 def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
     losses, grad_logits, argmax = outputs
-    logits, target, weight = call.operands
-    dtype = losses.dtype
-    column = zero_where_ignored(logits, target).long().unsqueeze(1)
-    scale = call.reduction.scale_of_tokens(target != call.ignore_index, dtype)
-    weight = upcast(weight, dtype)
-    loss_of_tokens = terms_of_tokens(column.squeeze(1), weight, logits.shape[1], call.loss, dtype)
-    for rows, z, slope in blocks_of(call, call.logits):
-        terms = loss_of_tokens.of(rows)
-        target_logit = z.gather(1, column[rows]).squeeze(1)
-        logit_sum = weighted_logits(z, weight) if call.loss.label_smoothing else None
-        if call.argmax:
-            argmax[rows] = z.argmax(1)
-        row_max, row_sum = exponentiate_rows(z)
-        lse, lse_rest = two_sum(row_max, row_sum.log())
-        losses[rows] = terms.loss(target_logit, lse, logit_sum, lse_rest)
-        cotangents = terms.cotangents(target_logit, lse, scale[rows])
-        grad = z.mul_((cotangents.grad_lse / row_sum)[:, None])
-        add_target_and_sum(grad, column[rows], cotangents, weight)
-        grad_logits[rows] = apply_slope(grad, slope)
+    statistics = TokenStatistics(argmax=argmax if call.argmax else None)
+    of_tokens = rows_of_call(call, call.operands, losses, statistics)
+    loss_and_gradients(call, of_tokens, copied_rows(call), GivenRows(grad_logits))
+
+
+class GivenRows:
+    """Where G goes: to the rows of grad_logits."""
+
+    def __init__(self, grad_logits: Tensor) -> None:
+        self.grad_logits = grad_logits
+
+    def add_bias(self, grad_logits: Tensor) -> None: ...
+
+    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        self.grad_logits[rows] = grad_logits
+
+    def finish(self) -> None: ...

@@ -21,7 +21,7 @@ from flce_ops.aten.chunks import chunk_products
 from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import upcast
-from flce_ops.aten.with_grad import loss_and_gradients, rows_of_chunk
+from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import LowRankWithGrad
@@ -52,7 +52,8 @@ def low_rank_with_grad_of_rows(call: LowRankWithGrad, outputs: Sequence[Tensor])
     products = chunk_products(call, input, linear_weight, None if scaled else head.linear_bias, step)
     products = with_pair(products, pair_input, pair_weight)
     of_block = gradients.scaled if scaled else None
-    loss.copy_(loss_and_gradients(call, head, products, gradients, losses, TokenStatistics(), scaled=of_block))
+    of_tokens = rows_of_call(call, head, losses, TokenStatistics())
+    loss.copy_(loss_and_gradients(call, of_tokens, products, gradients, of_block))
 
 
 def with_pair(

@@ -1,8 +1,13 @@
-"""Kernel of linear_cross_entropy_with_grad: the scalar loss and its gradients, from one pass over the logits."""
+"""Kernels of the operators that make a scalar loss and its gradients from one pass over the logits.
+
+loss_and_gradients is the loop over chunks and blocks of rows. An objective (flce_ops/objectives) says what is made of a
+row, `gradients` where G goes, and SharedRows what ranks that share the vocabulary tell each other of a chunk.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from flce_ops import meta
@@ -13,7 +18,6 @@ from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
-    at_columns,
     upcast,
     weighted_logits,
 )
@@ -26,17 +30,22 @@ from flce_ops.aten.sparse_gradients import (
     needs_exact,
     whole_tiles,
 )
-from flce_ops.math.loss import terms_of_tokens, weight_of_slots
-from flce_ops.math.options import Operands, TokenStatistics
-from flce_ops.math.shards import target_columns
-from flce_ops.math.sparse_gradient import Draws
+from flce_ops.math.log_probs import surprisal
+from flce_ops.math.options import LogitOperands, Operands, TokenStatistics
+from flce_ops.math.reduction import Reduction
+from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
+from flce_ops.math.slots import beside_slots
+from flce_ops.math.sparse_gradient import Draws, Shard
 from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import LowRankWithGrad, WithGrad
+from flce_ops.meta.arguments import LogitsWithGrad, LowRankWithGrad, PolicyWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
+from flce_ops.objectives.policy import Policy
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.target_range import check_target_range
 
-# N tokens, n rows of a chunk, D hidden, V vocabulary
+# N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
 
 @takes(WithGrad)
@@ -47,31 +56,84 @@ def with_grad(call: WithGrad) -> meta.Outputs:
     return outputs
 
 
+@takes(PolicyWithGrad)
+def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.outputs(call)
+    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    on_kept_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
+    return outputs
+
+
+@takes(VocabParallelWithGrad)
+def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
+    """flce_ops/distributed/one_pass.py says what it does."""
+    outputs = meta.outputs(call)
+    check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
+    # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
+    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
+    return outputs
+
+
 def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
     beside = extra_matrices(call.statistics) + matrices_for_keeping(call)
-    step = rows_of_chunk(
-        call,
-        call.operands,
-        call.output_mask[1],
-        reserved=copy_bytes(linear_weight),
-        matrices_beside=beside,
-        matrices=needs_exact(call),
-    )
+    want_weight, matrices = call.output_mask[1], needs_exact(call)
+    reserved = copy_bytes(linear_weight)
+    step = rows_of_chunk(call, call.operands, want_weight, reserved=reserved, matrices_beside=beside, matrices=matrices)
     step = whole_tiles(call, step)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
         gradients = SparseAccumulator(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
-    loss.copy_(loss_and_gradients(call, call.operands, products, gradients, losses, statistics, call.target_weight))
+    of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
+    loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
+
+
+def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) -> None:
+    loss, losses, *grads, log_probs = outputs
+    input, linear_weight, target, linear_bias = call.operands
+    step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
+    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    products = chunk_products(call, input, linear_weight, linear_bias, step)
+    tokens = call.tokens.map(lambda values: zero_where_ignored(input, values).to(losses.dtype))
+    valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
+    objective = Policy(call.policy, tokens)
+    of_tokens = RowsOfTokens(input, objective, valid, column, call.reduction, losses, log_probs=log_probs)
+    loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
+
+
+def vocab_parallel_with_grad_of_rows(
+    call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
+) -> None:
+    loss, losses, *grads, argmax, _, _, _, _ = outputs
+    input, linear_weight, target, linear_bias, weight = call.operands
+    vocab_start, own, largest_shard = call.vocab_start, linear_weight.shape[0], shard_rows(call.vocab_size, call.ranks)
+    valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
+    exchange = Exchange(call.group, call.ranks)
+    objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
+    own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
+    own_statistics = statistics_of_shard(call.statistics, losses)
+    matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
+    matrices += needs_exact(call) + matrices_for_keeping(call)
+    step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
+    if draws is None:
+        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    else:
+        gradients = SparseAccumulator(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
+    products = chunk_products(call, input, linear_weight, linear_bias, step)
+    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None)
+    rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)
+    of_tokens = RowsOfTokens(*rows, class_weight=own_weight, num_classes=call.vocab_size, shared=shared)
+    loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:])
 
 
 def rows_of_chunk(
-    call: WithGrad | LowRankWithGrad,
-    operands: Operands,
+    call: WithGrad | LowRankWithGrad | PolicyWithGrad,
+    operands: Any,
     want_weight: bool,
     *,
     reserved: int,
@@ -83,6 +145,74 @@ def rows_of_chunk(
     return rows_beside_gradients(
         operands.input, classes, want_weight, matrices=matrices, matrices_in_block=in_block, reserved=reserved
     )
+
+
+class SharedRows:
+    """Rows whose classes ranks share: what a rank knows of them alone becomes what is so of whole rows."""
+
+    def __init__(self, exchange: Exchange, hit: Tensor, vocab_start: int, argmax: Tensor | None) -> None:
+        self.exchange, self.hit, self.vocab_start, self.argmax = exchange, hit, vocab_start, argmax
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.argmax is None:
+            return None
+        max_logit, column = logits.max(1)
+        return max_logit, column + self.vocab_start
+
+    def whole(
+        self,
+        rows: slice,
+        row_max: Tensor,
+        row_sum: Tensor,
+        target_logit: Tensor,
+        logit_sum: Tensor | None,
+        largest: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """lse, what makes probabilities of E, target_logit, logit_sum."""
+        own = [row_max + row_sum.log(), torch.where(self.hit[rows], target_logit, 0.0)]
+        own += [] if logit_sum is None else [logit_sum]
+        lse, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
+        if self.argmax is not None:
+            self.argmax[rows] = column
+        # a bias of -inf may switch off all of this rank's classes
+        return lse, torch.where(row_sum > 0.0, share / row_sum, 0.0 * share), target_logit, logit_sum
+
+
+class RowsOfTokens(NamedTuple):
+    """What is known of N tokens, and where what is found goes, (N,) each."""
+
+    input: Tensor  # (N, D), or the given logits
+    objective: RowObjective
+    valid: Tensor
+    column: Tensor  # (N, 1) or (N, K)
+    reduction: Reduction
+    losses: Tensor  # out, as the next two
+    statistics: TokenStatistics = TokenStatistics()
+    log_probs: Tensor | None = None
+    class_weight: Tensor | None = None  # (V,)
+    num_classes: int = 0
+    shared: SharedRows | None = None
+
+
+def rows_of_call(
+    call: WithGrad | LowRankWithGrad | LogitsWithGrad,
+    operands: Operands | LogitOperands,
+    losses: Tensor,
+    statistics: TokenStatistics,
+    target_weight: Tensor | None = None,  # (N, K)
+) -> RowsOfTokens:
+    """Of cross-entropy."""
+    input, target, num_classes, slot_weight = operands[0], operands.target, operands.num_classes, None
+    if target_weight is None:
+        valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
+    else:
+        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+        slot_weight = weight_of_slots(target, target_weight, call.ignore_index, losses.dtype)
+    class_weight = upcast(operands.weight, losses.dtype)
+    of_targets = column.squeeze(1) if slot_weight is None else column
+    objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, slot_weight)
+    rows = (input, objective, valid, column, call.reduction, losses, statistics)
+    return RowsOfTokens(*rows, class_weight=class_weight, num_classes=num_classes)
 
 
 class Accumulator(Protocol):
@@ -98,45 +228,49 @@ class Accumulator(Protocol):
 
 
 def loss_and_gradients(
-    call: WithGrad | LowRankWithGrad,
-    operands: Operands,
+    call: Any,
+    of_tokens: RowsOfTokens,
     products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their u (n, V), which become G
     gradients: Accumulator,
-    losses: Tensor,  # (N,) out
-    statistics: TokenStatistics,  # (N,) each, out
-    target_weight: Tensor | None = None,  # (N, K)
     scaled: Callable[[Tensor], Tensor] | None = None,  # makes u of a block of `products`
 ) -> Tensor:  # ()
-    input, linear_weight, target, _, weight = operands
-    num_classes = linear_weight.shape[0]
-    accumulate, slot_weight = losses.dtype, None
-    if target_weight is None:
-        valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
-    else:
-        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
-        slot_weight = weight_of_slots(target, target_weight, call.ignore_index, accumulate)
-    scale = call.reduction.scale_of_tokens(valid, accumulate)
-    class_weight = upcast(weight, accumulate)
-    of_targets = column.squeeze(1) if slot_weight is None else column
-    loss_of_tokens = terms_of_tokens(of_targets, class_weight, num_classes, call.loss, accumulate, slot_weight)
+    input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
+    class_weight, num_classes, shared = of_tokens[-3:]
+    scale = reduction.scale_of_tokens(valid, losses.dtype)
     for chunk, product in products:
-        blocks = row_blocks(input, chunk, product, column, scale, losses, multiple=multiple_of(gradients))
-        for rows, block, own_column, own_scale, own_losses in blocks:
-            terms = loss_of_tokens.of(rows)
+        # ranks meet once for a chunk
+        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, multiple=multiple_of(gradients))
+        for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
-            target_logit = at_columns(logits, own_column, target)
-            logit_sum = weighted_logits(logits, class_weight) if call.loss.label_smoothing else None
+            found = logits.gather(1, column[rows])
+            target_logit = found if objective.soft else found.squeeze(1)
+            logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight)
+            largest = shared.largest(logits) if shared else None
             row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
-            lse, lse_rest = two_sum(row_max, row_sum.log())
-            own_losses.copy_(terms.loss(target_logit, lse, logit_sum, lse_rest))
-            cotangents = terms.cotangents(target_logit, lse, own_scale)
-            grad_logits = logits.mul_((cotangents.grad_lse / row_sum)[:, None])
-            add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
+            if shared is None:
+                lse, lse_rest = two_sum(row_max, row_sum.log())
+            else:
+                lse, normalizer, target_logit, logit_sum = shared.whole(
+                    rows, row_max, row_sum, target_logit, logit_sum, largest
+                )
+                lse_rest = None
+            of_rows, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
+            distance = torch.where(beside_slots(valid[rows], distance), distance, 0.0)  # an ignored row may have inf
+            losses[rows], slopes = of_rows.losses_and_slopes(distance, lse, logit_sum)
+            if log_probs is not None:
+                log_probs[rows] = -distance
+            cotangents = of_rows.cotangents(slopes, scale[rows])
+            factor = cotangents.grad_lse / row_sum if shared is None else cotangents.grad_lse * normalizer
+            grad_logits = logits.mul_(factor[:, None])
+            if shared:
+                own_target = torch.where(shared.hit[rows], cotangents.grad_target_logit, 0.0)
+                cotangents = cotangents._replace(grad_target_logit=own_target)
+            add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
+                gradients.keep(grad_logits, cotangents.grad_lse, column[rows], chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
-    return call.reduction.loss(zero_where_ignored(input, losses), valid)
+    return reduction.loss(zero_where_ignored(input, losses), valid)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flce_ops.distributed.layout import Layout
 from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.objectives.cross_entropy import losses_of_rows
 from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.paths import LOSS
@@ -94,7 +94,7 @@ def differentiable_gradients(
     # made from it, so no path leads from one to another.
     problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
     rows = vocab_parallel_rows(layout, problem)
-    _, losses, _ = losses_of_rows(call.operands, call.ignore_index, call.loss, layout.num_classes, *rows[:4])
+    losses, _ = losses_of_rows(call.operands, call.ignore_index, call.loss, layout.num_classes, *rows[:4])
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, gradients)}

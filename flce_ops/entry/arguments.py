@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flce_ops.entry.refusals import wants_gradient
 from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.math import options
 from flce_ops.math.kl_div_arguments import KlDivOperands
-from flce_ops.math.options import RANGES
-from flce_ops.math.policy_arguments import CONSTANTS
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import (
@@ -30,9 +29,12 @@ from flce_ops.meta.checks import (
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 from flce_ops.meta.policy import check_constants
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
+from flce_ops.objectives import cross_entropy, policy
+from flce_ops.objectives.policy import CONSTANTS
 from flce_ops.support.differentiated import has_tangent
 
 OP = "linear_cross_entropy"
+RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
 ReductionName = Literal["none", "mean", "sum"]
 REDUCTIONS = get_args(ReductionName)
 
@@ -221,6 +223,13 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
             f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
         )
+    undeclared = set(cross_entropy.LossOptions._fields) - set(cross_entropy.OF_PROBABILITIES)
+    for name in sorted(undeclared):
+        if getattr(call.numbers, name) != cross_entropy.LossNumbers._field_defaults[name]:
+            raise NotImplementedError(
+                f"{OP}: {name} is not implemented for a target of class probabilities"
+                + ("; add it from linear_log_probs' lse" if name == "z_loss" else "")
+            )
 
 
 def check_ranges(op: str, **numbers: Number | None) -> None:

@@ -14,10 +14,11 @@ from flce_ops.entry.loss import layout_of_call
 from flce_ops.entry.rows import rows_of
 from flce_ops.entry.schemas import LogProbs
 from flce_ops.math.log_probs import log_probs_of_rows
-from flce_ops.math.options import LossOptions, Statistics, TokenLosses
+from flce_ops.math.options import Statistics, TokenLosses
 from flce_ops.math.scalars import logit_options
 from flce_ops.math.statistics import asked_of_forward
 from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.ops.autocast import autocast_head
 
 # N tokens, K slots of a target, D hidden, V vocabulary

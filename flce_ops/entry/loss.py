@@ -24,9 +24,10 @@ from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
 from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from flce_ops.math.scalars import logit_options, loss_options, scalar
+from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.math.slots import beside_slots
 from flce_ops.meta.call import Arguments
+from flce_ops.objectives.cross_entropy import loss_options
 from flce_ops.support.differentiated import differentiated
 from flce_ops.support.dtensor import any_dtensor
 

@@ -17,15 +17,15 @@ from flce_ops.entry.loss import layout_of_call, loss_of_tokens
 from flce_ops.entry.rows import from_rows
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.options import LossOptions, TokenLosses
-from flce_ops.math.policy import policy_losses
-from flce_ops.math.policy_arguments import CONSTANTS, PolicyOptions, PolicyTokens
+from flce_ops.math.options import TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
 from flce_ops.math.statistics import Rows
 from flce_ops.meta.call import takes
 from flce_ops.meta.policy import check_policy
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.policy import CONSTANTS, Policy, PolicyOptions, PolicyTokens
 from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 from flce_ops.ops.situations import needs_gradient
@@ -89,7 +89,8 @@ def losses_of_rows(
     valid = problem.valid
     log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
-    return torch.where(valid, policy_losses(log_probs, tokens, options), 0.0), (log_probs.detach(),)
+    losses, _ = Policy(options, tokens).losses_and_slopes(-log_probs, rows.lse, None)
+    return torch.where(valid, losses, 0.0), (log_probs.detach(),)
 
 
 def policy_options(call: PolicyLoss) -> PolicyOptions:

@@ -1,7 +1,7 @@
 """Which combinations nobody wrote: one table, from the features of a call to what is said of them together.
 
     source        a low-rank pair, positions (a head for each)
-    objective     class probabilities, target_weight, slots, z_loss, metrics, argmax, teacher_probs
+    objective     class probabilities, target_weight, slots, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, tiles, gradient_class_order
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
@@ -42,7 +42,6 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "target_weight": given("target_weight"),
     "slots": lambda call: call.target.dim() == call.input.dim(),
     "teacher_probs": given("teacher_probs"),
-    "z_loss": lambda call: call.numbers.z_loss != 0.0,
     "metrics": lambda call: isinstance(call, CrossEntropyMetrics) and any(call.statistics),
     "argmax": lambda call: isinstance(call, CrossEntropyMetrics) and call.statistics.argmax,
     "main_grad": given("main_grad"),
@@ -89,7 +88,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         "linear_log_probs(..., argmax=True) finds the largest logit",
         ("DTensors",): "a target of class probabilities with DTensors is not implemented; pass plain tensors "
         "throughout, or the model that makes them to linear_kl_div as DTensors",
-        ("z_loss",): "z_loss is not implemented for a target of class probabilities; add it from linear_log_probs' lse",
     },
     "a low-rank pair": {
         ("DTensors",): "a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "

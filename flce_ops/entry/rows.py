@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flce_ops.distributed.one_rank import OneRank
-from flce_ops.math.loss import losses_of_rows
 from flce_ops.math.options import LogitOperands, TokenLosses, TokenStatistics
 from flce_ops.math.statistics import Rows, asked_of_forward
+from flce_ops.objectives.cross_entropy import losses_of_rows
 
 # N tokens
 
@@ -47,5 +47,5 @@ def from_rows(layout: OneRank, of_rows: OfRows) -> Callable[[TokenLosses], tuple
 
 def cross_entropy_of_rows(layout: OneRank, problem: TokenLosses, rows: Rows) -> tuple[Tensor, TokenStatistics]:
     options = (problem.ignore_index, problem.loss, layout.num_classes)
-    _, losses, _ = losses_of_rows(problem.operands, *options, *rows[:4], target_weight=problem.target_weight)
+    losses, _ = losses_of_rows(problem.operands, *options, *rows[:4], target_weight=problem.target_weight)
     return losses, rows.statistics(problem.statistics)

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from flce_ops.math.options import LogitNumbers, LossNumbers, OptionalScalar, Scalar, Statistics
+from flce_ops.math.options import LogitNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.call import Arguments
+from flce_ops.objectives.cross_entropy import LossNumbers
 
 # N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
 

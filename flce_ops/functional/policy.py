@@ -11,9 +11,9 @@ from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
 from flce_ops.entry.learnt_scale import apply_learnt_scale
 from flce_ops.entry.policy import OP
 from flce_ops.functional.entry_of import entry_of
-from flce_ops.math.policy_arguments import KlEstimator, Objective
 from flce_ops.math.scalars import normalizer_tensor
 from flce_ops.math.sparse_gradient import Mode, Operand
+from flce_ops.objectives.policy import KlEstimator, Objective
 from flce_ops.support import rank_check
 
 # N tokens, D hidden, V vocabulary

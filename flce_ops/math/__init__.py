@@ -1,14 +1,12 @@
-"""The mathematics, in torch alone: losses, divergences, their derivatives and reductions.
+"""The mathematics around the objectives, in torch alone: arguments, numbers of rows, divergences, reductions.
 
 options.py                     the arguments by group, and the formulas that they stand in
 scalars.py                     numbers among them, as 0-d tensors
-loss.py                        the loss of a token and its derivatives, from three numbers of a row of logits
 slots.py                       tokens whose target names several classes
 log_probs.py, statistics.py    log-probability and entropy; accuracy and other by-products of a row
 reduction.py                   from the losses of tokens to a scalar
 shards.py                      rows whose classes are shared by ranks
 sparse_gradient.py             which entries of a logit gradient are kept, and what they become
 kl_div_arguments.py            of linear_kl_div; its mathematics: divergences.py
-policy_arguments.py            of linear_policy_loss; its mathematics: policy.py
 precision.py, two_sum.py       the dtype of sums; a sum in two numbers
 """

@@ -5,10 +5,21 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.math.loss import surprisal
-from flce_ops.math.slots import repeats
+from flce_ops.math.slots import beside_slots, repeats
 
 # K slots of a target (..., K)
+
+
+def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,) or (N, K), as target_logit
+    """lse - target_logit = -log p of the target. `lse_rest` is what the rounding of lse took from it.
+
+    The target is among the classes of a whole row, so below 0 stands a rounding of target_logit.
+    """
+    distance = beside_slots(lse, target_logit) - target_logit
+    if lse_rest is None:
+        return distance
+    distance = distance + beside_slots(lse_rest, target_logit)
+    return distance - distance.detach().clamp(max=0.0)
 
 
 def log_probs_of_targets(

@@ -1,18 +1,14 @@
-"""The arguments by group: what a row of logits is made of, and what the loss of a token adds up.
+"""The arguments by group: operands, and what a row of logits is made of.
 
     u_ij  = input_i . linear_weight_j + linear_bias_j
     z_ij  = softcap tanh(logit_scale u_ij / softcap)                 LogitOptions; without softcap: logit_scale u_ij
-    loss  = (1 - eps) sum_k q_k w_yk (lse - z_yk) + eps / V sum_j w_j (lse - z_j) + z_loss lse^2
-                                                    LossOptions; eps = label_smoothing, w = weight, q = target_weight
-
-The first sum is over the K slots of a soft target; of one class a token it is w_y (lse - z_y).
 
 Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
 """
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -83,11 +79,6 @@ class LogitOptions(NamedTuple):
     logit_scale: Tensor | None = None  # ()
 
 
-class LossOptions(NamedTuple):
-    label_smoothing: float = 0.0
-    z_loss: Tensor | None = None  # ()
-
-
 class Cotangents(NamedTuple):
     """Of the three numbers of a row that the loss is a function of, (N,) each."""
 
@@ -143,7 +134,7 @@ class TokenLosses(NamedTuple):
 
     operands: Any  # Operands, or LogitOperands where the logits are given
     ignore_index: int
-    loss: LossOptions
+    loss: Any  # LossOptions
     logits: LogitOptions
     statistics: Statistics = Statistics()
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
@@ -176,34 +167,15 @@ class LogitNumbers(NamedTuple):
     temperature: Scalar = 1.0
 
 
-class LossNumbers(NamedTuple):
-    label_smoothing: Scalar = 0.0
-    softcap: OptionalScalar = None
-    logit_scale: Scalar = 1.0
-    temperature: Scalar = 1.0
-    z_loss: Scalar = 0.0
+def numbers_of(group: Any) -> tuple[str, ...]:
+    """The options of a group that the inner operators take as 0-d tensors."""
+    return tuple(name for name, hint in get_type_hints(group).items() if hint in (Tensor, Tensor | None))
 
-
-# Numbers among the options, which the inner operators take as 0-d tensors.
-NUMBERS = (
-    "logit_scale",
-    "softcap",
-    "z_loss",
-    "beta",
-    "teacher_logit_scale",
-    "teacher_softcap",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-)
 
 # What a user's number must be: as the message says it, and whether it is.
-RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+Ranges = dict[str, tuple[str, Callable[[float], bool]]]
+RANGES: Ranges = {
     "softcap": ("expected softcap to be positive and finite, or None", lambda value: 0.0 < value < inf),
     "teacher_softcap": ("expected teacher_softcap to be positive and finite, or None", lambda value: 0.0 < value < inf),
     "temperature": ("expected temperature to be positive and finite", lambda value: 0.0 < value < inf),
-    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
-    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
-    "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),
 }

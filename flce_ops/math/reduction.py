@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from flce_ops.math.loss import class_weight_of
 from flce_ops.support.torch_private import apply_function, functorch_is_active
 
 # N tokens, V vocabulary
+
+
+def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) or (N, K)
+    """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
+    return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
 
 
 def mean_denominator(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor
 
-from flce_ops.math.options import NUMBERS, LogitNumbers, LogitOptions, LossNumbers, LossOptions
+from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
 
 Number = float  # an int will do, and the SymFloat above, whose products with tensors torch's stubs do not have
@@ -42,17 +42,8 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
     return scalar(normalizer, like)
 
 
-def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
-    """The user's numbers as the inner operators take them; at 0 a term of the loss is off."""
-    values = {name: getattr(numbers, name) for name in LossOptions._fields}
-    options: dict[str, Any] = {
-        name: scalar_unless(0.0, value, like) if name in NUMBERS else value for name, value in values.items()
-    }
-    return LossOptions(**options)
-
-
-def logit_options(numbers: LogitNumbers | LossNumbers, like: Tensor) -> LogitOptions:
-    """softcap and logit_scale as the inner operators take them. The temperature, behind the cap, goes into both:
+def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
+    """LogitNumbers or LossNumbers as the inner operators take them. The temperature, behind the cap, goes into both:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
     """

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.math.loss import class_weight_of, loss_terms
-from flce_ops.math.options import LossOptions, Statistics, TokenStatistics
+from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.math.slots import in_columns, tokens_that_count
 from flce_ops.math.statistics import statistics_of_shards
 from flce_ops.support.exchange import all_gather
@@ -46,23 +45,10 @@ def shard_rows(num_classes: int, ranks: int) -> int:
 
 
 class Exchange:
-    """Combines per-shard numbers of a chunk into those of whole rows, and into losses."""
+    """Combines per-shard numbers of a chunk into those of whole rows."""
 
-    def __init__(
-        self,
-        target: Tensor,  # (N,)
-        weight: Tensor | None,  # (V,)
-        group: str,
-        ranks: int,
-        vocab_size: int,
-        options: LossOptions,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, group: str, ranks: int) -> None:
         self.group, self.ranks = group, ranks
-        self.target_weight = None if weight is None else class_weight_of(target, weight, dtype)  # (N,)
-        self.terms = loss_terms(
-            self.target_weight, None if weight is None else weight.to(dtype).sum(), vocab_size, options
-        )
 
     def whole_rows(
         self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None

@@ -10,12 +10,10 @@ from flce_ops.math.options import (
     Cotangents,
     LogitOperands,
     LogitOptions,
-    LossOptions,
     LowRankOperands,
     Operands,
     Statistics,
 )
-from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.call import Arguments
@@ -28,6 +26,8 @@ from flce_ops.meta.results import (
     slots,
     token,
 )
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import Cotangents, LogitOperands, LowRankOperands, Operands
-from flce_ops.math.policy_arguments import PolicyOperands, PolicyOptions, PolicyTokens
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta import kl_div_checks
@@ -34,6 +33,7 @@ from flce_ops.meta.main_grad import check_main_grad
 from flce_ops.meta.policy import check_policy
 from flce_ops.meta.results import allocate
 from flce_ops.meta.sparse_checks import check_sparse
+from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
 
 # N tokens, K slots of a target, D hidden, V vocabulary, r rank of a low-rank pair
 

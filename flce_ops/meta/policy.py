@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flce_ops.math.policy_arguments import KL_ESTIMATORS, OBJECTIVES, PolicyOptions
+from flce_ops.objectives.policy import KL_ESTIMATORS, OBJECTIVES, PolicyOptions
 
 TOKEN_LEVEL = "its tokens' losses are those of objective='ppo', token_weight and normalizer add them up"
 SEQUENCE_LEVEL = "a sequence's tokens share one ratio there; make it of flce_ops.linear_log_probs"

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from flce_ops.math.options import NUMBERS
+from flce_ops.math.kl_div_arguments import KlDivOptions
+from flce_ops.math.options import LogitOptions, numbers_of
 from flce_ops.meta.call import Arguments
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.policy import PolicyOptions
 from flce_ops.support.differentiated import has_tangent
 from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
 
@@ -23,7 +26,11 @@ SPARSE_SECOND_DERIVATIVE_REFUSAL = (
     "is a sample; leave gradient_threshold out"
 )
 
-CONSTANTS = ("denominator", "main_grad")  # tensors that a gradient is refused for
+# numbers among the options, and tensors, that a gradient is refused for
+NUMBERS = tuple(
+    name for group in (LogitOptions, LossOptions, PolicyOptions, KlDivOptions) for name in numbers_of(group)
+)
+CONSTANTS = ("denominator", "main_grad")
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
 
 

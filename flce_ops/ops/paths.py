@@ -168,8 +168,8 @@ KERNELS = {
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": kernels(
         (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
-        ".vocab_parallel_with_grad:launch_vocab_parallel_with_grad",
-        ".vocab_parallel_with_grad:vocab_parallel_with_grad",
+        ".with_grad:launch_vocab_parallel_with_grad",
+        ".with_grad:vocab_parallel_with_grad",
     ),
     "linear_cross_entropy_low_rank_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
@@ -184,7 +184,7 @@ KERNELS = {
         TRITON_OF_LOGITS, ".cross_entropy:launch_with_grad_in_place", ".cross_entropy:with_grad_in_place"
     ),
     "linear_policy_loss_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16), ".policy_with_grad:launch_policy_with_grad", ".policy_with_grad:policy_with_grad"
+        (*TRITON, NOT_FLOAT16), ".with_grad:launch_policy_with_grad", ".with_grad:policy_with_grad"
     ),
     "linear_kl_div_forward": kernels(KL_DIV, ".kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".kl_div:launch_kl_div_backward", ".kl_div:backward"),

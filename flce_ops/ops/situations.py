@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import LogitOperands, LogitOptions, LossOptions, LowRankOperands
+from flce_ops.math.options import LogitOperands, LogitOptions, LowRankOperands
 from flce_ops.math.shards import shard_rows
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.support.torch_private import (
     comes_from_outside_a_traced_graph,
     functorch_is_active,

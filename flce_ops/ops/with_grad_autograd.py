@@ -10,21 +10,21 @@ a frozen head with a low-rank pair   linear_weight is a constant
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.loss import losses_of_rows
-from flce_ops.math.options import Cotangents, Operands, Statistics
-from flce_ops.math.policy import policy_losses, policy_slopes
-from flce_ops.math.policy_arguments import CONSTANTS
+from flce_ops.math.log_probs import log_probs_of_targets, surprisal
+from flce_ops.math.options import Operands, Statistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
+from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
 from flce_ops.meta.policy import check_constants
+from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
+from flce_ops.objectives.policy import CONSTANTS, Policy
+from flce_ops.objectives.row import RowObjective
 from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
 
@@ -84,8 +84,8 @@ class LowRankWithGradFormula(MadeInForward):
         return gradients, losses
 
 
-# Losses, (N,), which tokens count, the cotangents of a row scale, and what else an operator gives of tokens.
-LossesOfRows = tuple[Tensor, Tensor, Callable[[Tensor], Cotangents], Sequence[Tensor | None]]
+# An objective, the surprisals that it reads, (N,) or (N, K), and what else an operator gives of tokens.
+Rows = tuple[RowObjective, Tensor, Sequence[Tensor | None]]
 
 
 def differentiable_gradients(
@@ -112,38 +112,33 @@ def recomputed_step(
     if isinstance(call, WithGrad):
         asked = {"logit_sum": call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics)}
     found = Forward.run(forward, Forward.like(call, operands=operands, **asked).values())
-    of_rows: Callable[..., LossesOfRows] = losses_of_classes if isinstance(call, WithGrad) else losses_of_policy
-    losses, valid, cotangents_of, besides = of_rows(call, operands, found)
-    _, lse, *_, lse_rest, retained = found
+    of_rows: Callable[..., Rows] = rows_of_classes if isinstance(call, WithGrad) else rows_of_policy
+    valid = tokens_that_count(operands.target, call.ignore_index)
+    objective, surprisals, besides = of_rows(call, operands, valid, found)
+    _, lse, logit_sum, *_, lse_rest, retained = found
+    losses, slopes = objective.losses_and_slopes(surprisals, lse, logit_sum if asked.get("logit_sum") else None)
+    losses = torch.where(valid, losses, 0.0)
     scale = call.reduction.scale_of_tokens(valid, lse.dtype)
-    cotangents = cotangents_of(scale if grad_loss is None else scale * grad_loss)
+    cotangents = objective.cotangents(slopes, scale if grad_loss is None else scale * grad_loss)
     rows = {"lse": lse, "lse_rest": lse_rest, "retained": retained if retained.shape[0] else None}
     of_backward = Backward.like(call, cotangents=cotangents, operands=operands, **rows)
     return Backward.run(backward, of_backward.values()), losses, besides
 
 
-def losses_of_classes(call: WithGrad, operands: Operands, found: Sequence[Tensor]) -> LossesOfRows:
-    target_logit, lse, logit_sum, *_, lse_rest, _ = found
-    rows = (target_logit, lse, logit_sum, lse_rest)
-    num_classes = operands.num_classes
-    terms, losses, valid = losses_of_rows(
-        operands, call.ignore_index, call.loss, num_classes, *rows, call.target_weight
-    )
-    return losses, valid, partial(terms.cotangents, target_logit, lse), statistics_of_forward(call.statistics, found)
-
-
-def losses_of_policy(call: PolicyWithGrad, operands: Operands, found: Sequence[Tensor]) -> LossesOfRows:
+def rows_of_classes(call: WithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
     target_logit, lse, *_, lse_rest, _ = found
-    valid = operands.target != call.ignore_index
+    target, slot_weight = operands.target, call.target_weight
+    if slot_weight is not None:
+        slot_weight = weight_of_slots(target, slot_weight, call.ignore_index, lse.dtype)
+    objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, lse.dtype, slot_weight)
+    return objective, surprisal(target_logit, lse, lse_rest), statistics_of_forward(call.statistics, found)
+
+
+def rows_of_policy(call: PolicyWithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
+    target_logit, lse, *_, lse_rest, _ = found
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
-
-    def cotangents(scale: Tensor) -> Cotangents:
-        slope = policy_slopes(log_probs, tokens, call.policy, scale)
-        return Cotangents(slope, -slope, None)
-
-    losses = torch.where(valid, policy_losses(log_probs, tokens, call.policy), 0.0)
-    return losses, valid, cotangents, (log_probs,)
+    return Policy(call.policy, tokens), -log_probs, (log_probs,)
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:

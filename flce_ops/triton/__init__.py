@@ -1,10 +1,11 @@
 """Triton kernels, each followed by its launcher, and the CUDA kernels of the operators made of them.
 
-    forward.py, with_grad.py, backward.py     one operator each
-    vocab_parallel_with_grad.py               with_grad on ranks that share the vocabulary
+    forward.py, backward.py                   one operator each
+    with_grad.py                              those of one pass: any row objective, also on ranks that share the
+                                              vocabulary
         even_features.py                      a D that is no multiple of 16: copies with zeros behind, where they fit
             copy_rows.py
-        one_pass_step.py                      the chunks of both
+        one_pass_step.py                      their chunks
         chunks.py                             rows at a time
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
@@ -15,9 +16,7 @@
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
             tile_sums.py                      numbers of a row for each tile, added up
-        finish_rows.py                        per row, after that GEMM
-            row_loss.py                       the loss of a row and its derivatives
-        finish_shard_rows.py                  the same where the vocabulary is sharded over ranks
+        finish_rows.py                        per row, after that GEMM: the functions of an objective
         row_statistics.py                     by-products of rows
         two_sum.py                            a number in two float32
         gradient_factors.py                   per row, before the GEMM of backward, where lse is known
@@ -33,7 +32,7 @@
         smoothing.py, columns.py              rank-1 terms, column sums
         scale_rows.py, target_rows.py         c input, and what its rounding took, for rows of few targets
         gather_slots.py                       of soft targets: K logits a token,
-        finish_soft_rows.py, slot_entries.py  and K entries, of the one pass and of the recomputing gradient
+        slot_entries.py                       and K entries of the recomputing gradient
             slots.py                          equal classes of a token; the largest entry
         set_entries.py                        the target's entries of a gradient
             gemm_operands.py                  matrices as tensor maps
@@ -65,9 +64,6 @@
         low_rank_step.py                      its chunks: one_pass_step.py's, and the pair's gradients
         low_rank_pair.py                      the pair in the kernels that make logits
         class_scale_gradient.py               the gradient by DoRA's number a class
-    policy_with_grad.py                       linear_policy_loss_with_grad, of one_pass_step.py's chunks
-        finish_policy_rows.py                 per row, and the losses of tokens
-            row_policy.py                     the loss of a token and its slope
     sum_losses.py, upstream.py                the scalar loss; the scalar that arrives in backward
     replay.py, driver_launch.py               a step's launches, repeated
         launch_graphs.py                      at the addresses of an earlier call: as one

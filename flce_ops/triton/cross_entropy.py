@@ -12,6 +12,8 @@ from flce_ops.math.options import Cotangents, LogitOperands
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import CrossEntropy
+from flce_ops.objectives.in_triton import in_kernel
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous
@@ -24,7 +26,6 @@ from flce_ops.triton.cross_entropy_kernels import (
 )
 from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
-from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
 from flce_ops.triton.target import interpreted, multiprocessors
 
@@ -130,10 +131,10 @@ def loss_step(
 ) -> None:
     logits, target, _ = call.operands
     kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
-    row_loss = RowLoss(weight_sum, logits.shape[1], call.loss)
+    objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
     numbers = LossResults(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
-    launch_rows(call, numbers, bool(call.loss.label_smoothing), gradient, row_loss, call.reduction, kept)
+    launch_rows(call, numbers, objective.d_sum is not None, gradient, objective, call.reduction, kept)
     launch_sum_losses(losses, call.reduction, kept.total, loss)
 
 
@@ -176,7 +177,7 @@ def launch_rows(
     numbers: Any,
     logit_sum: bool,
     grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
-    row_loss: RowLoss | None = None,
+    objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
     kept: Count | None = None,
 ) -> None:
@@ -191,12 +192,15 @@ def launch_rows(
         kept,
         numbers,
         weight,
-        row_loss,
+        None if objective is None else in_kernel(objective),
+        None if objective is None else objective.d_sum,
         call.logits,
         call.ignore_index,
         tile.programs * multiprocessors(logits),
         tokens,
         num_classes,
+        OF_TARGET=None if objective is None else objective.of_target.jit,
+        OF_ROW=None if objective is None else objective.of_row.jit,
         LOGIT_SUM=logit_sum,
         ARGMAX=call.argmax,
         ALIKE=grad_logits is None or lie_alike(logits, grad_logits),

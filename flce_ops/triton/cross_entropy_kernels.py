@@ -6,7 +6,7 @@
         └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
-    lse = (m + log2 s) ln 2      loss, l, a = row_loss(...)                              row_loss.py
+    lse = (m + log2 s) ln 2      loss, l, a of the objective           flce_ops/objectives
     ask for row i + rows taken at a time
     for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient
 from flce_ops.triton.logit_rows import (
     LOWEST,
@@ -32,9 +33,8 @@ from flce_ops.triton.logit_rows import (
     target_of,
     whole_row,
 )
-from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
+from flce_ops.triton.logits_gemm import LN2, base2_logits
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.row_loss import row_loss
 from flce_ops.triton.sum_losses import scale_of_rows
 from flce_ops.triton.two_sum import in_two_float32
 
@@ -68,12 +68,15 @@ def rows_kernel(
     kept,  # Count
     outputs,  # ForwardNumbers, or with grad_logits LossResults
     class_weight_ptr,  # (V,) float32
-    loss,  # RowLoss; None without grad_logits
+    objective,  # None without grad_logits, as the next
+    d_sum,  # the derivative of a loss by its logit sum
     logit_options,  # LogitOptions
     ignore_index,
     later,  # rows that are taken at a time
     N,
     V,
+    OF_TARGET: tl.constexpr,
+    OF_ROW: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
@@ -85,7 +88,7 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
     valid, column = target_of(target_ptr, i, ignore_index, V)
     row, head, groups = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row + head, 16)
@@ -148,18 +151,19 @@ def rows_kernel(
         target_weight = None
         if class_weight_ptr is not None:
             target_weight = tl.load(class_weight_ptr + column)
-        smoothed_sum2 = None
+        logit_sum = None
         if LOGIT_SUM:
-            smoothed_sum2 = logit_sum2
+            logit_sum = logit_sum2 * LN2
         surprisal2 = (row_max - target_logit2) + log2_sum
         surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-        value, d_lse, d_target = row_loss(surprisal2, row_max + log2_sum, smoothed_sum2, target_weight, loss)
+        value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
+        value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
         tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
         scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
         factor = scale * d_lse / row_sum
         sum_factor = None
         if LOGIT_SUM:
-            sum_factor = -scale * loss.options.label_smoothing / V
+            sum_factor = scale * d_sum
         out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
         store_gradient(
             out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
@@ -178,7 +182,7 @@ def rows_kernel(
                 class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
         finish_gradient(
-            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, scale * d_target,
+            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, -scale * slope,
             class_weight_ptr, logit_options, logit_scale, softcap,
         )  # fmt: skip
 
@@ -210,7 +214,7 @@ def gradient_kernel(
     edge, there = edges_of(head, groups, V, VEC)
     u_target = tl.load(row + column, mask=valid, other=0.0)
     u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
-    logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
     lse = tl.load(lse_ptr + i, mask=valid, other=0.0).to(tl.float64)
     lse2 = (lse + tl.load(lse_rest_ptr + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
     reference = lse2.to(tl.float32)

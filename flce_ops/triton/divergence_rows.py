@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.fixed_point import from_fixed_point
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
-from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
+from flce_ops.triton.logits_gemm import LN2, base2_logits
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_divergence import divergence_gradient, divergence_of_sums, divergence_terms
 from flce_ops.triton.softmax_rows import Softmax, store_shift
@@ -63,7 +64,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number_at(softmax.softcap))
+        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number(softmax.softcap))
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * n + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
@@ -109,7 +110,7 @@ def divergence_kernel(
             log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
             if KIND != "cross_entropy":
                 log2_p = tl.log2(log2_p)
-        beta = number_at(beta_ptr)
+        beta = number(beta_ptr)
         if sums_ptr is not None:
             first, second, third = divergence_terms(log2_q, log2_p, beta, KIND)
             partial = vocab_block.to(tl.int64) * n + rows
@@ -122,7 +123,7 @@ def divergence_kernel(
             row_number = 1.0
             if row_number_ptr is not None:
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number_at(scale.logit_scale)
+            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
             # the entries of a row would be inf of either sign, and some 0 * inf
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
             gradient = divergence_gradient(log2_q, log2_p, row_number, beta, KIND) * factor[:, None]
@@ -170,7 +171,7 @@ def finish_divergence_kernel(
     third = second
     if KIND == "jsd":
         third = tl.load(totals_ptr + 2 * n + i, mask=mask, other=1.0)
-    value, row_number = divergence_of_sums(first, second, third, number_at(beta_ptr), KIND)
+    value, row_number = divergence_of_sums(first, second, third, number(beta_ptr), KIND)
     tl.store(row_number_ptr + i, row_number, mask=mask)
     if results.divergence is not None:
         tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import ReferenceClass
 from flce_ops.triton.gather_tokens import AtTarget, launch_gather_tokens
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.logits_gemm import base2_logits, number_at
+from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.smoothing import ClassSum
@@ -61,7 +62,7 @@ def slot_logits_kernel(
     if row < kept_rows(kept, n):
         token = tl.load(kept.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(reference_ptr + row), tl.full((), 0, tl.int64)
-        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
         for start in range(0, SLOTS, BLOCK_S):
             slot = start + tl.arange(0, BLOCK_S)
             inside = slot < SLOTS

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import ReferenceClass
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
-from flce_ops.triton.logits_gemm import base2_logits, number_at
+from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair, pair_logit
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.smoothing import ClassSum
@@ -104,7 +105,7 @@ def gather_tokens_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + column).to(tl.float32)
-        logit_scale, softcap = number_at(logit_options.logit_scale), number_at(logit_options.softcap)
+        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
         z2, dz_du = base2_logits(product, bias, logit_options, logit_scale, softcap)
         tl.store(logit_ptr + row, z2)
         tl.store(reference_ptr + row, z2)

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.logits_gemm import LOG2E, number_at
+from flce_ops.triton.logits_gemm import LOG2E
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.slot_entries import launch_slot_entries
 
@@ -65,7 +66,7 @@ def gradient_factors_kernel(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=mask, other=0)
-    scale = number_at(logit_scale_ptr)
+    scale = number(logit_scale_ptr)
 
     lse = of_tokens(tokens.lse, token, mask)
     lse64 = lse.to(tl.float64)

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.fixed_point import to_fixed_point
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
@@ -45,15 +46,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 TANH = tl.constexpr((-4.0037299e-2, 1.9218430e-3, -9.1303815e-5, 3.4282380e-6))
 # exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
 LARGEST_SUM = tl.constexpr(2.0**60)
-
-
-@triton.jit
-def number_at(pointer, default: tl.constexpr = 1.0):
-    """The number of an option at `pointer`, or `default` where there is None."""
-    if pointer is None:
-        return default
-    else:
-        return tl.load(pointer).to(tl.float32)
 
 
 @triton.jit
@@ -129,8 +121,8 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # of the pair, contiguous
 ):
-    logit_scale = number_at(logit_options.logit_scale)
-    softcap = number_at(logit_options.softcap)
+    logit_scale = number(logit_options.logit_scale)
+    softcap = number(logit_options.softcap)
     count = kept_rows(kept, n)
     row_blocks = tl.cdiv(count, BLOCK_N)
     vocab_blocks = tl.cdiv(V, BLOCK_V)

@@ -66,7 +66,7 @@ class LowRankStep(OnePassStep):
         self.of_pair.add_to_weight(tokens, rows, pieces, finished)
         # the sums per tile, which were as large, are not needed any more
         numbers = min(MOST_PARTS.value * rows.numel(), small_bytes() // 4)
-        own = self.per_token.losses.new_empty(numbers)
+        own = self.float32(numbers)
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
 
     def scale_gradient(self) -> Tensor:  # (V,) float32

@@ -4,24 +4,21 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.loss import class_weight_of
-from flce_ops.math.options import LowRankOperands, Operands, TokenStatistics
-from flce_ops.math.reduction import Reduction
+from flce_ops.math.options import LowRankOperands, Operands
+from flce_ops.math.reduction import Reduction, class_weight_of
 from flce_ops.meta.arguments import LowRankWithGrad
 from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import CrossEntropy
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous, record_chunks
 from flce_ops.triton.class_scale_gradient import away_from_zero
 from flce_ops.triton.cut import best_cut, problem_of
-from flce_ops.triton.exponentials import RowSums
-from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows
 from flce_ops.triton.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.kept_tokens import keep_tokens
 from flce_ops.triton.low_rank_pair import even_rank
 from flce_ops.triton.low_rank_step import LowRankStep
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.replay import repeated
-from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import launch_sum_losses
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
@@ -65,20 +62,16 @@ def low_rank_step(
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
     cut = best_cut(problem._replace(recompute_below=0))  # backward's kernels know no pair
     kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
-    row_loss = RowLoss(None, num_classes, call.loss)
-
-    def finish_rows(tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, None]:
-        return launch_finish_rows(tokens, sums, row_loss, input.dtype, logit_scale=logit_options.logit_scale), None
-
-    per_token = StepTokens(target_weight, reduction, losses, TokenStatistics())
+    objective = CrossEntropy(call.loss, None, target_weight, num_classes)
+    per_token = StepTokens(objective, reduction, losses)
     nothing = input.new_empty(0)
     of_head = [grad_input, nothing, grad_bias]
     of_pair = [grad_pair_input, grad_pair_weight, nothing]
     gradients = wanted_gradients(of_head, mask)
     pair_gradients = wanted_gradients(of_pair, [want_pair_input, want_pair_weight, False])
     shared = logit_options, kept, per_token
-    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, cut, finish_rows)
-    of_head_step = call.operands.head, *shared, gradients, cut, finish_rows
+    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, cut)
+    of_head_step = call.operands.head, *shared, gradients, cut
     step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
     step.run_chunks(cut.chunks)
     if want_scale:

@@ -2,7 +2,7 @@
 
     rows = the chunk's kept tokens, target logits                                 gather_tokens.py, gather_slots.py
     E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
-    losses, row factors c, E[i, y_i]                the row finisher the step was given            finish_rows.py
+    losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
     grad_input to where its tokens are                                                             spread_rows.py
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions, Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
+from flce_ops.math.shards import argmax_of_shards
+from flce_ops.objectives.row import RowObjective
 from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.few_tokens import choose_cut
-from flce_ops.triton.finish_rows import FinishedRows, Tokens
+from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
 from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces
@@ -42,19 +44,19 @@ from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 
-# What the rows of a chunk make, and their argmax if it is asked for. Between ranks the sums are exchanged here.
-FinishRows = Callable[[Tokens, RowSums], tuple[FinishedRows, Tensor | None]]
 # Of tokens, their gradients and the sum that earlier ones were added to: the ranges of rows it took.
 Recompute = Callable[[Kept, Gradients, WeightGradient | None], list[slice]]
 
 
 class StepTokens(NamedTuple):
-    """What a step reads and writes of every token, (N,) as the tokens stand; out but for the first two."""
+    """What a step makes of every token, (N,) as the tokens stand."""
 
-    weight: Tensor | None  # float32, the class weight of the target; of a soft one (N, K), times the slots' own
-    reduction: Reduction
-    losses: Tensor
-    statistics: TokenStatistics
+    objective: RowObjective
+    reduction: Reduction | None  # None for a scale of 1
+    losses: Tensor | None  # out, as the next two
+    statistics: TokenStatistics = TokenStatistics()
+    log_probs: Tensor | None = None
+    gather: Callable[[Tensor], Tensor] | None = None  # (k, n) -> (R, k, n), of ranks that share the vocabulary
 
 
 class OnePassStep:
@@ -71,7 +73,6 @@ class OnePassStep:
         per_token: StepTokens,
         gradients: Gradients,
         cut: Cut,
-        finish_rows: FinishRows,
         smoothing: SmoothingTerms | None = None,
         ignore_index: int = -100,
         vocab_start: int = 0,
@@ -83,7 +84,7 @@ class OnePassStep:
         self.tokens = operands.input.shape[0]  # that the chunks are cut of
         self.gradients = gradients
         self.grad_input, grad_weight, self.bias_sum = gradients
-        self.cut, self.finish_rows, self.smoothing = cut, finish_rows, smoothing
+        self.cut, self.smoothing = cut, smoothing
         self.input_steps = self.weight_steps = EVERY_STEP
         self.weight_gradient = None
         if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
@@ -146,7 +147,8 @@ class OnePassStep:
         self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
-        kept, (weight, reduction, losses, statistics) = self.kept.of(chunk), self.per_token
+        kept, of_tokens = self.kept.of(chunk), self.per_token
+        statistics = of_tokens.statistics
         at_target = launch_gather_targets(
             kept,
             self.operands,
@@ -157,7 +159,15 @@ class OnePassStep:
             class_sum=None if self.smoothing is None else self.smoothing.class_sum,
             pair=self.pair,
         )
-        tokens = Tokens(kept, at_target.logit, at_target.dz_du, at_target.column, weight, reduction, losses)
+        tokens = Tokens(
+            kept,
+            at_target.logit,
+            at_target.dz_du,
+            at_target.column,
+            of_tokens.reduction,
+            of_tokens.losses,
+            of_tokens.log_probs,
+        )
         sums = launch_exponentials(
             rows,
             self.operands.linear_weight,
@@ -175,8 +185,8 @@ class OnePassStep:
             pair=self.pair_of_chunk,
         )
         self.row_sum, self.reference = sums.exponentials, sums.reference_logit
-        finished, columns = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
-        launch_row_statistics(sums._replace(argmax=columns), statistics, kept, self.vocab_size)
+        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
+        launch_row_statistics(sums, statistics, kept, self.vocab_size)
         for cols, piece in pieces:
             launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
             if self.bias_sum is not None:
@@ -184,6 +194,21 @@ class OnePassStep:
         if finished.column is not None:  # what follows takes one entry of a row
             tokens = tokens._replace(column=finished.column)
         return tokens, finished
+
+    def finish_rows(self, tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, RowSums]:
+        """Ranks that share the vocabulary tell each other their sums here; the argmax is the whole row's then."""
+        gathered, gather = None, self.per_token.gather
+        if gather is not None:
+            numbers = launch_shard_numbers(tokens, sums)
+            if sums.argmax is not None:
+                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.vocab_start
+            gathered = gather(numbers)
+        scale, dtype = self.logit_options.logit_scale, self.operands.input.dtype
+        objective = self.per_token.objective
+        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_scale=scale, gathered=gathered)
+        if gathered is not None and sums.argmax is not None:
+            sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
+        return finished, sums
 
     def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
         """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
@@ -230,6 +255,9 @@ class OnePassStep:
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""
         if self.grad_input is None:
-            return self.per_token.losses[:0]
+            return self.float32(0)
         later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
-        return later if later.shape[0] >= numbers else self.per_token.losses.new_empty(numbers)
+        return later if later.shape[0] >= numbers else self.float32(numbers)
+
+    def float32(self, numbers: int) -> Tensor:
+        return torch.empty(numbers, dtype=torch.float32, device=self.kept.order.device)

@@ -1,16 +1,15 @@
-"""The tokens of linear_cross_entropy_with_grad in a workspace too small for one pass: forward, then backward.
+"""The tokens of a one-pass operator in a workspace too small for one pass: forward, then backward.
 
 Four GEMM passes instead of three, but grad_linear_weight is summed over many rows at a time whatever the workspace is.
 H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 rows, 1.4 times by this path.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from flce_ops import meta
-from flce_ops.math.loss import losses_of_rows
+from flce_ops.math.log_probs import surprisal
+from flce_ops.math.options import Cotangents
+from flce_ops.math.slots import beside_slots
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import Backward, Forward, WithGrad
 from flce_ops.triton.backward import run_backward
@@ -22,10 +21,6 @@ from flce_ops.triton.weight_gradient import WeightGradient
 
 # N tokens, n of them here
 
-# Of target_logit, lse, logit_sum and lse_rest: what has the cotangents of LossTerms, the numbers that stand for the
-# losses, 0 where ignored, and which tokens are not.
-LossesOfRows = Callable[..., tuple[Any, torch.Tensor, torch.Tensor]]
-
 
 def recompute_step(
     call: WithGrad,  # of N tokens
@@ -34,38 +29,31 @@ def recompute_step(
     kept: Kept,  # the tokens to take
     gradients: Gradients,  # input: (n, D), in the order of `kept`
     weight_gradient: WeightGradient | None,
-    losses_of: LossesOfRows | None = None,  # None for call.loss
 ) -> list[slice]:
     """The ranges of rows it took."""
-    operands = call.operands
+    operands, objective = call.operands, per_token.objective
     logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
-    asked = asked_of_forward(call.statistics)
-    forward = Forward.bind(*operands, logit_sum=bool(call.loss.label_smoothing), **asked, **logits)
+    smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
+    forward = Forward.bind(*operands, logit_sum=smoothed, **asked, **logits)
     outputs = meta.outputs(forward)
     run_forward(forward, kept, outputs)
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
-    here = place >= kept.start
-    rows = (target_logit, lse, logit_sum, lse_rest)
-    if losses_of is not None:
-        terms, losses, valid = losses_of(*rows)
-    else:
-        terms, losses, valid = losses_of_rows(
-            operands,
-            call.ignore_index,
-            call.loss,
-            operands.linear_weight.shape[0],
-            *rows,
-            target_weight=call.target_weight,
-        )
+    valid, here = place >= 0, place >= kept.start
     mine = here | ~valid
-    per_token.losses.copy_(torch.where(mine, losses, per_token.losses))
-    for out, found in zip(per_token.statistics, statistics_of_forward(call.statistics, outputs)):
-        if found is not None:
-            out.copy_(torch.where(mine, found, out))
-    scale = torch.where(here, call.reduction.scale_of_tokens(valid, torch.float32), 0.0)
-    cotangents = terms.cotangents(target_logit, lse, scale)
+    distance = surprisal(target_logit, lse, lse_rest)
+    losses, slopes = objective.losses_and_slopes(distance, lse, logit_sum if smoothed else None)
+    found = [(per_token.losses, losses)]
+    if per_token.log_probs is not None:
+        found.append((per_token.log_probs, -distance))
+    for out, values in found:
+        out.copy_(torch.where(mine, torch.where(valid, values, 0.0), out))
+    for of_tokens, values in zip(per_token.statistics, statistics_of_forward(call.statistics, outputs)):
+        if values is not None:
+            of_tokens.copy_(torch.where(mine, values, of_tokens))
+    cotangents = objective.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
+    own = (None if grad is None else torch.where(beside_slots(here, grad), grad, 0.0) for grad in cotangents)
     backward = Backward.bind(
-        *cotangents,
+        *Cotangents(*own),
         *operands,
         lse,
         **logits,

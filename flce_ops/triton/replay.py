@@ -288,9 +288,9 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
             tensors.append(value)
             features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
         elif isinstance(value, list | tuple):
-            features.append(len(value))
+            features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
-            describe(value.values(), tensors, features)
+            describe([type(value), *value.values()], tensors, features)
         else:
             features.append(value)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 
@@ -42,7 +42,7 @@ def slot_entries_kernel(
     if row < kept_rows(kept, n):
         of_row = row.to(tl.int64) * SLOTS
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
-        scale = number_at(logit_scale_ptr)
+        scale = number(logit_scale_ptr)
         size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
         column_of_largest = tl.full((), -1, tl.int64)
         for start in range(0, SLOTS, BLOCK_S):

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.math.reduction import Reduction
+from flce_ops.objectives.in_triton import number
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.row_loss import RowLoss
 from flce_ops.triton.sum_losses import scale_of_rows
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank
@@ -47,15 +46,14 @@ def logit_sum_slopes_kernel(
     reduction,  # Reduction
     out_ptr,  # (N,) out: m, in the order of the kept tokens; 0 behind them
     N,
-    loss,  # RowLoss
+    d_sum,  # the derivative of a loss by its logit sum
     logit_scale_ptr,  # ()
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(kept.total)
     token = tl.load(kept.order + i, mask=mask, other=0)
-    slope = -loss.options.label_smoothing / loss.num_classes * number_at(logit_scale_ptr)
-    slopes = scale_of_rows(reduction, kept, token, mask) * slope
+    slopes = scale_of_rows(reduction, kept, token, mask) * (d_sum * number(logit_scale_ptr))
     tl.store(out_ptr + i, tl.where(mask, slopes, 0.0), mask=i < N)
 
 
@@ -66,7 +64,7 @@ class SmoothingTerms:
         class_weight: Tensor | None,  # (v,) float32
         kept: Kept,
         reduction: Reduction,
-        loss: RowLoss,
+        d_sum: float,  # the derivative of a loss by its logit sum
         logit_scale: Tensor | None,  # ()
     ) -> None:
         self.input, self.kept, self.class_weight = operands.input, kept, class_weight
@@ -77,7 +75,7 @@ class SmoothingTerms:
         )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
         logit_sum_slopes_kernel[(triton.cdiv(tokens, 1024),)](
-            kept, reduction, self.slopes, tokens, loss, logit_scale, BLOCK=1024, num_warps=4
+            kept, reduction, self.slopes, tokens, d_sum, logit_scale, BLOCK=1024, num_warps=4
         )
 
     def input_terms(self, kept: Kept) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from flce_ops.math.sparse_gradient import Shard
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.one_pass_step import FinishRows, StepTokens
+from flce_ops.triton.one_pass_step import StepTokens
 from flce_ops.triton.sparse_or_dense import lists_may_pay
 from flce_ops.triton.sparse_step import run_spans
 from flce_ops.triton.tile_step import run_tiles
@@ -41,11 +41,10 @@ def run_sparse(
     kept: Kept,
     per_token: StepTokens,
     gradients: Gradients,
-    finish_rows: FinishRows,
     shard: Shard | None = None,  # of a vocabulary that ranks share
 ) -> list[slice]:
     """The chunks that it takes."""
     if call.sparse.gradient_mode == "tiles":
         assert not isinstance(call, VocabParallelWithGrad)  # the entry refuses those
-        return run_tiles(call, kept, per_token, gradients, finish_rows)
-    return run_spans(call, kept, per_token, gradients, finish_rows, shard)
+        return run_tiles(call, kept, per_token, gradients)
+    return run_spans(call, kept, per_token, gradients, shard)

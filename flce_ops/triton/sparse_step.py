@@ -38,7 +38,7 @@ from flce_ops.triton.gather_sums import launch_gather_lists
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.one_pass_step import FinishRows, OnePassStep, StepTokens
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_statistics import sum_pairs
 from flce_ops.triton.sparse_carried import launch_carried
 from flce_ops.triton.sparse_lists import Lists, launch_lists
@@ -63,13 +63,12 @@ class SparseStep(OnePassStep):
         kept: Kept,
         per_token: StepTokens,
         gradients: Gradients,
-        finish_rows: FinishRows,
         room: int,
         chunks: list[slice],
         shard: Shard | None,
     ) -> None:
         cut = Cut(None, chunks, False, 0)
-        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut, finish_rows)
+        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut)
         if isinstance(call, VocabParallelWithGrad):
             self.vocab_start, self.vocab_size = call.vocab_start, call.vocab_size
         self.options, self.room, self.shard = call.sparse, room, shard
@@ -162,7 +161,6 @@ def run_spans(
     kept: Kept,
     per_token: StepTokens,
     gradients: Gradients,
-    finish_rows: FinishRows,
     shard: Shard | None,
 ) -> list[slice]:
     """The chunks that it takes."""
@@ -176,7 +174,7 @@ def run_spans(
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
     cuts = [cut_span(call, span, room, shard) for span in spans]
     chunks = [chunk for cut in cuts for chunk in cut.chunks]
-    step = SparseStep(call, kept, per_token, gradients, finish_rows, room, chunks, shard)
+    step = SparseStep(call, kept, per_token, gradients, room, chunks, shard)
     for span, cut in zip(spans, cuts):
         step.run_span(span, cut)
     return chunks

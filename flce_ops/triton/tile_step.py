@@ -16,7 +16,7 @@ from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.live_tiles import EVERY_STEP, launch_live_tiles
-from flce_ops.triton.one_pass_step import FinishRows, OnePassStep, StepTokens
+from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -36,13 +36,11 @@ class TileStep(OnePassStep):
         return tokens, finished
 
 
-def run_tiles(
-    call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients, finish_rows: FinishRows
-) -> list[slice]:
+def run_tiles(call: WithGrad | Backward, kept: Kept, per_token: StepTokens, gradients: Gradients) -> list[slice]:
     """The chunks that it takes."""
     operands = call.operands
     cut = cut_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
-    step = TileStep(operands, call.logits, kept, per_token, gradients, cut, finish_rows)
+    step = TileStep(operands, call.logits, kept, per_token, gradients, cut)
     step.call = call
     step.run_chunks(cut.chunks)
     return cut.chunks

@@ -1,0 +1,129 @@
+"""Cross-entropy of one class, or of K slots, a token.
+
+With z the row of logits (scaled and capped), w the class weights, eps the label smoothing and V classes:
+
+    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - sum_j w_j z_j)  +  z_loss lse^2
+
+A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (lse - z_yk) in place of w_y (lse - z_y);
+equal classes add up.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.log_probs import surprisal
+from flce_ops.math.options import LogitOperands, Operands, OptionalScalar, Ranges, Scalar, numbers_of
+from flce_ops.math.reduction import class_weight_of
+from flce_ops.math.scalars import scalar_unless
+from flce_ops.math.slots import tokens_that_count
+from flce_ops.objectives.language import RowFunction, number, times
+from flce_ops.objectives.row import RowObjective
+
+# N tokens, K slots of each, V vocabulary
+
+
+class LossNumbers(NamedTuple):
+    """The user's, in the order of the entries' schemas; those of LogitNumbers are among them."""
+
+    label_smoothing: Scalar = 0.0
+    softcap: OptionalScalar = None
+    logit_scale: Scalar = 1.0
+    temperature: Scalar = 1.0
+    z_loss: Scalar = 0.0
+
+
+RANGES: Ranges = {
+    "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+}
+
+
+class LossOptions(NamedTuple):
+    """The same as the inner operators take them."""
+
+    label_smoothing: float = 0.0
+    z_loss: Tensor | None = None  # ()
+
+
+OF_PROBABILITIES = ("label_smoothing",)  # of these options, what a target of class probabilities takes too
+
+
+def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
+    """At its default a term of the loss is off."""
+    options = {name: getattr(numbers, name) for name in LossOptions._fields}
+    for name in numbers_of(LossOptions):
+        options[name] = scalar_unless(LossNumbers._field_defaults[name], options[name], like)
+    return LossOptions(**options)
+
+
+class CrossEntropy(RowObjective):
+    @RowFunction
+    def of_target(surprisal, weight, at, loss):
+        factor = 1.0 - loss.options.label_smoothing
+        if weight is not None:
+            factor = factor * weight
+        return times(factor, surprisal), factor
+
+    @RowFunction
+    def of_row(value, slope, lse, logit_sum, at, loss):
+        d_lse = slope
+        if logit_sum is not None:
+            smoothing = loss.options.label_smoothing / loss.num_classes
+            of_all = loss.options.label_smoothing
+            if loss.class_weight_sum is not None:
+                of_all = smoothing * number(loss.class_weight_sum, 1.0)
+            value = value + (of_all * lse - smoothing * logit_sum)
+            d_lse = d_lse + of_all
+        if loss.options.z_loss is not None:
+            z_loss = number(loss.options.z_loss, 0.0)
+            value = value + z_loss * lse * lse
+            d_lse = d_lse + 2.0 * z_loss * lse
+        return value, d_lse
+
+    @property
+    def d_sum(self) -> float | None:
+        smoothing = self.options.label_smoothing
+        return -smoothing / self.num_classes if smoothing else None
+
+
+def weight_of_slots(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
+    """q, 0 in slots that do not count, whatever stands there; nan for what is negative."""
+    q = torch.where(target == ignore_index, 0.0, target_weight).to(dtype)
+    return torch.where(q < 0.0, torch.nan, q)
+
+
+def cross_entropy_of(
+    target: Tensor,  # (N,) or (N, K)
+    weight: Tensor | None,  # (V,)
+    num_classes: int,
+    options: LossOptions,
+    dtype: torch.dtype,
+    slot_weight: Tensor | None = None,  # (N, K)
+) -> CrossEntropy:
+    of_target, weight_sum = slot_weight, None
+    if weight is not None:
+        of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
+        of_target = of_class if slot_weight is None else slot_weight * of_class
+    return CrossEntropy(options, None, of_target, num_classes, weight_sum)
+
+
+def losses_of_rows(
+    operands: Operands | LogitOperands,
+    ignore_index: int,
+    options: LossOptions,
+    num_classes: int,  # V, of all shards
+    target_logit: Tensor,  # (N,), as the next two; (N, K) of a soft target
+    lse: Tensor,
+    logit_sum: Tensor | None,  # read only with label smoothing
+    lse_rest: Tensor | None = None,  # (N,)
+    target_weight: Tensor | None = None,  # (N, K)
+) -> tuple[Tensor, Tensor]:  # (N,) each
+    """Losses, 0 where ignored, that autograd differentiates; which tokens are not ignored."""
+    target = operands.target
+    slot_weight = None if target_weight is None else weight_of_slots(target, target_weight, ignore_index, lse.dtype)
+    objective = cross_entropy_of(target, operands.weight, num_classes, options, lse.dtype, slot_weight)
+    distance = surprisal(target_logit, lse, lse_rest)
+    losses, _ = objective.losses_and_slopes(distance, lse, logit_sum if options.label_smoothing else None)
+    valid = tokens_that_count(target, ignore_index)
+    return torch.where(valid, losses, 0.0), valid

@@ -1,0 +1,22 @@
+"""An objective whose slopes are given: what backward brings for the numbers of a row, whatever made a loss of them."""
+
+from flce_ops.objectives.language import RowFunction, of_tokens, where
+from flce_ops.objectives.row import RowObjective
+
+
+class GivenSlopes(RowObjective):
+    """Its tokens are Cotangents, None for 0. The value is not a loss, and no one reads it."""
+
+    @RowFunction
+    def of_target(surprisal, weight, at, given):
+        slope = where(surprisal < 0.0, 0.0, 0.0)
+        if given.tokens.grad_target_logit is not None:
+            slope = -of_tokens(given.tokens.grad_target_logit, at)
+        return slope, slope
+
+    @RowFunction
+    def of_row(value, slope, lse, logit_sum, at, given):
+        d_lse = where(lse < 0.0, 0.0, 0.0)
+        if given.tokens.grad_lse is not None:
+            d_lse = of_tokens(given.tokens.grad_lse, at)
+        return value, d_lse

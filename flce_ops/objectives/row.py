@@ -1,0 +1,94 @@
+"""A row objective: the loss of a token from its row of logits, and the slopes of the loss by the numbers of the row.
+
+    surprisal_i = lse_i - z_iy                 a soft target has K of them, one for each slot
+                value_ik, slope_ik = of_target(surprisal_ik, weight_ik, at, objective)
+    loss_i, d_lse_i = of_row(sum_k value_ik, sum_k slope_ik, lse_i, logit_sum_i, at, objective)
+
+    G_ij = (l_i p_ij + a_i [j = y_i] + m_i w_j) dz/du        l = g d_lse,   a = -g slope,   m = g d_sum
+
+`slope` is the derivative of the value by the surprisal, d_lse that of the loss by lse through all terms, and g the
+scale of the row. of_target is linear in `weight`: the class weight of the target, times the slot's own.
+
+An objective is a class with two RowFunctions (language.py): ATen calls them on tensors, the Triton kernels on a block
+of rows. What they read stands in the fields of RowNumbers.
+"""
+
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.options import Cotangents
+from flce_ops.math.slots import beside_slots
+from flce_ops.objectives.language import RowFunction, times
+
+# N tokens, K slots of each
+
+
+class RowNumbers(NamedTuple):
+    """In a kernel the tensors are pointers."""
+
+    options: Any = None  # a NamedTuple of numbers () and names
+    tokens: Any = None  # a NamedTuple of what is known of each token, (N,) each or None
+    weight: Tensor | None = None  # (N,) or (N, K); None for 1
+    num_classes: int = 0  # V, of all ranks
+    class_weight_sum: Tensor | None = None  # () sum_j w_j; None for V
+
+
+Self = TypeVar("Self", bound="RowObjective")
+Slope = Any  # (N,) or of a target (N, K); a number where all tokens share it
+
+
+class RowObjective(RowNumbers):
+    bounded: ClassVar[bool] = False  # a slope of 0 is 0 even if the loss is divided by 0
+    of_target: ClassVar[RowFunction]
+
+    @RowFunction
+    def of_row(value, slope, lse, logit_sum, at, objective):
+        return value, slope
+
+    @property
+    def d_sum(self) -> float | None:
+        """The derivative by the weighted sum of the logits, the same for all rows; None where it is not read."""
+        return None
+
+    @property
+    def soft(self) -> bool:
+        """Whether a token has K slots."""
+        return self.weight is not None and self.weight.dim() == 2
+
+    def of(self: Self, rows: slice) -> Self:
+        """The same of some tokens."""
+        if self.tokens is None and self.weight is None:
+            return self
+        tokens = self.tokens
+        if tokens is not None:
+            tokens = type(tokens)(*(None if values is None else values[rows] for values in tokens))
+        return self._replace(tokens=tokens, weight=None if self.weight is None else self.weight[rows])
+
+    def losses_and_slopes(
+        self,
+        surprisal: Tensor,  # (N,) or (N, K)
+        lse: Tensor,  # (N,)
+        logit_sum: Tensor | None,  # (N,), with label smoothing
+    ) -> tuple[Tensor, tuple[Slope, Slope]]:  # (N,)
+        """In ATen; the slopes by the target's logit and by lse. All can be differentiated once more."""
+        value, slope = self.of_target(surprisal, self.weight, None, self)
+        of_all_slots = slope
+        if self.soft:
+            value = torch.where(slope == 0.0, 0.0, value).sum(-1)  # a bias of -inf may switch the class off
+            of_all_slots = slope.sum(-1)
+        losses, d_lse = self.of_row(value, of_all_slots, lse, logit_sum, None, self)
+        return losses, (-slope, d_lse)
+
+    def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each
+        """Of sum_i scale_i loss_i."""
+        (d_target, d_lse), d_sum = slopes, self.d_sum
+        by_slot = beside_slots(scale, d_target) if isinstance(d_target, Tensor) else scale
+
+        def scaled(slope: Slope, scale: Tensor) -> Any:
+            if self.bounded:
+                return torch.where(slope == 0.0, 0.0, slope * scale)
+            return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
+
+        return Cotangents(scaled(d_target, by_slot), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)
