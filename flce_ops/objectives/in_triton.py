@@ -12,6 +12,11 @@ def exp(x):
 
 
 @triton.jit
+def log(x):
+    return tl.log(x)
+
+
+@triton.jit
 def where(condition, values, otherwise):
     return tl.where(condition, values, otherwise)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-exp, expm1, where = torch.exp, torch.expm1, torch.where
+exp, expm1, log, where = torch.exp, torch.expm1, torch.log, torch.where
 
 
 def clamp(values: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
     return factor if isinstance(values, float) and values == 1.0 else factor * values
 
 
-WORDS = ("exp", "expm1", "where", "clamp", "constant", "number", "of_tokens", "times")
+WORDS = ("exp", "expm1", "log", "where", "clamp", "constant", "number", "of_tokens", "times")
 
 
 class RowFunction:
