@@ -2,9 +2,9 @@
 
 import torch
 
-from flce_ops.math.divergences import KINDS
 from flce_ops.math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
 from flce_ops.meta.checks import check_dense, check_device, check_linear
+from flce_ops.objectives.divergence import DIVERGENCES
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -68,8 +68,8 @@ def check_teacher(op: str, operands: KlDivOperands) -> None:
 
 
 def check_kind(op: str, kind: str) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"{op}: expected kind to be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind not in DIVERGENCES:
+        raise ValueError(f"{op}: expected kind to be one of {', '.join(DIVERGENCES)}, got {kind!r}")
 
 
 def check_no_teacher_gradient(op: str, **tensors) -> None:

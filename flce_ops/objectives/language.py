@@ -6,7 +6,7 @@ def of_target(surprisal, ...):      of_target(...)     on tensors
 """
 
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ WORDS = ("exp", "expm1", "log", "where", "clamp", "constant", "number", "of_toke
 
 
 class RowFunction:
+    words: ClassVar[dict[str, str]] = {word: word for word in WORDS}  # to their names in a kernel
+
     def __init__(self, source: Any) -> None:
         self.source = source
         self._jit: Any = None
@@ -60,7 +62,7 @@ class RowFunction:
             from flce_ops.objectives import in_triton
 
             source = self.source
-            words = {word: getattr(in_triton, word) for word in ("tl", *WORDS)}
+            words = {word: getattr(in_triton, name) for word, name in self.words.items()}
             function = types.FunctionType(source.__code__, {**source.__globals__, **words}, source.__name__)
             function.__module__, function.__qualname__ = source.__module__, source.__qualname__
             self._jit = triton.jit(function)

@@ -41,7 +41,6 @@ from flce_ops.triton.tiles import LogitsTiles
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 # exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
 LARGEST_SUM = tl.constexpr(2.0**60)
 
