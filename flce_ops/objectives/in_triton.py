@@ -1,9 +1,9 @@
 """The words of language.py in a kernel. `at` is (tokens, mask): the tokens of the block of rows."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
+
+from flce_ops.objectives.row import RowNumbers, RowObjective
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LN2 = tl.constexpr(0.6931471805599453)
@@ -95,8 +95,12 @@ def log2_ratios_to_mixture(log2_q, log2_p, beta):
     return -mixture, tl.where(far, -tl.log2(beta), a - mixture)
 
 
-def in_kernel(values: Any) -> Any:
-    """An objective as an argument of a kernel, which is compiled for each of the names among its options."""
-    if isinstance(values, tuple):
-        return type(values)(*map(in_kernel, values))
-    return tl.constexpr(values) if isinstance(values, str) else values
+def in_kernel(objective: RowObjective) -> RowNumbers:
+    """What it knows, an argument of a kernel, which is compiled for each of the names among its options.
+
+    Triton sees the fields of a NamedTuple, not those of a class derived from one.
+    """
+    options = objective.options
+    if options is not None:
+        options = type(options)(*(tl.constexpr(value) if isinstance(value, str) else value for value in options))
+    return RowNumbers(options, *objective[1:])

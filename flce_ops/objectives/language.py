@@ -62,7 +62,7 @@ class RowFunction:
             from flce_ops.objectives import in_triton
 
             source = self.source
-            words = {word: getattr(in_triton, name) for word, name in self.words.items()}
+            words = {word: getattr(in_triton, name) for word, name in (("tl", "tl"), *self.words.items())}
             function = types.FunctionType(source.__code__, {**source.__globals__, **words}, source.__name__)
             function.__module__, function.__qualname__ = source.__module__, source.__qualname__
             self._jit = triton.jit(function)
