@@ -42,7 +42,7 @@ def check_options(module: nn.Module) -> None:
     """What can never be right, where it was written rather than at the first loss."""
     op, options = type(module).__name__, options_of(module)
     check_ignore_index(op, options["ignore_index"])
-    check_ranges(op, label_smoothing=options["label_smoothing"], softcap=options["softcap"])
+    check_ranges(op, **options)
     check_sparse_options(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
 
 

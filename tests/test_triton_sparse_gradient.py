@@ -333,4 +333,4 @@ def test_sparse_steps_can_be_repeated_from_a_recording(mode, monkeypatch):
     launch_with_grad(*made.args, None, None, **mask, **options(2.0**-6, mode))
     lse = dense_logits(made.input, made.linear_weight).logsumexp(1)
     launch_backward(*cotangents("loss"), None, *made.args, None, lse, **mask, **options(2.0**-6, mode))
-    assert steps == {"with_grad_step": set(), "backward_step": set()}
+    assert steps == {"one_pass_step": set(), "backward_step": set()}

@@ -5,14 +5,13 @@
     log q = z - max z - log sum exp(z - max z)        log p = the same of t, or the logarithm of teacher_probs
                                                       (teacher_probs themselves for "cross_entropy")
 
-    divergence, G = flce_ops/math/divergences.py
+    divergence, G                        of a block of rows: flce_ops/objectives/divergence.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
 
 All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from flce_ops.aten.chunks import chunk_product, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
-from flce_ops.math.divergences import MATRICES, divergence_and_gradient
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
@@ -30,6 +28,7 @@ from flce_ops.math.shards import log_denominator
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.results import allocate
+from flce_ops.objectives.divergence import DIVERGENCES, Divergence
 from flce_ops.support.exchange import all_reduce
 from flce_ops.support.readable import copy_bytes
 from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
@@ -40,6 +39,7 @@ from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
 CPU_CHUNK_BYTES = 32 << 20
 # Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
 ROWS_AT_LEAST = 128
+BLOCK_BYTES = 1 << 18
 
 
 def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool) -> int:
@@ -48,7 +48,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     classes = linear_weight.shape[0] if options.vocab_size is None else -(-options.vocab_size // options.ranks)
     accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
     half = own < accumulate
-    matrices = MATRICES[options.kind] + (options.softcap is not None)  # dz/du
+    matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # dz/du
     row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a mask of bool; G rounded
     row_bytes += operands.input.shape[1] * own  # a copy: kept_tokens.py
     if operands.teacher_input is not None:
@@ -94,7 +94,7 @@ def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) 
 
 def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
     p = operands.teacher_probs[rows].to(accumulation_dtype(operands.input.dtype))
-    return p if options.kind == "cross_entropy" else p.log()
+    return p if DIVERGENCES[options.kind].of_given_p else p.log()
 
 
 @takes(KlDivForward)
@@ -143,6 +143,7 @@ def stream_rows(
 ) -> None:
     """One pass over the logits: the divergence of every row, and the gradients where they are wanted."""
     operands, options = call.operands, call.options
+    kind, beta = DIVERGENCES[options.kind], options.beta
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
@@ -160,28 +161,45 @@ def stream_rows(
         for logits, known in softmaxes:
             logits.sub_(known[1, rows, None])
         del softmaxes, logits
-        known_kl = divergence is None and options.of_student
-        chunk_divergence, chunk_student_kl, grad_logits = divergence_and_gradient(
-            options.kind,
-            options.beta,
-            log_q,
-            log_p,
-            total=None if divergence is None else partial(all_reduce, group=options.group, ranks=options.ranks),
-            student_kl=student_kl[rows] if known_kl else None,
-            row_scale=None if gradients is None else row_scale[rows],
-            normalized=operands.teacher_probs is None,
-        )
+        weighed = operands.teacher_probs is not None and not kind.of_student  # else probabilities add up to 1
+        number: Tensor | float = 1.0
+        if divergence is None and kind.of_student:
+            number = student_kl[rows]
+        elif divergence is not None or weighed:
+            sums = all_reduce(row_sums(kind, log_q, log_p, beta, weighed), options.group, options.ranks)
+            value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
         if divergence is not None:
             valid = operands.valid
-            divergence[rows] = chunk_divergence if valid is None else torch.where(valid[rows], chunk_divergence, 0.0)
-            if chunk_student_kl is not None:
-                student_kl[rows] = chunk_student_kl
-        del log_q, log_p  # before G is rounded; G is one of them
+            divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
+            if kind.of_student:
+                student_kl[rows] = number
+        if gradients is not None:
+            scale = row_scale[rows].unsqueeze(1)
+            for block in blocks_of(log_q):
+                of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
+                log_q[block] = kind.gradient(log_q[block], log_p[block], of_row, scale[block], beta)
+        grad_logits = log_q
+        del log_q, log_p  # before G is rounded
         if gradients is not None:
             gradients.add(rows, apply_slope(grad_logits, slope), input)
         del grad_logits, slope  # before the next chunk is allocated
     if gradients is not None:
         gradients.finish()
+
+
+def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
+    """An eighth of the rows at a time, or what is small: what is made of a block is of a matrix's size together."""
+    rows, classes = matrix.shape
+    step = max(-(-rows // 8), BLOCK_BYTES // (classes * matrix.element_size()), 1)
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def row_sums(kind: type[Divergence], log_q: Tensor, log_p: Tensor, beta: Tensor | None, weighed: bool) -> Tensor:
+    """(k, n) of this rank's columns; the mass only where `weighed`."""
+    terms = (kind.of_entry(log_q[rows], log_p[rows], beta) for rows in blocks_of(log_q))
+    count = kind.sums if weighed else kind.sums - 1
+    return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block[:count]]) for block in terms], 1)
 
 
 def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:

@@ -29,7 +29,7 @@ from flce_ops.meta.checks import (
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 from flce_ops.meta.policy import check_constants
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
-from flce_ops.objectives import cross_entropy, policy
+from flce_ops.objectives import class_probabilities, cross_entropy, policy
 from flce_ops.objectives.policy import CONSTANTS
 from flce_ops.support.differentiated import has_tangent
 
@@ -223,7 +223,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
             f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
         )
-    undeclared = set(cross_entropy.LossOptions._fields) - set(cross_entropy.OF_PROBABILITIES)
+    undeclared = set(cross_entropy.LossOptions._fields) - set(class_probabilities.OPTIONS)
     for name in sorted(undeclared):
         if getattr(call.numbers, name) != cross_entropy.LossNumbers._field_defaults[name]:
             raise NotImplementedError(

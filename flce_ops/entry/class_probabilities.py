@@ -1,11 +1,8 @@
 """The loss of targets that are class probabilities, as F.cross_entropy takes them, without the (N, V) logits.
 
-    p_ij   = w_j [(1 - eps) q_ij + eps / V]                        q: target, (N, V); w: weight; eps: label_smoothing
-    loss_i = sum_j p_ij (lse_i - z_ij)
-
-linear_kl_div's operators compute it as a kind of their own, its gradient too: p may be negative, as class weights may,
-and the sums of p need not be 1. The loss of a token whose q has a negative entry is nan. The mean divides by all
-tokens: ignore_index and the class weights are not in its denominator.
+linear_kl_div's operators compute it, as a kind of their own: flce_ops/objectives/class_probabilities.py has the formula.
+The loss of a token whose q has a negative entry is nan. The mean divides by all tokens: ignore_index and the class
+weights are not in its denominator.
 """
 
 import torch
@@ -19,6 +16,7 @@ from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import quotient, row_factor
 from flce_ops.math.scalars import logit_options, scalar
+from flce_ops.objectives.class_probabilities import smoothed_and_weighted
 from flce_ops.ops.autocast import autocast_head
 
 # N tokens, D hidden, V vocabulary
@@ -30,7 +28,8 @@ def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     check_arguments(call)
     input = call.input
     student = (input, call.linear_weight, call.linear_bias)
-    operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, smoothed_and_weighted(call), None))
+    p = smoothed_and_weighted(call.target, call.weight, call.numbers.label_smoothing, accumulation_dtype(input.dtype))
+    operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, p, None))
     options = KlDivOptions(kind="cross_entropy", **logit_options(call.numbers, input)._asdict())
     denominator = denominator_of(call, operands.input.shape[0])
     operands, token_weight = weigh_tokens(operands, layout.per_token(call.token_weight), denominator)
@@ -38,16 +37,6 @@ def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     if call.reduction == "none":
         return layout.result(row_divergences(operands, options, row_factor(operands.valid, token_weight, denominator)))
     return quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
-
-
-def smoothed_and_weighted(call: CrossEntropy) -> Tensor:  # (..., V), p
-    """target itself where it is p; else one more matrix of its size, in the accumulation dtype at least."""
-    target, eps, dtype = call.target.detach(), call.numbers.label_smoothing, accumulation_dtype(call.input.dtype)
-    if eps == 0.0 and call.weight is None:
-        return target
-    weight = target.new_ones(target.shape[-1:], dtype=dtype) if call.weight is None else call.weight.detach().to(dtype)
-    p = target * (weight * (1.0 - eps))
-    return p if eps == 0.0 else p.add_(weight * (eps / target.shape[-1]))
 
 
 def denominator_of(call: CrossEntropy, tokens: int) -> Tensor | None:  # ()

@@ -10,8 +10,8 @@ from flce_ops.entry.first_classes import first_classes
 from flce_ops.entry.learnt_scale import apply_learnt_scale
 from flce_ops.entry.shifted_target import shifted_target
 from flce_ops.functional.entry_of import entry_of
-from flce_ops.math.divergences import Kind
 from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.objectives.divergence import Kind
 from flce_ops.support import rank_check
 
 # N tokens, D and E hidden, V vocabulary

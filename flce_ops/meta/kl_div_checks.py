@@ -2,9 +2,9 @@
 
 import torch
 
-from flce_ops.math.divergences import KINDS
 from flce_ops.math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
 from flce_ops.meta.checks import check_dense, check_device, check_linear
+from flce_ops.objectives.divergence import KINDS
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

@@ -4,5 +4,7 @@ row.py                      the protocol of a row objective: its two functions, 
 cross_entropy.py            one class or K slots a token, class weights, label smoothing, z-loss
 policy.py                   the loss of a token under a policy: PPO, CISPO, KL estimators
 given_slopes.py             slopes that backward brings
+class_probabilities.py      targets that are distributions: a divergence less a constant
+divergence.py               of an entry: forward and reverse KL, Jensen-Shannon
 language.py, in_triton.py   the words that the functions may use, on tensors and in a kernel
 """

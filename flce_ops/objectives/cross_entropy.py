@@ -46,9 +46,6 @@ class LossOptions(NamedTuple):
     z_loss: Tensor | None = None  # ()
 
 
-OF_PROBABILITIES = ("label_smoothing",)  # of these options, what a target of class probabilities takes too
-
-
 def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
     """At its default a term of the loss is off."""
     options = {name: getattr(numbers, name) for name in LossOptions._fields}

@@ -6,12 +6,12 @@ def of_target(surprisal, ...):      of_target(...)     on tensors
 """
 
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-exp, expm1, where = torch.exp, torch.expm1, torch.where
+exp, expm1, log, where = torch.exp, torch.expm1, torch.log, torch.where
 
 
 def clamp(values: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
@@ -41,10 +41,12 @@ def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
     return factor if isinstance(values, float) and values == 1.0 else factor * values
 
 
-WORDS = ("exp", "expm1", "where", "clamp", "constant", "number", "of_tokens", "times")
+WORDS = ("exp", "expm1", "log", "where", "clamp", "constant", "number", "of_tokens", "times")
 
 
 class RowFunction:
+    words: ClassVar[dict[str, str]] = {word: word for word in WORDS}  # to their names in a kernel
+
     def __init__(self, source: Any) -> None:
         self.source = source
         self._jit: Any = None
@@ -60,7 +62,7 @@ class RowFunction:
             from flce_ops.objectives import in_triton
 
             source = self.source
-            words = {word: getattr(in_triton, word) for word in ("tl", *WORDS)}
+            words = {word: getattr(in_triton, name) for word, name in (("tl", "tl"), *self.words.items())}
             function = types.FunctionType(source.__code__, {**source.__globals__, **words}, source.__name__)
             function.__module__, function.__qualname__ = source.__module__, source.__qualname__
             self._jit = triton.jit(function)

@@ -53,7 +53,6 @@
             kl_div_cut.py                     how they take the tokens, in chunks and parts
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
         divergence_rows.py                    sums of rows, divergences and G from those of both models
-            row_divergence.py                 the divergence of an entry and its derivative
             fixed_point.py                    16 bits for logits of float16 operands
         gather_rows.py                        the kept tokens' rows
     cross_entropy.py                          of given logits: one program a row

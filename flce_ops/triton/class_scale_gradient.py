@@ -17,14 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.objectives.in_triton import LN2, log2_within_2_22
 from flce_ops.triton.columns import BLOCKS, grid_of_sums, weighted_column_sum
 from flce_ops.triton.finish_rows import Tokens
 from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import kept_rows
-from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.low_rank_pair import Pair, add_pair_product
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.row_divergence import log2_within_2_22
 
 # n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
 

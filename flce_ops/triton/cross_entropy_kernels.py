@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.objectives.in_triton import number
+from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.triton.logit_gradient import finish_gradient, out_of, store_gradient
 from flce_ops.triton.logit_rows import (
     LOWEST,
@@ -33,7 +33,7 @@ from flce_ops.triton.logit_rows import (
     target_of,
     whole_row,
 )
-from flce_ops.triton.logits_gemm import LN2, base2_logits
+from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sum_losses import scale_of_rows
 from flce_ops.triton.two_sum import in_two_float32

@@ -5,7 +5,7 @@
       n │  │▓▓│  │  │ student  n │  │▓▓│  │  │ teacher        a program has BLOCK_N rows of one tile of the logits GEMM
         └──┴──┴──┴──┘            └──┴──┴──┴──┘
 
-    1. sums of each row, tile by tile           row_divergence.py says which; "forward" makes G at once
+    1. sums of each row, tile by tile           objectives/divergence.py says which; "forward" makes G at once
     2. over all tiles (and ranks)               the divergence, the number of the row that G needs
     3. G = row_scale logit_scale G', rounded    over the student's logits
 
@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.objectives.in_triton import number
+from flce_ops.objectives.divergence import Divergence, Forward
+from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.triton.fixed_point import from_fixed_point
 from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
-from flce_ops.triton.logits_gemm import LN2, base2_logits
+from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.replay import Kernel
-from flce_ops.triton.row_divergence import divergence_gradient, divergence_of_sums, divergence_terms
 from flce_ops.triton.softmax_rows import Softmax, store_shift
 from flce_ops.triton.target import interpreted
 from flce_ops.triton.tile_sums import launch_sum_tiles
@@ -76,7 +76,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
 def divergence_kernel(
     distributions,  # Distributions
     beta_ptr,  # (), of "jsd"
-    sums_ptr,  # (s, T, n) out, two or three; or None
+    sums_ptr,  # (s, T, n) out; or None
     gradient_ptr,  # (n, V) out, the memory of the student's logits; or None
     row_number_ptr,  # (n,), for G; or None for 1
     scale,  # RowScale, for G
@@ -87,7 +87,10 @@ def divergence_kernel(
     stride_teacher,
     stride_probs_n,
     stride_probs_v,
-    KIND: tl.constexpr,
+    OF_GIVEN_P: tl.constexpr,  # p in place of log p
+    OF_ENTRY: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SUMS: tl.constexpr,  # s
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -108,17 +111,15 @@ def divergence_kernel(
             places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
             mask = row_mask[:, None] & (cols < V)[None, :]
             log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
-            if KIND != "cross_entropy":
+            if not OF_GIVEN_P:
                 log2_p = tl.log2(log2_p)
         beta = number(beta_ptr)
         if sums_ptr is not None:
-            first, second, third = divergence_terms(log2_q, log2_p, beta, KIND)
+            terms = OF_ENTRY(log2_q, log2_p, beta)
             partial = vocab_block.to(tl.int64) * n + rows
             next_sum = tl.num_programs(0).to(tl.int64) * n
-            tl.store(sums_ptr + partial, tl.sum(first, 1), mask=row_mask)
-            tl.store(sums_ptr + next_sum + partial, tl.sum(second, 1), mask=row_mask)
-            if KIND == "jsd":
-                tl.store(sums_ptr + 2 * next_sum + partial, tl.sum(third, 1), mask=row_mask)
+            for k in tl.static_range(SUMS):
+                tl.store(sums_ptr + k * next_sum + partial, tl.sum(terms[k], 1), mask=row_mask)
         if gradient_ptr is not None:
             row_number = 1.0
             if row_number_ptr is not None:
@@ -126,7 +127,7 @@ def divergence_kernel(
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
             # the entries of a row would be inf of either sign, and some 0 * inf
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
-            gradient = divergence_gradient(log2_q, log2_p, row_number, beta, KIND) * factor[:, None]
+            gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
             if student.softcap is not None:
                 gradient *= dz_du
             gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
@@ -159,19 +160,18 @@ def finish_divergence_kernel(
     kept,  # Kept
     n,
     N,
-    KIND: tl.constexpr,
+    OF_SUMS: tl.constexpr,
+    SUMS: tl.constexpr,  # s
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < n
     mask = i < kept_rows(kept, n)
     token = tl.load(kept.order + i, mask=inside, other=0)
-    first = tl.load(totals_ptr + i, mask=mask, other=0.0)
-    second = tl.load(totals_ptr + n + i, mask=mask, other=1.0)
-    third = second
-    if KIND == "jsd":
-        third = tl.load(totals_ptr + 2 * n + i, mask=mask, other=1.0)
-    value, row_number = divergence_of_sums(first, second, third, number(beta_ptr), KIND)
+    totals = ()
+    for k in tl.static_range(SUMS):
+        totals += (tl.load(totals_ptr + k * n + i, mask=mask, other=1.0),)  # type: ignore[assignment]
+    value, row_number = OF_SUMS(totals, number(beta_ptr))
     tl.store(row_number_ptr + i, row_number, mask=mask)
     if results.divergence is not None:
         tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
@@ -201,14 +201,16 @@ def known_number_kernel(
 class Rows:
     """The kernels of a chunk's rows."""
 
-    def __init__(self, distributions: Distributions, kind: str, beta: Tensor | None, kept: Kept, tile: int) -> None:
+    def __init__(
+        self, distributions: Distributions, kind: type[Divergence], beta: Tensor | None, kept: Kept, tile: int
+    ) -> None:
         self.distributions, self.kind, self.beta, self.kept, self.tile = distributions, kind, beta, kept, tile
         student, teacher, _ = distributions
         self.n = student.logits.shape[0]
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
         self.row_number = student.shift.new_empty(self.n)
         # the others need a sum of the row first; probabilities that are given may not add up to 1
-        self.gradient_at_once = kind == "forward" and teacher is not None
+        self.gradient_at_once = kind is Forward and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
@@ -228,7 +230,8 @@ class Rows:
             self.kept,
             self.n,
             tokens,
-            KIND=self.kind,
+            OF_SUMS=self.kind.of_sums.jit,
+            SUMS=self.kind.sums,
             BLOCK_N=BLOCK_ROWS,
             num_warps=2,
         )
@@ -266,7 +269,10 @@ class Rows:
             logits.stride(0),
             0 if teacher is None else teacher.logits.stride(0),
             *((0, 0) if probs is None else probs.stride()),
-            KIND=self.kind,
+            OF_GIVEN_P=self.kind.of_given_p,
+            OF_ENTRY=self.kind.of_entry.jit,
+            GRADIENT=self.kind.gradient.jit,
+            SUMS=self.kind.sums,
             BLOCK_N=block_n,
             BLOCK_V=self.tile,
             num_warps=2,

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import lse_of_shards
-from flce_ops.objectives.in_triton import in_kernel, number
+from flce_ops.objectives.in_triton import LN2, in_kernel, number
 from flce_ops.objectives.row import RowObjective
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
-from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 from flce_ops.triton.sum_losses import scale_of_rows

@@ -9,6 +9,7 @@ from flce_ops import meta
 from flce_ops.math.options import TokenStatistics
 from flce_ops.meta.arguments import Forward
 from flce_ops.meta.call import takes
+from flce_ops.objectives.in_triton import LN2
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
@@ -18,7 +19,6 @@ from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gather_tokens import AtTarget
 from flce_ops.triton.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.logit_codes import clear_unused, codes_of
-from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel, repeated
 from flce_ops.triton.row_statistics import launch_row_statistics
 from flce_ops.triton.slots import slots_at_a_time

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.shards import shard_rows
+from flce_ops.objectives.divergence import DIVERGENCES
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.chunks import MULTIPLE, TOKEN_BYTES, product_bytes, slices, small_bytes
 from flce_ops.triton.gradients import Gradients
-from flce_ops.triton.row_divergence import count_of_sums
 from flce_ops.triton.target import multiprocessors, tiles_for, weight_tiles_for
 from flce_ops.triton.weight_gradient import sum_bytes
 
@@ -51,7 +51,7 @@ def cut_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradient
     apart = hidden * size * (gradients.input is None)
     of_both = 1 if teacher_input is None else 2
     tiles = triton.cdiv(classes, tiles_for(input).block_n)
-    of_part = 4 * (count_of_sums(options.kind) + of_both) * tiles  # sums and maxima
+    of_part = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # sums and maxima
     # grad_input's products wait where the teacher's logits were
     reserved = small_bytes() if teacher_input is None else small_bytes() // 8
     if teacher_input is not None and not fits_in_logits(teacher_input, classes, size):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOptions
+from flce_ops.objectives.divergence import DIVERGENCES
 from flce_ops.support.exchange import all_reduce
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
@@ -30,7 +31,6 @@ from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.kl_div_cut import RowCut, cut_rows, fits_in_logits, row_numbers, stored_dtype
 from flce_ops.triton.parts import float32_memory
-from flce_ops.triton.row_divergence import count_of_sums
 from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
 from flce_ops.triton.target import tiles_for
 from flce_ops.triton.weight_gradient import WeightGradient
@@ -119,7 +119,7 @@ class KlDivStep:
         known: ForwardRows | None,
     ) -> None:
         distributions, sums = self.softmaxes(kept, tokens, logits, known)
-        rows = Rows(distributions, self.options.kind, self.options.beta, kept, self.tile)
+        rows = Rows(distributions, DIVERGENCES[self.options.kind], self.options.beta, kept, self.tile)
         gradient = None if scale is None else logits.view(tokens.dtype)
         if known is not None and self.options.of_student:
             rows.take_number(known.student_kl)
@@ -145,7 +145,7 @@ class KlDivStep:
             models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
             matrices.append(matrix(last_rows, n, self.classes))
-        matrices_of_tiles = len(models) + count_of_sums(options.kind)
+        matrices_of_tiles = len(models) + DIVERGENCES[options.kind].sums
         per_tile = tokens.new_empty(matrices_of_tiles, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
         softmaxes = [
             Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)

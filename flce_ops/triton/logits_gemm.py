@@ -41,7 +41,6 @@ from flce_ops.triton.tiles import LogitsTiles
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 # (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, where w < 2.5: minimax, relative to tanh(y)
 TANH = tl.constexpr((-4.0037299e-2, 1.9218430e-3, -9.1303815e-5, 3.4282380e-6))
 # exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.

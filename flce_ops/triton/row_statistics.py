@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.objectives.in_triton import LN2
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
-from flce_ops.triton.logits_gemm import LN2
 from flce_ops.triton.replay import Kernel
 
 # N tokens, n rows of a chunk, V vocabulary

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.shards import lse_of_shards
+from flce_ops.objectives.in_triton import LN2
 from flce_ops.support.exchange import all_gather
 from flce_ops.triton.epilogues import MaxSum
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.logits_gemm import LN2, LOG2E, launch_logits_gemm
+from flce_ops.triton.logits_gemm import LOG2E, launch_logits_gemm
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.tile_sums import BLOCKS, max_and_sum
 from flce_ops.triton.two_sum import rescaled

@@ -1,0 +1,139 @@
+"""The divergences between a teacher's distribution p and a student's q, entry by entry of a row of classes.
+
+With 0 log 0 = 0, sums over the classes of a row, and the gradient G by the student's logits:
+
+    "forward"   KL(p || q) = sum p (log p - log q)             G = q sum p - p
+    "reverse"   KL(q || p) = sum q (log q - log p)             G = q (log q - log p - K)                K = KL(q || p)
+    "jsd"       m = beta p + (1 - beta) q
+                beta KL(p || m) + (1 - beta) KL(q || m)        G = (1 - beta) q (log q - log m - K)     K = KL(q || m)
+    "cross_entropy"   -sum p log q, of class probabilities     G = q sum p - p
+
+The last line: the derivative by q_j of both terms together is (1 - beta) (log q_j - log m_j), since m's own derivatives
+cancel, and the softmax takes a derivative d by q to q (d - sum q d). sum(p) is 1 unless probabilities were given that
+do not add up to 1, such as a truncated top-k.
+
+Logarithms, differences of them and K are in nats in ATen, in base 2 in a kernel. There K is divided by the sum of the q
+that are stored, which are rounded: where log q - log p or log q - log m is the same for all that count (models that
+agree; a confident student that disagrees) G is 0, and 1e-6 of K would stay.
+"""
+
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flce_ops.objectives.language import RowFunction, exp, where
+
+Kind = Literal["forward", "reverse", "jsd"]  # what linear_kl_div takes
+KINDS = get_args(Kind)
+
+
+def nats(difference: Tensor) -> Tensor:
+    return difference
+
+
+def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """log q - log m = -log(1 - beta + beta e^a), log p - log m = -log(beta + (1 - beta) e^-a), with a = log p - log q.
+
+    So written both are exact to their own size, which beta bounds; log m itself would bring an error of log q's size.
+    """
+    a, own, others = log_p - log_q, torch.log1p(-beta), beta.log()
+    return torch.logaddexp(a + others, own).neg_(), torch.logaddexp(own - a, others).neg_()
+
+
+class EntryFunction(RowFunction):
+    words = {"exp": "exp2", "where": "where", "nats": "nats", "log_ratios_to_mixture": "log2_ratios_to_mixture"}
+
+
+class Divergence:
+    """What an entry adds to the sums of its row, the mass of p or q last; what these come to; G of an entry."""
+
+    of_student: ClassVar[bool] = True  # K is a divergence of q
+    of_given_p: ClassVar[bool] = False  # which stands for log p
+    sums: ClassVar[int] = 2
+    matrices: ClassVar[int] = 3  # of a chunk's size that exist at once in ATen, log q and log p among them
+    of_entry: ClassVar[EntryFunction]
+    of_sums: ClassVar[EntryFunction]  # the divergence in nats, and K
+    gradient: ClassVar[EntryFunction]
+
+
+class Forward(Divergence):
+    """Its K is the mass of p."""
+
+    of_student = False
+
+    @EntryFunction
+    def of_entry(log_q, log_p, beta):
+        p = exp(log_p)
+        return where(p == 0.0, 0.0, p * (log_p - log_q)), p
+
+    @EntryFunction
+    def of_sums(sums, beta):
+        first, mass = sums
+        return nats(first), mass
+
+    @EntryFunction
+    def gradient(log_q, log_p, number, scale, beta):
+        return (exp(log_q) * number - exp(log_p)) * scale
+
+
+class ClassProbabilities(Divergence):
+    """Its K is the mass of p, which may be negative and, as it may be the user's tensor, is not written to."""
+
+    of_student, of_given_p = False, True
+
+    @EntryFunction
+    def of_entry(log_q, p, beta):
+        return where(p == 0.0, 0.0, -p * log_q), p
+
+    of_sums = Forward.of_sums
+
+    @EntryFunction
+    def gradient(log_q, p, number, scale, beta):
+        return (exp(log_q) * number - p) * scale
+
+
+class Reverse(Divergence):
+    @EntryFunction
+    def of_entry(log_q, log_p, beta):
+        q = exp(log_q)
+        return where(q == 0.0, 0.0, q * (log_q - log_p)), q
+
+    @EntryFunction
+    def of_sums(sums, beta):
+        first, mass = sums
+        return nats(first / mass), first / mass
+
+    @EntryFunction
+    def gradient(log_q, log_p, number, scale, beta):
+        q = exp(log_q)
+        return q * (where(q == 0.0, 0.0, log_q - log_p) - number) * nats(scale)
+
+
+class JensenShannon(Divergence):
+    sums, matrices = 3, 4
+
+    @EntryFunction
+    def of_entry(log_q, log_p, beta):
+        q, p = exp(log_q), exp(log_p)
+        student, teacher = log_ratios_to_mixture(log_q, log_p, beta)
+        return where(p == 0.0, 0.0, p * teacher), where(q == 0.0, 0.0, q * student), q
+
+    @EntryFunction
+    def of_sums(sums, beta):
+        first, second, mass = sums
+        return nats(beta * first + (1.0 - beta) * second / mass), second / mass
+
+    @EntryFunction
+    def gradient(log_q, log_p, number, scale, beta):
+        q = exp(log_q)
+        student, _ = log_ratios_to_mixture(log_q, log_p, beta)
+        return q * (where(q == 0.0, 0.0, student) - number) * nats((1.0 - beta) * scale)
+
+
+DIVERGENCES: dict[str, type[Divergence]] = {
+    "forward": Forward,
+    "reverse": Reverse,
+    "jsd": JensenShannon,
+    "cross_entropy": ClassProbabilities,
+}

@@ -1,0 +1,70 @@
+"""Kernels that run an objective's functions compile for a GPU where there is none; the interpreter is less strict."""
+
+import pytest
+from fresh_process import run_script
+
+pytest.importorskip("triton")
+
+COMPILED = """
+import os
+os.environ["TRITON_INTERPRET"] = "0"
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Hopper:
+    launcher_cls = lambda *args, **options: None
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *args: 0
+
+triton.runtime.driver.set_active(Hopper())
+from flce_ops.triton import cross_entropy, kl_div, replay, with_grad
+
+KERNELS = "finish_rows_kernel", "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
+compiled = []
+
+def compile_only(kernel, grid):
+    def launch(*args, **options):
+        if kernel.function.__name__ in KERNELS:
+            assert "cubin" in kernel.function.warmup(*args, grid=grid, **options).asm
+            compiled.append(kernel.function.__name__)
+    return launch
+
+replay.Kernel.__getitem__ = compile_only
+with_grad.assert_in_range = cross_entropy.assert_in_range = lambda *args: None
+torch.set_default_device("meta")
+tokens, hidden, vocab, slots = 256, 64, 1000, 5
+input, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (tokens, vocab))
+target, targets = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, slots, dtype=torch.int64)
+per_token, per_slot, per_class, number = (torch.empty(s) for s in ((tokens,), (tokens, slots), (vocab,), ()))
+every = {"output_mask": [True, True, True]}
+
+def one_pass(target=target, class_weight=None, **options):
+    with_grad.launch_with_grad(input, weight, target, None, class_weight, None, None, **every, **options)
+
+one_pass()
+one_pass(class_weight=per_class, label_smoothing=0.1, z_loss=number)
+one_pass(targets, target_weight=per_slot)
+shard = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": vocab}
+with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **shard, **every)
+policy = (input, weight, target, None, per_token, per_token, per_token, None, None)
+clip = {"clip_low": number, "clip_high": number, **every}
+for beta, kl_estimator in ((number, "k1"), (number, "k2"), (number, "k3"), (None, "k3")):
+    for objective, dual_clip in (("ppo", number), ("cispo", None)):
+        options = {"objective": objective, "dual_clip": dual_clip, "beta": beta, "kl_estimator": kl_estimator}
+        with_grad.launch_policy_with_grad(*policy, **options, **clip)
+assert compiled == ["finish_rows_kernel"] * 12, compiled
+compiled.clear()
+for kind, beta in (("forward", None), ("reverse", None), ("jsd", number)):
+    models = (input, weight, None, input, weight, None, None, None)
+    kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every)
+assert compiled.count("divergence_kernel") == 5 and compiled.count("finish_divergence_kernel") == 3, compiled
+logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+cross_entropy.launch_with_grad(logits, target, None, None, None, label_smoothing=0.1, z_loss=number)
+assert compiled[-1] == "rows_kernel"
+"""
+
+
+def test_kernels_of_objectives_compile_for_a_gpu():
+    done = run_script(COMPILED)
+    assert done.returncode == 0, done.stderr
