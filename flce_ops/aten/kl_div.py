@@ -190,7 +190,7 @@ def stream_rows(
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
     """An eighth of the rows at a time, or what is small: what is made of a block is of a matrix's size together."""
     rows, classes = matrix.shape
-    step = max(-(-rows // 8), BLOCK_BYTES // (classes * matrix.element_size()), 1)
+    step = max(-(-rows // 8), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()))
     for start in range(0, rows, step):
         yield slice(start, start + step)
 

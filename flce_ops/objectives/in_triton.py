@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from flce_ops.objectives.row import RowNumbers, RowObjective
-
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
@@ -93,14 +91,3 @@ def log2_ratios_to_mixture(log2_q, log2_p, beta):
     mixture = log2_within_2_22((1.0 - beta) + beta * tl.exp2(tl.where(far, 0.0, a)))  # log m - log q
     mixture = tl.where(far, a + tl.log2(beta), mixture)
     return -mixture, tl.where(far, -tl.log2(beta), a - mixture)
-
-
-def in_kernel(objective: RowObjective) -> RowNumbers:
-    """What it knows, an argument of a kernel, which is compiled for each of the names among its options.
-
-    Triton sees the fields of a NamedTuple, not those of a class derived from one.
-    """
-    options = objective.options
-    if options is not None:
-        options = type(options)(*(tl.constexpr(value) if isinstance(value, str) else value for value in options))
-    return RowNumbers(options, *objective[1:])

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import lse_of_shards
-from flce_ops.objectives.in_triton import LN2, in_kernel, number
-from flce_ops.objectives.row import RowObjective
+from flce_ops.objectives.in_triton import LN2, number
+from flce_ops.objectives.row import RowNumbers, RowObjective
 from flce_ops.triton.exponentials import RowSums
 from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
 from flce_ops.triton.replay import Kernel
@@ -293,3 +293,14 @@ def launch_finish_rows(
         num_warps=2,
     )
     return finished
+
+
+def in_kernel(objective: RowObjective) -> RowNumbers:
+    """What it knows, an argument of a kernel, which is compiled for each of the names among its options.
+
+    Triton sees the fields of a NamedTuple, not those of a class derived from one.
+    """
+    options = objective.options
+    if options is not None:
+        options = type(options)(*(tl.constexpr(value) if isinstance(value, str) else value for value in options))
+    return RowNumbers(options, *objective[1:])
