@@ -44,10 +44,13 @@ def autocast_head(call: Any) -> None:
 
 
 def autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable:
-    """Casts the operands. A backward operator gets what forward saw: there autocast is only kept out of its GEMMs."""
+    """Casts the operands, and keeps autocast out of the kernel's products.
+
+    A backward operator gets what forward saw, an operator of given logits what the caller made: nothing is cast.
+    """
     names = [argument.name for argument in op._schema.arguments]
     casts = [index for index, name in enumerate(names) if name in OPERANDS]
-    if op._schema.name.endswith("_backward"):
+    if "_backward" in op._schema.name:
         casts = []
 
     def run(*args, **kwargs):

@@ -58,7 +58,6 @@ class Operator(NamedTuple):
     results: str
     outputs: Callable  # checks and allocates: the fake kernel
     formula: type[Formula] | None = None
-    autocast: bool = False
     autograd_kernel: Callable = autograd_kernel
 
 
@@ -69,7 +68,6 @@ OPERATORS = {
         "Tensor log_sum_sq_probs, Tensor mean_logit, Tensor lse_rest, Tensor retained",
         meta.forward_outputs,
         autograd.ForwardFormula,
-        autocast=True,
     ),
     "linear_cross_entropy_backward": Operator(
         arguments.Backward, GRADIENTS, meta.backward_outputs, autograd.BackwardFormula
@@ -82,7 +80,6 @@ OPERATORS = {
         f"Tensor loss, Tensor losses, {GRADIENTS}, {STATISTICS}",
         meta.with_grad_outputs,
         with_grad_autograd.WithGradFormula,
-        autocast=True,
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": Operator(
         arguments.VocabParallelWithGrad,
@@ -95,7 +92,6 @@ OPERATORS = {
         "Tensor grad_linear_bias, Tensor grad_class_scale",
         low_rank.with_grad_outputs,
         low_rank_autograd.LowRankWithGradFormula,
-        autocast=True,
     ),
     "linear_cross_entropy_double_backward": Operator(
         arguments.DoubleBackward,
@@ -108,24 +104,21 @@ OPERATORS = {
         "Tensor divergence, Tensor shift, Tensor teacher_shift, Tensor student_kl",
         kl_div.forward_outputs,
         kl_div_autograd.ForwardFormula,
-        autocast=True,
     ),
     "linear_kl_div_backward": Operator(
-        arguments.KlDivBackward, GRADIENTS, kl_div.backward_outputs, kl_div_autograd.BackwardFormula, autocast=True
+        arguments.KlDivBackward, GRADIENTS, kl_div.backward_outputs, kl_div_autograd.BackwardFormula
     ),
     "linear_kl_div_with_grad": Operator(
         arguments.KlDivWithGrad,
         f"Tensor loss, Tensor divergence, {GRADIENTS}",
         kl_div.with_grad_outputs,
         kl_div_autograd.WithGradFormula,
-        autocast=True,
     ),
     "linear_policy_loss_with_grad": Operator(
         arguments.PolicyWithGrad,
         f"Tensor loss, Tensor losses, {GRADIENTS}, Tensor log_probs",
         policy.policy_with_grad_outputs,
         policy_autograd.PolicyWithGradFormula,
-        autocast=True,
     ),
     "cross_entropy_forward": Operator(
         arguments.LogitsForward,
@@ -181,9 +174,8 @@ for _name, _operator in OPERATORS.items():
         _formula = _operator.autograd_kernel(_op, _operator.formula)
         library.impl(_name, _formula, "Autograd")
         library.impl(_name, _formula, "FuncTorchDynamicLayerFrontMode")
-    if _operator.autocast:
-        for _device_type in ("cpu", "cuda"):
-            library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")
+    for _device_type in ("cpu", "cuda"):
+        library.impl(_name, autocast_kernel(_op, _device_type), f"Autocast{_device_type.upper()}")
 
 
 library.impl(UPSTREAM, multiply, "CompositeExplicitAutograd")
