@@ -97,6 +97,33 @@ def test_backward_outside_or_inside_the_autocast_region(device, reduction):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_sums_over_given_logits_are_not_made_in_half(device, reduction, half):
+    """Class weights times logits of 2000 overflow float16."""
+    logits = (2000.0 * torch.randn(7, 31, device=device)).to(half).requires_grad_()
+    target = torch.arange(7, device=device)
+    options = {"weight": torch.arange(900.0, 931.0, device=device), "label_smoothing": 0.1, "reduction": reduction}
+    found = []
+    for enabled in (True, False):
+        with torch.autocast(device, half, enabled=enabled):
+            loss = flce_ops.cross_entropy(logits, target, **options)
+            found.append((loss, *torch.autograd.grad(loss.sum(), logits)))
+    assert found[0][0].isfinite().all()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_derivatives_inside_autocast_of_a_loss_that_was_made_outside(device):
+    inputs, found = make_inputs(device=device, bias=True), []
+    leaves = tuple(inputs.leaves.values())
+    for enabled in (True, False):
+        loss = flce_ops.linear_cross_entropy(*inputs.args, reduction="none").square().sum()
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            first = torch.autograd.grad(loss, leaves, create_graph=True)
+            found.append((*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_loss_scaling_keeps_small_float16_gradients(device):
     """GradScaler multiplies the loss by 2^16: what a plain float16 gradient would flush to 0 survives."""
     inputs = make_inputs((400, 16, 1021), device=device, dtype=torch.float16)

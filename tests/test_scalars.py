@@ -125,7 +125,7 @@ def test_a_learnt_scale_does_not_read_ignored_rows(device, name):
         loss = IGNORED_ROWS[name](leaves[1], *arguments, leaves[0]).square().sum()
         twice = "divergence" not in name
         first = torch.autograd.grad(loss, leaves, create_graph=twice)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves[:1]) if twice else ()
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves) if twice else ()
         found.append((*first, *second))
     assert all(derivative.isfinite().all() for derivative in found[1])
     for ours, right in zip(*found, strict=True):
@@ -161,15 +161,28 @@ def test_a_batch_of_temperatures_compiles(device):
 
 
 def test_a_learnt_scale_beside_a_class_that_is_switched_off(device):
+    """First and second derivatives are those without the class, where plain torch's are nan, 0 times -inf."""
     inputs, found = example(device, bias=True, ignored=0.0), []
     inputs.target.clamp_(max=SHAPE[2] - 2)
     with torch.no_grad():
         inputs.linear_bias[-1] = -torch.inf
     for classes in (SHAPE[2], SHAPE[2] - 1):
-        scale = number(1.3, device)
+        leaves = (number(1.3, device), inputs.input, inputs.linear_weight, inputs.linear_bias)
         operands = (inputs.input, inputs.linear_weight[:classes], inputs.target, inputs.linear_bias[:classes])
-        found += torch.autograd.grad(flce_ops.linear_cross_entropy(*operands, logit_scale=scale), scale)
-    assert error(*found) < TIGHT
+        loss = flce_ops.linear_cross_entropy(*operands, logit_scale=leaves[0], reduction="none").square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        found.append((*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)))
+    for ours, without in zip(*found, strict=True):
+        assert error(ours, without) < TIGHT
+
+
+def test_a_learnt_scale_of_a_row_that_counts_and_holds_nan_is_nan(device):
+    inputs, scale = example(device, bias=True, ignored=0.0), number(1.3, device)
+    with torch.no_grad():
+        inputs.input[3, 2] = torch.nan
+    for reduction in ("mean", "none"):
+        loss = flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale, reduction=reduction).sum()
+        assert torch.autograd.grad(loss, scale)[0].isnan()
 
 
 def test_a_float32_temperature_of_a_float64_model_is_divided_by_in_float64(device):

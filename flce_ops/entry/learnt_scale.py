@@ -55,7 +55,11 @@ def scaled(rows: Tensor, scale: Tensor) -> Tensor:  # (..., D), () -> (..., D)
 
 
 class Scaled(Function):
-    """rows * scale. A row without a gradient has no part in that of scale: an ignored token may hold nan."""
+    """rows * scale. A row whose gradient is 0 is left out of scale's where 0 times it would be nan.
+
+    An ignored token may hold anything, and a bias of -inf switches a class off. A row that counts and holds nan has a
+    gradient of nan, and finite rows keep the derivative by theirs.
+    """
 
     generate_vmap_rule = True
 
@@ -70,10 +74,10 @@ class Scaled(Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, scale = ctx.saved_tensors
-        products = (grad * rows).sum(-1, dtype=accumulation_dtype(rows.dtype))
-        nothing = products.isnan() & ~grad.any(-1)  # 0 * nan; other rows keep the derivative by their gradient
-        products = torch.where(nothing, 0.0, products)
-        return grad * scale if ctx.needs_input_grad[0] else None, products.sum().to(scale.dtype)
+        left_out = ~grad.any(-1, keepdim=True) & ~rows.isfinite().all(-1, keepdim=True)
+        products = grad * torch.where(left_out, 0.0, rows)
+        of_scale = products.sum(dtype=accumulation_dtype(rows.dtype)).to(scale.dtype)
+        return grad * scale if ctx.needs_input_grad[0] else None, of_scale
 
 
 def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:

@@ -66,7 +66,6 @@ class Forward(Arguments, keyword_from="ignore_index"):
         token("lse_rest"),
         Result("retained", lambda call: call.shape_of_retained, at_ignored=None, dtype=torch.int16),
     )
-    autocast = True
 
     operands: Operands
     ignore_index: int = -100
@@ -121,7 +120,6 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 class WithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_with_grad"
     results = (*LOSSES, *GRADIENTS, *STATISTICS)
-    autocast = True
 
     operands: Operands
     reduction: Reduction
@@ -137,7 +135,6 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_low_rank_with_grad"
     results = (*LOSSES, *gradients("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale"))
-    autocast = True
     constants = ("linear_weight",)
 
     operands: LowRankOperands
@@ -266,7 +263,6 @@ class KlDivForward(Arguments, keyword_from="options"):
         Result("teacher_shift", lambda call: shape_of_teacher_shift(call.operands), at_ignored=ZERO_COLUMN),
         Result("student_kl", asked=lambda call: call.options.of_student),
     )
-    autocast = True
 
     operands: KlDivOperands
     options: KlDivOptions
@@ -275,7 +271,6 @@ class KlDivForward(Arguments, keyword_from="options"):
 class KlDivBackward(Arguments, keyword_from="options"):
     op = "linear_kl_div_backward"
     results = GRADIENTS
-    autocast = True
 
     grad: Tensor  # (N,)
     operands: KlDivOperands
@@ -289,7 +284,6 @@ class KlDivBackward(Arguments, keyword_from="options"):
 class KlDivWithGrad(Arguments, keyword_from="options"):
     op = "linear_kl_div_with_grad"
     results = (scalar("loss"), token("divergence"), *GRADIENTS)
-    autocast = True
 
     operands: KlDivOperands
     row_scale: Tensor  # (N,)
@@ -300,7 +294,6 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
 class PolicyWithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_policy_loss_with_grad"
     results = (*LOSSES, *GRADIENTS, token("log_probs"))
-    autocast = True
 
     operands: PolicyOperands
     tokens: PolicyTokens

@@ -53,7 +53,6 @@ class Arguments:
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
     written: ClassVar[str] = ""  # an argument that the operator writes to
-    autocast: ClassVar[bool] = False  # whether its operands are cast
     constants: ClassVar[tuple[str, ...]] = ()  # tensors that a gradient is refused for, beside its numbers
 
     arguments: ClassVar[tuple[Argument, ...]]

@@ -35,9 +35,12 @@ def autocast_head(call: Any) -> None:
 
 
 def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:
-    """Casts the operands. A backward operator gets what forward saw: there autocast is only kept out of its GEMMs."""
+    """Casts the operands, and keeps autocast out of the kernel's products.
+
+    A backward operator gets what forward saw, an operator of given logits what the caller made: nothing is cast.
+    """
     casts = [index for name, index in arguments.index.items() if name in OPERANDS]
-    if op._schema.name.endswith("_backward"):
+    if "_backward" in op._schema.name:
         casts = []
 
     def run(*args, **kwargs):

@@ -99,9 +99,8 @@ for _name, (_arguments, _formula) in OPERATORS.items():
     if _formula is not None:
         for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
             library.impl(_name, _formula.kernel(_op), _key)
-    if _arguments.autocast:
-        for _device_type in ("cpu", "cuda"):
-            library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")
+    for _device_type in ("cpu", "cuda"):
+        library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")
 
 library.impl(UPSTREAM, multiply, "CompositeExplicitAutograd")
 library.impl(f"{UPSTREAM}_", multiply_in_place, "CompositeExplicitAutograd")

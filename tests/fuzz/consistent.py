@@ -41,8 +41,11 @@ def with_its_options(case: Case) -> Case:
         new["normalizer"] = ""
     if case.function == "policy" and case.normalizer == "zero":
         new["normalizer"] = ""  # times the slope 0 of a clipped token
-    if case.bias == "-inf" and (case.logit_scale <= 0.0 or case.function == "kl_div"):
-        new["bias"] = "normal"  # inf logits; 0 log 0 of either distribution
+    infinite = case.function == "kl_div" or (case.learnt and case.label_smoothing)
+    if case.bias == "-inf" and (case.logit_scale <= 0.0 or infinite):
+        new["bias"] = "normal"  # inf logits; 0 log 0 of either distribution; an infinite loss and derivative by a scale
+    if case.bias == "-inf" and case.mode in ("vmap", "func", "func_twice") and case.token_weight == "some zero":
+        new["token_weight"] = "uniform"  # documented: 0 times the inf of label smoothing
     if case.function in ("head", "loss_module"):
         new["temperature"] = 1.0
     if case.function == "kl_div" and case.dtype == "float64" and case.data == "huge":

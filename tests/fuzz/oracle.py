@@ -29,7 +29,10 @@ def call(case: Case, at: Tensors) -> Tensors:
     scale, temperature = case.logit_scale, case.temperature
     if case.learnt in ("logit_scale", "temperature"):  # documented: multiplied into input and bias, in their dtype
         factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
-        at = {name: tensor * factor if name in ("input", "bias") else tensor for name, tensor in at.items()}
+        at["input"] = at["input"] * factor
+        if "bias" in at:  # documented: a class that is switched off has no part in factor's gradient, 0 times -inf
+            off = at["bias"] == -torch.inf
+            at["bias"] = torch.where(off, -torch.inf, torch.where(off, 0.0, at["bias"]) * factor)
         scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
     cap = learnt.get("softcap", case.softcap)
     if case.function == "low_rank":
@@ -37,7 +40,7 @@ def call(case: Case, at: Tensors) -> Tensors:
         at["weight"] = torch.cat([at["weight"].detach() if case.frozen else at["weight"], at["pair_weight"]], 1)
     if case.sparse:
         return {"loss": sparse_loss(case, at, valid, scale / temperature)}
-    z = logits(at["input"], at["weight"], at.get("bias"), scale, cap) / temperature
+    z = activated(given_logits(at) if case.function == "given_logits" else product(at), scale, cap) / temperature
     counts = at["target"] != case.ignore_index
     classes = torch.where(counts, at["target"], 0).long()
     if case.function == "policy":
@@ -117,7 +120,7 @@ OF_POLICY = ("advantages", "old_log_probs", "ref_log_probs")
 
 def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor:
     """Its gradient enters the operands as the mathematics of the ATen path has it, entry by entry."""
-    product = accumulated(F.linear(at["input"], at["weight"]))
+    products = accumulated(F.linear(at["input"], at["weight"]))
     slopes: list[Tensor] = []
 
     def kept(gradient: Tensor) -> Tensor:
@@ -131,9 +134,9 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
         rows[:, order] = in_order
         return rows.view_as(gradient)
 
-    if product.requires_grad:
-        product.register_hook(kept)
-    u = product if "bias" not in at else product + at["bias"]
+    if products.requires_grad:
+        products.register_hook(kept)
+    u = products if "bias" not in at else products + at["bias"]
     cap = None if case.softcap is None else case.softcap / case.temperature
     z = factor * u if cap is None else cap * exact_tanh(factor * u / cap)
     lse = torch.logsumexp(z, -1)
@@ -151,10 +154,18 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
     return reduced(case, losses + case.z_loss * lse.square(), at, count)
 
 
-def logits(
-    input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float, cap: Tensor | float | None
-) -> Tensor:
-    z = scale * accumulated(F.linear(input, weight, bias))
+def product(at: Tensors) -> Tensor:
+    return F.linear(at["input"], at["weight"], at.get("bias"))
+
+
+def given_logits(at: Tensors) -> Tensor:
+    """Rounded twice, as F.linear's are under torch.func but not outside of it."""
+    z = F.linear(at["input"], at["weight"])
+    return z + at["bias"].to(z.dtype) if "bias" in at else z
+
+
+def activated(u: Tensor, scale: Tensor | float, cap: Tensor | float | None) -> Tensor:
+    z = scale * accumulated(u)
     if cap is None:
         return z
     return cap * (exact_tanh(z / cap) if z.dtype == torch.float64 else torch.tanh(z / cap))
@@ -190,16 +201,16 @@ def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Te
 def soft_losses(
     case: Case, at: Tensors, z: Tensor, classes: Tensor, class_weight: Tensor | None, z_loss: Tensor | float
 ) -> Tensor:
-    lse = torch.logsumexp(z, -1, keepdim=True)
+    lse, log_p = torch.logsumexp(z, -1), F.log_softmax(z, -1)  # as lse - z, p would have the roundings of lse
     counts = at["target"] != case.ignore_index
     q = torch.where(counts, at["target_weight"], 0.0).to(z.dtype)
     q = q if class_weight is None else q * class_weight[classes]
-    of_slots = torch.where(counts, z.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
-    losses = (1.0 - case.label_smoothing) * (q * (lse - of_slots)).sum(-1)
+    of_slots = torch.where(counts, log_p.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
+    losses = -(1.0 - case.label_smoothing) * (q * of_slots).sum(-1)
     if case.label_smoothing:
-        below = lse - z if class_weight is None else class_weight * (lse - z)
-        losses = losses + case.label_smoothing * below.mean(-1)
-    return losses + z_loss * lse.squeeze(-1).square()
+        below = log_p if class_weight is None else class_weight * log_p
+        losses = losses - case.label_smoothing * below.mean(-1)
+    return losses + z_loss * lse.square()
 
 
 def reduced(case: Case, losses: Tensor, at: Tensors, count: Tensor) -> Tensor:
@@ -230,7 +241,7 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
         log_p = accumulated(at["teacher_probs"]).to(log_q.dtype).log()
     else:
         scale = case.logit_scale if case.teacher_scale is None else case.teacher_scale
-        teacher = logits(at["teacher_input"], at["teacher_weight"], None, scale, case.teacher_softcap)
+        teacher = activated(F.linear(at["teacher_input"], at["teacher_weight"]), scale, case.teacher_softcap)
         log_p = F.log_softmax(teacher / case.temperature, -1).to(log_q.dtype)
     if "token_weight" in at and not at["token_weight"].requires_grad:  # those of weight 0 are left out, nan slopes too
         valid = valid & (at["token_weight"] != 0.0).unsqueeze(-1)

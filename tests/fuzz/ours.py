@@ -1,7 +1,6 @@
 """The functions and modules of the package as a case calls them."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import flce_ops
@@ -47,7 +46,7 @@ class Ours:
         if case.learnt == "z_loss":
             options["z_loss"] = at["learnt"]
         if case.function == "given_logits":
-            logits = F.linear(at["input"], at["weight"], at.get("bias"))
+            logits = oracle.given_logits(at)
             return {
                 "loss": flce_ops.cross_entropy(
                     logits, at["target"], inplace_backward=case.handed_over, **options, **sums
