@@ -3,15 +3,13 @@
     forward.py, with_grad.py, backward.py     one operator each
     vocab_parallel_with_grad.py               with_grad on ranks that share the vocabulary
         even_features.py                      a D that is no multiple of 16: copies with zeros behind, where they fit
-            copy_rows.py
         one_pass_step.py                      the chunks of both
         chunks.py                             rows at a time
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
         kept_tokens.py                        the tokens that count, and how many, on the device
-            count_tokens.py                   how many alone
-            few_tokens.py                     one chunk for them where they are few
-        gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
+        gather_tokens.py                      their rows and target logits
+        copy_rows.py                          their rows alone; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
             tile_sums.py                      numbers of a row for each tile, added up
@@ -56,7 +54,6 @@
         divergence_rows.py                    sums of rows, divergences and G from those of both models
             row_divergence.py                 the divergence of an entry and its derivative
             fixed_point.py                    16 bits for logits of float16 operands
-        gather_rows.py                        the kept tokens' rows
     cross_entropy.py                          of given logits: one program a row
         cross_entropy_kernels.py
         logit_rows.py                         a row in groups of 16 bytes

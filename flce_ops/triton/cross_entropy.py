@@ -15,13 +15,13 @@ from flce_ops.meta.call import takes
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous
-from flce_ops.triton.count_tokens import Count, count_tokens
 from flce_ops.triton.cross_entropy_kernels import (
     ForwardNumbers,
     LossResults,
     gradient_kernel,
     rows_kernel,
 )
+from flce_ops.triton.kept_tokens import Count, count_tokens
 from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.row_loss import RowLoss
