@@ -38,15 +38,12 @@
             target.py, tiles.py               the device; tile shapes
     sparse_step.py                            the chunks of a step whose logit gradient is sparse
         sparse_lists.py                       the entries that are kept, token by token
-            sparse_draws.py                   their random numbers
-            cut_lists.py                      long ones in pieces, a program each
-        sparse_carried.py                     what ranks tell each other of a tile of classes that they share
         sparse_or_dense.py                    the classes of which these are many, and have GEMMs
         class_order.py                        class by class
-        gather_sums.py                        sums of gathered rows: both gradients
-    tile_step.py                              the chunks of a step without tiles of small entries
+        gather_sums.py                        sums of gathered rows, long lists in pieces: both gradients
+    sparse_run.py                             lists, or all but tiles of small entries
         live_tiles.py                         the tiles that the gradients' GEMMs multiply
-    sparse_run.py, sparse_backward.py         which of the two; rows whose slopes backward brings
+    sparse_backward.py                        rows whose slopes backward brings
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
             kl_div_cut.py                     how they take the tokens, in chunks and parts

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.sparse_gradient import LIVE as TILE
+from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 
@@ -44,6 +45,23 @@ class Blocks(NamedTuple):
 EVERY_STEP, EVERY_BLOCK = Steps(), Blocks()
 
 
+class ComparedRows(NamedTuple):
+    """Rows of E whose |p - onehot| are compared with the threshold; one argument of a kernel."""
+
+    exponentials: Tensor  # (n, V), with the target's entries
+    row_sum: Tensor  # (n,)
+    kept: Kept
+    threshold: float
+    n: int
+    V: int
+    stride: int
+
+
+def compared_rows(exponentials: Tensor, row_sum: Tensor, kept: Kept, threshold: float) -> ComparedRows:
+    assert exponentials.stride(1) == 1
+    return ComparedRows(exponentials, row_sum, kept, threshold, *exponentials.shape, exponentials.stride(0))
+
+
 @triton.jit
 def number_of_steps(steps, start, BLOCK_K: tl.constexpr):
     """Of the main loop, for the block of the output that begins at `start`."""
@@ -69,30 +87,23 @@ def block_at(blocks, k, BLOCK: tl.constexpr):
 @Kernel
 @triton.jit
 def mark_tiles_kernel(
-    e_ptr,  # (n, V), with the target's entries
-    row_sum_ptr,  # (n,)
+    compared,  # ComparedRows
     column_ptr,  # (n,) int64, the target's
     live_ptr,  # (row blocks, class blocks) uint8, out
-    kept,  # Kept
-    n,
-    V,
-    stride_e,
     stride_live,
-    threshold,
     ROWS: tl.constexpr,
 ):
     """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(kept, n)
+    count = kept_rows(compared.kept, compared.n)
     rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
     column = tl.load(column_ptr + rows, mask=rows < count, other=-1)
     holds_target = ((column >= 0) & (column // LIVE == tl.program_id(0))).to(tl.int32)
     live = tl.zeros((ROWS, LIVE), tl.int32)
     for start in tl.static_range(0, LIVE, ROWS):
         row = tl.program_id(1) * LIVE + start + tl.arange(0, ROWS)
-        limit = threshold * tl.load(row_sum_ptr + row, mask=row < count, other=1.0)
-        places = row.to(tl.int64)[:, None] * stride_e + cols[None, :]
-        e = tl.load(e_ptr + places, mask=(row < count)[:, None] & (cols < V)[None, :], other=0.0).to(tl.float32)
+        limit = compared.threshold * tl.load(compared.row_sum + row, mask=row < count, other=1.0)
+        e = load_tile(compared.exponentials, row, cols, row < count, cols < compared.V, compared.stride).to(tl.float32)
         live |= 1 - (tl.abs(e) < limit[:, None]).to(tl.int32)
     found = tl.maximum(tl.max(tl.max(live, 1), 0), tl.max(holds_target, 0))
     tl.store(live_ptr + tl.program_id(1) * stride_live + tl.program_id(0), found.to(tl.uint8))
@@ -119,31 +130,11 @@ def list_live_kernel(
     tl.store(steps.number + block * steps.stride_number, count)
 
 
-def launch_live_tiles(
-    exponentials: Tensor,  # (n, V), with the target's entries
-    row_sum: Tensor,  # (n,)
-    column: Tensor,  # (n,)
-    kept: Kept,
-    threshold: float,
-) -> tuple[Steps, Steps]:
+def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, Steps]:
     """Of grad_input, and of grad_linear_weight."""
-    n, num_classes = exponentials.shape
-    rows, classes = triton.cdiv(n, TILE), triton.cdiv(num_classes, TILE)
-    live = row_sum.new_empty(rows, classes, dtype=torch.uint8)
-    mark_tiles_kernel[(classes, rows)](
-        exponentials,
-        row_sum,
-        column,
-        live,
-        kept,
-        n,
-        num_classes,
-        exponentials.stride(0),
-        live.stride(0),
-        threshold,
-        ROWS=32,
-        num_warps=4,
-    )
+    rows, classes = triton.cdiv(compared.n, TILE), triton.cdiv(compared.V, TILE)
+    live = column.new_empty(rows, classes, dtype=torch.uint8)
+    mark_tiles_kernel[(classes, rows)](compared, column, live, live.stride(0), ROWS=32, num_warps=4)
     return list_live(live, 0), list_live(live, 1)
 
 
