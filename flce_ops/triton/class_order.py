@@ -37,8 +37,6 @@ class Order(NamedTuple):
 
     bits: Tensor  # (V, W) int32
     prefix: Tensor  # (V, G) int32
-    words: int
-    groups: int
 
 
 @Kernel
@@ -63,6 +61,7 @@ def mark_kernel(
     lists,  # Lists
     order,  # Order; the bits are out, 0 before
     R,
+    G,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -71,7 +70,7 @@ def mark_kernel(
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=at < count, other=0)
-        place = (entries & 0xFFFFFFFF) * order.words + row // WORD
+        place = (entries & 0xFFFFFFFF) * G * WORDS_OF_GROUP + row // WORD
         tl.atomic_or(order.bits + place, bit, mask=at < count, sem="relaxed")
 
 
@@ -81,17 +80,19 @@ def count_kernel(
     order,  # Order; the prefix is out
     total_ptr,  # (V,) int32, out
     V,
+    G,
     BLOCK_G: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     word = tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
-    bits = load_tile(order.bits, v, word, v < V, word < order.words, order.words).to(tl.uint32, bitcast=True)
+    W = G * WORDS_OF_GROUP
+    bits = load_tile(order.bits, v, word, v < V, word < W, W).to(tl.uint32, bitcast=True)
     count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
     group = tl.arange(0, BLOCK_G)
     before = tl.cumsum(count, 1) - count
-    places = order.prefix + v[:, None] * order.groups + group[None, :]
-    tl.store(places, before, mask=(v < V)[:, None] & (group < order.groups)[None, :])
+    places = order.prefix + v[:, None] * G + group[None, :]
+    tl.store(places, before, mask=(v < V)[:, None] & (group < G)[None, :])
     tl.store(total_ptr + v, tl.sum(count, 1), mask=v < V)
 
 
@@ -103,6 +104,7 @@ def scatter_kernel(
     classes,  # CutLists; the entries are out
     kept,  # Kept
     R,
+    G,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -118,9 +120,9 @@ def scatter_kernel(
         mask = at < count
         entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=mask, other=0)
         v = entries & 0xFFFFFFFF
-        bits = load_tile(order.bits, v, word, mask, word <= own, order.words).to(tl.uint32, bitcast=True)
+        bits = load_tile(order.bits, v, word, mask, word <= own, G * WORDS_OF_GROUP).to(tl.uint32, bitcast=True)
         place = tl.sum(popcount(bits & earlier[None, :]), 1)
-        place += tl.load(order.prefix + v * order.groups + group, mask=mask, other=0)
+        place += tl.load(order.prefix + v * G + group, mask=mask, other=0)
         place += tl.load(classes.behind + v - 1, mask=mask & (v > 0), other=0)
         tl.store(classes.entries + place, (entries >> 32 << 32) | token, mask=mask)
 
@@ -154,11 +156,11 @@ def launch_class_order(
     total, behind, cut = count.new_empty(3, num_classes).unbind()
     classes = CutLists(entries, total, behind, count.new_empty(()), cut)
     clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
-    order = Order(bits, prefix, words, groups)
-    mark_kernel[(n, lists.walkers)](lists, order, room, BLOCK=256, num_warps=4)
+    order = Order(bits, prefix)
+    mark_kernel[(n, lists.walkers)](lists, order, room, groups, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
-        order, total, num_classes, BLOCK_G=triton.next_power_of_2(groups), BLOCK_V=BLOCK_V, num_warps=4
+        order, total, num_classes, groups, BLOCK_G=triton.next_power_of_2(groups), BLOCK_V=BLOCK_V, num_warps=4
     )
     launch_cut_lists(classes, shortest, pieces)
-    scatter_kernel[(n, lists.walkers)](lists, order, classes, kept, room, BLOCK=128, num_warps=4)
+    scatter_kernel[(n, lists.walkers)](lists, order, classes, kept, room, groups, BLOCK=128, num_warps=4)
     return classes, sums

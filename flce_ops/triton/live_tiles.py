@@ -52,14 +52,17 @@ class ComparedRows(NamedTuple):
     row_sum: Tensor  # (n,)
     kept: Kept
     threshold: float
-    n: int
     V: int
     stride: int
+
+    @property
+    def n(self) -> int:
+        return self.exponentials.shape[0]
 
 
 def compared_rows(exponentials: Tensor, row_sum: Tensor, kept: Kept, threshold: float) -> ComparedRows:
     assert exponentials.stride(1) == 1
-    return ComparedRows(exponentials, row_sum, kept, threshold, *exponentials.shape, exponentials.stride(0))
+    return ComparedRows(exponentials, row_sum, kept, threshold, exponentials.shape[1], exponentials.stride(0))
 
 
 @triton.jit
@@ -90,12 +93,13 @@ def mark_tiles_kernel(
     compared,  # ComparedRows
     column_ptr,  # (n,) int64, the target's
     live_ptr,  # (row blocks, class blocks) uint8, out
+    n,
     stride_live,
     ROWS: tl.constexpr,
 ):
     """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(compared.kept, compared.n)
+    count = kept_rows(compared.kept, n)
     rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
     column = tl.load(column_ptr + rows, mask=rows < count, other=-1)
     holds_target = ((column >= 0) & (column // LIVE == tl.program_id(0))).to(tl.int32)
@@ -134,7 +138,7 @@ def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, St
     """Of grad_input, and of grad_linear_weight."""
     rows, classes = triton.cdiv(compared.n, TILE), triton.cdiv(compared.V, TILE)
     live = column.new_empty(rows, classes, dtype=torch.uint8)
-    mark_tiles_kernel[(classes, rows)](compared, column, live, live.stride(0), ROWS=32, num_warps=4)
+    mark_tiles_kernel[(classes, rows)](compared, column, live, compared.n, live.stride(0), ROWS=32, num_warps=4)
     return list_live(live, 0), list_live(live, 1)
 
 

@@ -72,7 +72,6 @@ class DrawnRows(NamedTuple):
     compared: ComparedRows
     dense: DenseClasses  # those have no entries here
     seed: Tensor | None  # () int64; None where what is below the threshold is dropped
-    first_tile: int  # that the rank's classes begin in
 
 
 @triton.jit
@@ -87,7 +86,7 @@ def mix(x):
 
 
 @triton.jit
-def key_of_row(rows, row):
+def key_of_row(rows, row, first_tile):
     """To which a tile's number behind the first one adds its multiple of GOLDEN."""
     if rows.seed is None:
         return tl.zeros((), tl.uint32)
@@ -95,7 +94,7 @@ def key_of_row(rows, row):
         token = tl.load(rows.compared.kept.order + row).to(tl.int64)
         seed = tl.load(rows.seed).to(tl.int64)
         key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
-        return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), rows.first_tile, tl.uint32) * GOLDEN
+        return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
 
 
 @triton.jit
@@ -111,12 +110,12 @@ def uniforms(rows, key, tile):
 
 
 @triton.jit
-def start_of_row(rows, row):
+def start_of_row(rows, row, first_tile):
     """Its exponentials, the threshold of one, q of an exponential of 1, the key of its random numbers."""
     compared = rows.compared
     limit = compared.threshold * tl.load(compared.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
-    return compared.exponentials + row.to(tl.int64) * compared.stride, limit, scale, key_of_row(rows, row)
+    return compared.exponentials + row.to(tl.int64) * compared.stride, limit, scale, key_of_row(rows, row, first_tile)
 
 
 @triton.jit
@@ -174,14 +173,15 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
 def last_shares_kernel(
     rows,  # DrawnRows
     shares_ptr,  # (n,) int64, out
+    first_tile,
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
     """One program a row: the sum of q over its last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
-    if row < kept_rows(rows.compared.kept, rows.compared.n):
-        e_row, _, scale, key = start_of_row(rows, row)
+    if row < kept_rows(rows.compared.kept, tl.num_programs(0)):
+        e_row, _, scale, key = start_of_row(rows, row, first_tile)
         tile = tl.cdiv(rows.compared.V + BEFORE, TILE) - 1
         _, q, _ = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V, BEFORE)
         total = tl.sum(q, 0)
@@ -197,6 +197,7 @@ def list_groups_kernel(
     of_dense_ptr,  # (n,) int64, out: the column, -1 where its class is not dense
     carried_ptr,  # (n,) int64, the sum of q that other ranks have of the first tile, modulo 1; None for 0
     R,
+    first_tile,
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
@@ -205,9 +206,9 @@ def list_groups_kernel(
     group << 32 | m << 26 | sum of the tile before the group, modulo 1
     """
     row = tl.program_id(0)
-    if row < kept_rows(rows.compared.kept, rows.compared.n):
+    if row < kept_rows(rows.compared.kept, tl.num_programs(0)):
         V = rows.compared.V
-        e_row, _, scale, key = start_of_row(rows, row)
+        e_row, _, scale, key = start_of_row(rows, row, first_tile)
         entries_row = lists.entries + row.to(tl.int64) * R
         count = 0
         tiles = tl.cdiv(V + BEFORE, TILE)
@@ -247,12 +248,13 @@ def list_entries_kernel(
     column_ptr,  # (n,) int64, the target's
     finished,  # FinishedRows
     R,
+    first_tile,
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The m-th kept entry of a group is the first behind which the tile's sum has passed m + 1 whole numbers."""
     row = tl.program_id(0)
-    e_row, limit, scale, key = start_of_row(rows, row)
+    e_row, limit, scale, key = start_of_row(rows, row, first_tile)
     row_factor, residual = tl.load(finished.row_factor + row), tl.load(finished.residual + row)
     column = tl.load(column_ptr + row).to(tl.int32)
     count = tl.load(lists.lengths + row)
@@ -277,20 +279,15 @@ def list_entries_kernel(
         tl.store(entries_row + at, (bits << 32) | found.to(tl.int64), mask=at < count)
 
 
-def drawn_rows(
-    compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses, vocab_start: int
-) -> tuple[DrawnRows, int]:
-    """And how many classes of the rank's first tile other ranks have."""
-    first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
-    seed = sparse.gradient_seed if sparse.gradient_mode == "unbiased" else None
-    return DrawnRows(compared, dense, seed, first_tile), before
+def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses) -> DrawnRows:
+    return DrawnRows(compared, dense, sparse.gradient_seed if sparse.gradient_mode == "unbiased" else None)
 
 
 def launch_carried(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses, shard: Shard) -> Tensor:
     """(n,) int64, for launch_lists. The row sums are of whole rows."""
-    rows, before = drawn_rows(compared, sparse, dense, shard.start)
+    rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
-    last_shares_kernel[(compared.n,)](rows, last, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
+    last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
     return shard.shares_before(last)
 
 
@@ -306,9 +303,11 @@ def launch_lists(
 ) -> Tensor:  # (n,)
     """The target's column where its class is dense, -1 elsewhere."""
     n, room, of_dense = compared.n, lists.entries.shape[1], torch.empty_like(column)
-    rows, before = drawn_rows(compared, sparse, dense, vocab_start)
+    rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(vocab_start, sparse_gradient.TILE)
     list_groups_kernel[(n,)](
-        rows, lists, column, of_dense, carried, room, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4
+        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4
     )
-    list_entries_kernel[(n, lists.walkers)](rows, lists, column, finished, room, BEFORE=before, BLOCK=128, num_warps=4)
+    list_entries_kernel[(n, lists.walkers)](
+        rows, lists, column, finished, room, first_tile, BEFORE=before, BLOCK=128, num_warps=4
+    )
     return of_dense

@@ -79,10 +79,11 @@ def worth(num_classes: int, hidden: int) -> float:
 def kept_of_blocks_kernel(
     compared,  # ComparedRows
     kept_ptr,  # (B,) float32, out
+    n,
     ROWS: tl.constexpr,
 ):
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(compared.kept, compared.n)
+    count = kept_rows(compared.kept, n)
     seen = tl.minimum(count, DECIDING)
     total = tl.zeros((ROWS, LIVE), tl.float32)
     for start in range(0, seen, ROWS):
@@ -129,7 +130,7 @@ def launch_sparse_or_dense(
 ) -> None:
     blocks = dense.is_dense.shape[0]
     kept_of_blocks = compared.row_sum.new_empty(blocks)
-    kept_of_blocks_kernel[(blocks,)](compared, kept_of_blocks, ROWS=32, num_warps=4)
+    kept_of_blocks_kernel[(blocks,)](compared, kept_of_blocks, compared.n, ROWS=32, num_warps=4)
     most = LIVE.value / CLASSES_PER_ENTRY
     at_most = worth(blocks * LIVE.value, hidden)
     choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)
