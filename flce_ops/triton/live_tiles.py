@@ -4,7 +4,7 @@
            ┌──────┬──────┬──────┬──────┐                                     that are live for its tokens
     n      │  ▓▓  │      │  ▓▓  │      │  Steps: 0 2      grad_linear_weight     a block of classes' steps: the row
            │      │  ▓▓  │      │  ▓▓  │         1 3                             blocks that are live for it; or only
-           └──────┴──────┴──────┴──────┘                                         some blocks are made at all: Blocks
+           └──────┴──────┴──────┴──────┘                                         some blocks are made at all
 
 The device makes the lists; the host launches the same GEMMs whatever they hold.
 """
@@ -27,7 +27,10 @@ LIVE = tl.constexpr(TILE)
 
 
 class Steps(NamedTuple):
-    """The blocks of the inner dimension that a block of the output multiplies; without `number` all."""
+    """The blocks of the inner dimension that a block of the output multiplies; without `number` all.
+
+    Or the blocks of the output that are made, with strides of 0. Others are left as they are.
+    """
 
     number: Tensor | None = None  # (B,) int32; with strides of 0 all blocks have the same
     which: Tensor | None = None  # (B, K + 1) int32, ascending: the one behind the last is read and not used
@@ -35,14 +38,7 @@ class Steps(NamedTuple):
     stride_which: int = 0
 
 
-class Blocks(NamedTuple):
-    """The blocks of the output that are made; without `number` all. Others are left as they are."""
-
-    number: Tensor | None = None  # () int32
-    which: Tensor | None = None  # (B,) int32
-
-
-EVERY_STEP, EVERY_BLOCK = Steps(), Blocks()
+EVERY_STEP = Steps()
 
 
 class ComparedRows(NamedTuple):
@@ -77,14 +73,6 @@ def step_at(steps, start, k, BLOCK_K: tl.constexpr):
     SPLIT: tl.constexpr = LIVE // BLOCK_K
     k = tl.full((), k, tl.int32)
     return tl.load(steps.which + start // LIVE * steps.stride_which + k // SPLIT) * SPLIT + k % SPLIT
-
-
-@triton.jit
-def block_at(blocks, k, BLOCK: tl.constexpr):
-    """The k-th block of BLOCK numbers."""
-    SPLIT: tl.constexpr = LIVE // BLOCK
-    k = tl.full((), k, tl.int32)
-    return tl.load(blocks.which + k // SPLIT) * SPLIT + k % SPLIT
 
 
 @Kernel

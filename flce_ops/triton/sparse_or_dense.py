@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import kept_rows
-from flce_ops.triton.live_tiles import LIVE, Blocks, ComparedRows, Steps
+from flce_ops.triton.live_tiles import LIVE, ComparedRows, Steps
 from flce_ops.triton.replay import Kernel
 
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
@@ -47,10 +47,6 @@ class DenseClasses(NamedTuple):
     is_dense: Tensor | None = None  # (B,) int32
     which: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
     number: Tensor | None = None  # () int32
-
-    @property
-    def blocks(self) -> Blocks:
-        return Blocks(self.number, self.which)
 
     @property
     def steps(self) -> Steps:

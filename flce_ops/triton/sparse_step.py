@@ -79,7 +79,7 @@ class SparseStep(OnePassStep):
             if self.sparse_input:
                 self.input_steps = self.dense.steps
             if self.sparse_weight:
-                self.weight_gradient.blocks = self.dense.blocks
+                self.weight_gradient.blocks = self.dense.steps
 
     def run_span(self, span: slice, cut: Cut) -> None:
         n, self.start, self.cut = span.stop - span.start, span.start, cut
