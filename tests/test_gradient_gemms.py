@@ -12,11 +12,11 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.chunks import product_bytes, rows_that_fit
+from flce_ops.triton.copy_rows import launch_spread_rows
 from flce_ops.triton.cut import cut_tokens
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.parts import float32_memory, steps_and_parts
-from flce_ops.triton.spread_rows import launch_spread_rows
 from flce_ops.triton.target_rows import launch_target_rows
 from flce_ops.triton.tiles import INPUT_TILES
 from flce_ops.triton.weight_gradient import WeightGradient

@@ -19,7 +19,7 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step, target
 from flce_ops.triton.cut import cut_tokens
-from flce_ops.triton.few_tokens import choose_cut
+from flce_ops.triton.kept_tokens import choose_cut
 from flce_ops.triton.lead import lead_chunk
 
 if torch.cuda.is_available():

@@ -14,10 +14,10 @@ from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, r
 from flce_ops.triton import backward, launch_backward, launch_with_grad, replay, with_grad
 from flce_ops.triton.chunks import slices
 from flce_ops.triton.class_order import launch_class_order
-from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
 from flce_ops.triton.finish_rows import FinishedRows
-from flce_ops.triton.gather_sums import launch_gather_lists
+from flce_ops.triton.gather_sums import CutLists, launch_cut_lists, launch_gather_lists
 from flce_ops.triton.kept_tokens import keep_tokens
+from flce_ops.triton.live_tiles import compared_rows
 from flce_ops.triton.sparse_lists import Lists, launch_lists
 from flce_ops.triton.sparse_or_dense import lists_may_pay
 
@@ -78,7 +78,7 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     room = room_of_row(threshold, num_classes)
     lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32))
     sparse = SparseGradient(threshold, mode, torch.tensor(11))
-    launch_lists(exponentials, row_sum, finished, column, kept, sparse, lists)
+    launch_lists(compared_rows(exponentials, row_sum, kept, threshold), finished, column, sparse, lists)
     count = len(order)
     expected = exponentials[:count] * factor[:count, None]
     keep_entries(expected, row_sum[:count] * factor[:count], sparse, Draws(order))
@@ -122,13 +122,13 @@ def test_sums_of_token_lists_of_which_some_are_cut(add, poisoned_memory):
     lists.entries[whole] = torch.randn(room).view(torch.int32).long() << 32 | torch.randperm(num_classes)[:room]
     lists.lengths[[0, whole]] = torch.tensor([0, room], dtype=torch.int32)
     lengths = lists.lengths
-    cut = CutLists(lists.entries, lengths, None, torch.empty((), dtype=torch.int32), torch.empty_like(lengths))
+    cut = CutLists(lists.entries, lengths, None, torch.empty((), dtype=torch.int32), torch.empty_like(lengths), room)
     launch_cut_lists(cut, shortest=8, pieces=1000)
     assert cut.piece == 8 and cut.pieces[whole] - cut.pieces[whole - 1] == -(-room // 8)
     sums = torch.full((int(cut.pieces[-1]), hidden), torch.nan)
     weight, rows = torch.randn(hidden, num_classes).T, torch.randn(n, hidden)
     expected = dense_lists(lists, num_classes).double() @ weight.double() + (rows if add else 0.0)
-    launch_gather_lists(cut, sums, weight, rows, add=add, columns=256, room=room)
+    launch_gather_lists(cut, sums, weight, rows, add=add, columns=256)
     assert error(rows, expected) < 1e-6
 
 

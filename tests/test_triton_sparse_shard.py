@@ -38,9 +38,8 @@ def rows_of_lists(lists, start):
 def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, poisoned_memory):
     from flce_ops.triton.finish_rows import FinishedRows
     from flce_ops.triton.kept_tokens import keep_tokens
-    from flce_ops.triton.live_tiles import LIVE
-    from flce_ops.triton.sparse_carried import launch_carried
-    from flce_ops.triton.sparse_lists import Lists, launch_lists
+    from flce_ops.triton.live_tiles import LIVE, compared_rows
+    from flce_ops.triton.sparse_lists import Lists, launch_carried, launch_lists
     from flce_ops.triton.sparse_or_dense import NONE_DENSE, DenseClasses
 
     if has_dense and mode == "drop":
@@ -58,7 +57,8 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
         finished = FinishedRows(exponentials[:, 0], factor, factor, residual)
         lists = Lists(torch.empty(N, room_of_row(2.0**-7, vocab), dtype=torch.int64), torch.empty(N, dtype=torch.int32))
         column = torch.full((N,), column)
-        launch_lists(exponentials, row_sum, finished, column, kept, sparse, lists, dense, start, carried)
+        compared = compared_rows(exponentials, row_sum, kept, 2.0**-7)
+        launch_lists(compared, finished, column, sparse, lists, dense, start, carried)
         return rows_of_lists(lists, start)
 
     rows, shards = -(-vocab // ranks), []
@@ -75,7 +75,8 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
 
     def carried_of(gather):
         return [
-            launch_carried(e, row_sum, kept, sparse, dense, Shard(start, rows, gather)) for start, e, dense in shards
+            launch_carried(compared_rows(e, row_sum, kept, 2.0**-7), sparse, dense, Shard(start, rows, gather))
+            for start, e, dense in shards
         ]
 
     carried = [None] * ranks

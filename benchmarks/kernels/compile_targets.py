@@ -21,7 +21,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.live_tiles import LIVE, Blocks, Steps
+from flce_ops.triton.live_tiles import LIVE, Steps
 from flce_ops.triton.logit_codes import Coding
 from flce_ops.triton.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.outgrown_rows import LOOK, outgrown_rows_kernel
@@ -47,8 +47,7 @@ OPERANDS = {
     "low_rank": EXP_SUM,
 }
 KEPT = Kept("*i32", "*i32", "i32", "*i32")
-EVERY_STEP, EVERY_BLOCK = Steps("constexpr", "constexpr", "i32", "i32"), Blocks("constexpr", "constexpr")
-LIVE_STEPS, DENSE_BLOCKS = Steps("*i32", "*i32", "i32", "i32"), Blocks("*i32", "*i32")
+EVERY_STEP, LIVE_STEPS = Steps("constexpr", "constexpr", "i32", "i32"), Steps("*i32", "*i32", "i32", "i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
 # compute capability: (epilogue by default, shared memory a block may use, in bytes)
 TARGETS = {
@@ -169,7 +168,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     }
     types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
     types |= {"live": LIVE_STEPS if chunk == "live" else EVERY_STEP}
-    types |= {"blocks": DENSE_BLOCKS if chunk == "dense" else EVERY_BLOCK}
+    types |= {"blocks": LIVE_STEPS if chunk == "dense" else EVERY_STEP}
     types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
@@ -200,7 +199,7 @@ def outgrown_variant(tiles: Tiles, *, live: bool) -> Variant:
         "rows_map": ("bf16", [tiles.block_k, tiles.block_n]),
     }
     types = {"sum_ptr": "*fp16", "exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
-    types |= {"live": LIVE_STEPS if live else EVERY_STEP, "blocks": DENSE_BLOCKS if live else EVERY_BLOCK}
+    types |= dict.fromkeys(("live", "blocks"), LIVE_STEPS if live else EVERY_STEP)
     of_kernel = source(outgrown_rows_kernel, tiles, {"LOOK": LOOK, **gradient_blocks(tiles)}, blocks, types)
     name = f"weight, outgrown, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, of_kernel, tiles, tiles.num_stages)

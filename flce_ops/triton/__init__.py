@@ -4,15 +4,13 @@
     with_grad.py                              those of one pass: any row objective, also on ranks that share the
                                               vocabulary
         even_features.py                      a D that is no multiple of 16: copies with zeros behind, where they fit
-            copy_rows.py
         one_pass_step.py                      their chunks
         chunks.py                             rows at a time
         cut.py, lead.py                       which tokens of with_grad go how; the first chunk in grad_linear_weight
         recompute.py                          tokens of with_grad in a small workspace
         kept_tokens.py                        the tokens that count, and how many, on the device
-            count_tokens.py                   how many alone
-            few_tokens.py                     one chunk for them where they are few
-        gather_tokens.py, spread_rows.py      their rows and target logits; gradient rows back to where tokens are
+        gather_tokens.py                      their rows and target logits
+        copy_rows.py                          their rows alone; gradient rows back to where tokens are
         exponentials.py                       the logits GEMM against a reference per row, and the rescue
             logits_gemm.py, epilogues.py      the GEMM, and what it does with a tile of logits
             tile_sums.py                      numbers of a row for each tile, added up
@@ -39,22 +37,18 @@
             target.py, tiles.py               the device; tile shapes
     sparse_step.py                            the chunks of a step whose logit gradient is sparse
         sparse_lists.py                       the entries that are kept, token by token
-            sparse_draws.py                   their random numbers
-            cut_lists.py                      long ones in pieces, a program each
-        sparse_carried.py                     what ranks tell each other of a tile of classes that they share
         sparse_or_dense.py                    the classes of which these are many, and have GEMMs
         class_order.py                        class by class
-        gather_sums.py                        sums of gathered rows: both gradients
-    tile_step.py                              the chunks of a step without tiles of small entries
+        gather_sums.py                        sums of gathered rows, long lists in pieces: both gradients
+    sparse_run.py                             lists, or all but tiles of small entries
         live_tiles.py                         the tiles that the gradients' GEMMs multiply
-    sparse_run.py, sparse_backward.py         which of the two; rows whose slopes backward brings
+    sparse_backward.py                        rows whose slopes backward brings
     kl_div.py                                 the operators of linear_kl_div
         kl_div_step.py                        their chunks
             kl_div_cut.py                     how they take the tokens, in chunks and parts
         softmax_rows.py                       stored logits of a model, and the shift that makes them log-probabilities
         divergence_rows.py                    sums of rows, divergences and G from those of both models
             fixed_point.py                    16 bits for logits of float16 operands
-        gather_rows.py                        the kept tokens' rows
     cross_entropy.py                          of given logits: one program a row
         cross_entropy_kernels.py
         logit_rows.py                         a row in groups of 16 bytes

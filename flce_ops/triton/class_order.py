@@ -11,13 +11,15 @@ the room for them.
 """
 
 import itertools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
+from flce_ops.triton.gather_sums import CutLists, launch_cut_lists
+from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import Kept
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sparse_lists import Lists
@@ -28,6 +30,13 @@ WORD = tl.constexpr(32)
 WORDS_OF_GROUP = tl.constexpr(8)
 GROUP = tl.constexpr(256)  # tokens
 BLOCK_V = 16
+
+
+class Order(NamedTuple):
+    """One argument of a kernel."""
+
+    bits: Tensor  # (V, W) int32
+    prefix: Tensor  # (V, G) int32
 
 
 @Kernel
@@ -49,62 +58,57 @@ def popcount(x):
 @Kernel
 @triton.jit
 def mark_kernel(
-    entries_ptr,  # (n, R)
-    count_ptr,  # (n,)
-    bits_ptr,  # (V, W) int32, out, 0 before
+    lists,  # Lists
+    order,  # Order; the bits are out, 0 before
     R,
-    W,
+    G,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    count = tl.load(count_ptr + row)
+    count = tl.load(lists.lengths + row)
     bit = tl.full((BLOCK,), 1, tl.int32) << (row % WORD)
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        entries = tl.load(entries_ptr + row.to(tl.int64) * R + at, mask=at < count, other=0)
-        tl.atomic_or(bits_ptr + (entries & 0xFFFFFFFF) * W + row // WORD, bit, mask=at < count, sem="relaxed")
+        entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=at < count, other=0)
+        place = (entries & 0xFFFFFFFF) * G * WORDS_OF_GROUP + row // WORD
+        tl.atomic_or(order.bits + place, bit, mask=at < count, sem="relaxed")
 
 
 @Kernel
 @triton.jit
 def count_kernel(
-    bits_ptr,  # (V, W)
-    prefix_ptr,  # (V, G) int32, out
+    order,  # Order; the prefix is out
     total_ptr,  # (V,) int32, out
     V,
-    W,
     G,
     BLOCK_G: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     word = tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
-    bits = tl.load(bits_ptr + v[:, None] * W + word[None, :], mask=(v < V)[:, None] & (word < W)[None, :], other=0).to(
-        tl.uint32, bitcast=True
-    )
+    W = G * WORDS_OF_GROUP
+    bits = load_tile(order.bits, v, word, v < V, word < W, W).to(tl.uint32, bitcast=True)
     count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
     group = tl.arange(0, BLOCK_G)
     before = tl.cumsum(count, 1) - count
-    tl.store(prefix_ptr + v[:, None] * G + group[None, :], before, mask=(v < V)[:, None] & (group < G)[None, :])
+    places = order.prefix + v[:, None] * G + group[None, :]
+    tl.store(places, before, mask=(v < V)[:, None] & (group < G)[None, :])
     tl.store(total_ptr + v, tl.sum(count, 1), mask=v < V)
 
 
 @Kernel
 @triton.jit
 def scatter_kernel(
-    entries_ptr,  # (n, R)
-    count_ptr,  # (n,)
-    bits_ptr,  # (V, W)
-    prefix_ptr,  # (V, G)
+    lists,  # Lists
+    order,  # Order
     classes,  # CutLists; the entries are out
     kept,  # Kept
     R,
-    W,
     G,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    count = tl.load(count_ptr + row)
+    count = tl.load(lists.lengths + row)
     group = row // GROUP
     word = group * WORDS_OF_GROUP + tl.arange(0, WORDS_OF_GROUP)
     own = row // WORD
@@ -114,13 +118,11 @@ def scatter_kernel(
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < count
-        entries = tl.load(entries_ptr + row.to(tl.int64) * R + at, mask=mask, other=0)
+        entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=mask, other=0)
         v = entries & 0xFFFFFFFF
-        bits = tl.load(
-            bits_ptr + v[:, None] * W + word[None, :], mask=mask[:, None] & (word <= own)[None, :], other=0
-        ).to(tl.uint32, bitcast=True)
+        bits = load_tile(order.bits, v, word, mask, word <= own, G * WORDS_OF_GROUP).to(tl.uint32, bitcast=True)
         place = tl.sum(popcount(bits & earlier[None, :]), 1)
-        place += tl.load(prefix_ptr + v * G + group, mask=mask, other=0)
+        place += tl.load(order.prefix + v * G + group, mask=mask, other=0)
         place += tl.load(classes.behind + v - 1, mask=mask & (v > 0), other=0)
         tl.store(classes.entries + place, (entries >> 32 << 32) | token, mask=mask)
 
@@ -154,18 +156,11 @@ def launch_class_order(
     total, behind, cut = count.new_empty(3, num_classes).unbind()
     classes = CutLists(entries, total, behind, count.new_empty(()), cut)
     clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
-    mark_kernel[(n, lists.walkers)](*lists, bits, room, words, BLOCK=256, num_warps=4)
+    order = Order(bits, prefix)
+    mark_kernel[(n, lists.walkers)](lists, order, room, groups, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
-        bits,
-        prefix,
-        total,
-        num_classes,
-        words,
-        groups,
-        BLOCK_G=triton.next_power_of_2(groups),
-        BLOCK_V=BLOCK_V,
-        num_warps=4,
+        order, total, num_classes, groups, BLOCK_G=triton.next_power_of_2(groups), BLOCK_V=BLOCK_V, num_warps=4
     )
     launch_cut_lists(classes, shortest, pieces)
-    scatter_kernel[(n, lists.walkers)](*lists, bits, prefix, classes, kept, room, words, groups, BLOCK=128, num_warps=4)
+    scatter_kernel[(n, lists.walkers)](lists, order, classes, kept, room, groups, BLOCK=128, num_warps=4)
     return classes, sums

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.objectives.in_triton import LN2, log2_within_2_22
-from flce_ops.triton.columns import BLOCKS, grid_of_sums, weighted_column_sum
+from flce_ops.triton.columns import sum_over_rows
 from flce_ops.triton.finish_rows import Tokens
 from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import kept_rows
@@ -35,29 +35,25 @@ LEAST = 2.0**-40
 @triton.jit
 def logit_products_kernel(
     exponentials_ptr,  # (n, V)
-    class_scale_ptr,  # (V,) float32
-    factor_ptr,  # (n,) f, and the next three
-    reference_ptr,  # r in base 2
-    target_logit_ptr,  # base 2
-    column_ptr,  # int64, the target's, -1 where there is none
+    partial_ptr,  # (S, V) out
+    n,
+    V,
+    rows_per_split,
+    factor_ptr,  # (n,) f
+    reference_ptr,  # (n,) r in base 2
+    tokens,  # Tokens
     rows_ptr,  # (n, D) the chunk's tokens
     weight_ptr,  # (V, D)
     pair,  # Pair, of the chunk
-    partial_ptr,  # (S, V) out
-    kept,  # Kept
-    n,
-    V,
     D,
     stride_n,
     stride_rows_n,
-    stride_weight_v,
-    stride_weight_d,
-    rows_per_split,
+    weight_stride,  # of classes and features
     RANK: tl.constexpr,  # of the pair
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """sum_i f_i E_ij z_ij, or t_ij for z_ij where |c_j| < SMALL.
 
@@ -66,31 +62,29 @@ def logit_products_kernel(
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     first = split * rows_per_split
-    last = tl.minimum(first + rows_per_split, kept_rows(kept, n))
+    last = tl.minimum(first + rows_per_split, kept_rows(tokens.kept, n))
     col_mask = cols < V
-    class_scale = tl.load(class_scale_ptr + cols, mask=col_mask, other=1.0)[None, :]
+    class_scale = tl.load(pair.class_scale + cols, mask=col_mask, other=1.0)[None, :]
     small = tl.abs(class_scale) < SMALL
     any_small = tl.max(small.to(tl.int32)) > 0
     acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(first, last, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         row_mask = rows < last
-        mask = row_mask[:, None] & col_mask[None, :]
-        places = exponentials_ptr + rows.to(tl.int64)[:, None] * stride_n + cols[None, :]
-        entry = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        entry = load_tile(exponentials_ptr, rows, cols, row_mask, col_mask, stride_n).to(tl.float32)
         exponential = entry / class_scale
         reference = tl.load(reference_ptr + rows, mask=row_mask, other=0.0)[:, None]
         logit = log2_within_2_22(tl.where(exponential > 0.0, exponential, 1.0)) + reference
         logit = tl.where(exponential > 0.0, logit, 0.0)
-        column = tl.load(column_ptr + rows, mask=row_mask, other=-1)[:, None]
-        target_logit = tl.load(target_logit_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        column = tl.load(tokens.column + rows, mask=row_mask, other=-1)[:, None]
+        target_logit = tl.load(tokens.target_logit + rows, mask=row_mask, other=0.0)[:, None]
         logit = tl.where(column == cols[None, :], target_logit, logit)
         if any_small:
             product = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
             for d in range(0, D, BLOCK_D):
                 ks = d + tl.arange(0, BLOCK_D)
                 x = load_tile(rows_ptr, rows, ks, row_mask, ks < D, stride_rows_n)
-                w = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
+                w = load_tile(weight_ptr, cols, ks, col_mask, ks < D, *weight_stride)
                 product = tl.dot(x, w.T, product, input_precision=PRECISION)
             product = add_pair_product(
                 product, pair.input, pair.weight, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
@@ -110,35 +104,23 @@ def logit_products(
     tokens: Tokens,
 ) -> Tensor:  # (V,), for `gradient_of_scale`
     assert input.stride(1) == 1
-    rows, classes = exponentials.shape
-    column_blocks, splits = grid_of_sums(rows, classes)
-    partial = torch.empty(splits, classes, dtype=torch.float32, device=exponentials.device)
-    logit_products_kernel[(column_blocks, splits)](
+    return sum_over_rows(
+        logit_products_kernel,
         exponentials,
-        pair.class_scale,
         factor,
         reference,
-        tokens.target_logit,
-        tokens.column,
+        tokens,
         input,
         linear_weight,
         pair,
-        partial,
-        tokens.kept,
-        rows,
-        classes,
         input.shape[1],
         exponentials.stride(0),
         input.stride(0),
-        *linear_weight.stride(),
-        triton.cdiv(rows, splits),
+        linear_weight.stride(),
         RANK=pair.rank,
-        **BLOCKS,
         BLOCK_D=64,
         PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
-        num_warps=4,
     )
-    return partial[0] if splits == 1 else weighted_column_sum(partial, None)
 
 
 def away_from_zero(class_scale: Tensor) -> Tensor:  # (V,)

@@ -16,7 +16,6 @@ from flce_ops.objectives.cross_entropy import CrossEntropy
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.chunks import contiguous
-from flce_ops.triton.count_tokens import Count, count_tokens
 from flce_ops.triton.cross_entropy_kernels import (
     ForwardNumbers,
     LossResults,
@@ -24,6 +23,7 @@ from flce_ops.triton.cross_entropy_kernels import (
     rows_kernel,
 )
 from flce_ops.triton.finish_rows import in_kernel
+from flce_ops.triton.kept_tokens import Count, count_tokens
 from flce_ops.triton.logit_rows import matrix_of
 from flce_ops.triton.replay import repeated
 from flce_ops.triton.sum_losses import launch_sum_losses

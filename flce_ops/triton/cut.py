@@ -38,7 +38,7 @@ class Cut:
     chunks: list[slice]  # of the other tokens
     recompute: bool
     product_bytes: int  # workspace for float32 products with linear_weight
-    few: int = 0  # of no more kept tokens one chunk is made instead of these (few_tokens.py)
+    few: int = 0  # of no more kept tokens one chunk is made instead of these (choose_cut)
 
     @property
     def most_chunks(self) -> int:

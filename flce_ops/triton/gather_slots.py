@@ -20,6 +20,7 @@ from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import ReferenceClass
 from flce_ops.triton.gather_tokens import AtTarget, launch_gather_tokens
+from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
@@ -36,20 +37,12 @@ BLOCK_S = 4  # slots at a time: 4 x 1024 products are 32 registers of a thread
 def slot_logits_kernel(
     kept,  # Kept
     rows_ptr,  # (n, D) of the kept tokens
-    weight_ptr,  # (V, D)
-    bias_ptr,  # (V,)
-    target_ptr,  # (N, K)
-    logit_ptr,  # (n, K) out, base 2; 0 where the class is not here
-    dz_du_ptr,  # (n, K) out, dz/du / logit_scale; None without a softcap
-    column_ptr,  # (n, K) out, int64: the class among these columns, -1 elsewhere
-    reference_ptr,  # (n,) base 2, the logit of column 0; out: the largest of it and of the slots'
-    reference_class,  # ReferenceClass, out
-    n,
+    operands,  # Operands
+    at_target,  # AtTarget, out: logits of 0 where a class is not here; the reference, that of column 0, the largest
     V,
     D,
     stride_rows_n,
-    stride_weight_v,
-    stride_weight_d,
+    weight_stride,  # of classes and features
     vocab_start,
     ignore_index,
     logit_options,  # LogitOptions
@@ -59,45 +52,39 @@ def slot_logits_kernel(
 ):
     """One program a row."""
     row = tl.program_id(0)
-    if row < kept_rows(kept, n):
+    if row < kept_rows(kept, tl.num_programs(0)):
         token = tl.load(kept.order + row).to(tl.int64)
-        largest, column_of_largest = tl.load(reference_ptr + row), tl.full((), 0, tl.int64)
+        largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
         logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
         for start in range(0, SLOTS, BLOCK_S):
             slot = start + tl.arange(0, BLOCK_S)
             inside = slot < SLOTS
-            target = tl.load(target_ptr + token * SLOTS + slot, mask=inside, other=ignore_index).to(tl.int64)
+            target = tl.load(operands.target + token * SLOTS + slot, mask=inside, other=ignore_index).to(tl.int64)
             column = target - vocab_start
             hit = (target != ignore_index) & (column >= 0) & (column < V)
             acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
             for first in range(0, D, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
                 x = tl.load(rows_ptr + row.to(tl.int64) * stride_rows_n + d, mask=d < D, other=0.0)
-                w = tl.load(
-                    weight_ptr
-                    + tl.where(hit, column, 0)[:, None] * stride_weight_v
-                    + d.to(tl.int64)[None, :] * stride_weight_d,
-                    mask=hit[:, None] & (d < D)[None, :],
-                    other=0.0,
-                )
+                w = load_tile(operands.linear_weight, tl.where(hit, column, 0), d, hit, d < D, *weight_stride)
                 acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
             bias = None
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + column, mask=hit, other=0.0).to(tl.float32)
+            if operands.linear_bias is not None:
+                bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
             z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, logit_scale, softcap)
             place = row.to(tl.int64) * SLOTS + slot
-            tl.store(logit_ptr + place, tl.where(hit, z2, 0.0), mask=inside)
-            tl.store(column_ptr + place, tl.where(hit, column, -1), mask=inside)
+            tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
+            tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
             if logit_options.softcap is not None:
-                tl.store(dz_du_ptr + place, dz_du, mask=inside)
+                tl.store(at_target.dz_du + place, dz_du, mask=inside)
             here = tl.where(hit, z2, float("-inf"))
             of_slots = tl.max(here, 0)
             column_of_slots = tl.max(tl.where(here == of_slots, column, 0), 0)
             column_of_largest = tl.where(of_slots > largest, column_of_slots, column_of_largest)
             largest = tl.maximum(largest, of_slots)
-        tl.store(reference_ptr + row, largest)
-        tl.store(reference_class.column + row, column_of_largest)
-        tl.store(reference_class.logit + row, largest)
+        tl.store(at_target.reference + row, largest)
+        tl.store(at_target.reference_class.column + row, column_of_largest)
+        tl.store(at_target.reference_class.logit + row, largest)
 
 
 def launch_gather_targets(
@@ -124,22 +111,16 @@ def launch_gather_targets(
     dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
     column = target.new_empty(n, slots, dtype=torch.int64)
     reference_class = ReferenceClass(column.new_empty(n), torch.empty_like(reference))
+    at_target = AtTarget(logit, dz_du, column, reference_class, reference, guard, logit_sum)
     slot_logits_kernel[(n,)](
         kept,
         rows,
-        linear_weight,
-        operands.linear_bias,
-        target,
-        logit,
-        dz_du,
-        column,
-        reference,
-        reference_class,
-        n,
+        operands._replace(weight=None),
+        at_target,
         linear_weight.shape[0],
         hidden,
         rows.stride(0),
-        *linear_weight.stride(),
+        linear_weight.stride(),
         vocab_start,
         ignore_index,
         logit_options,
@@ -148,4 +129,4 @@ def launch_gather_targets(
         BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
         num_warps=4,
     )
-    return AtTarget(logit, dz_du, column, reference_class, reference, guard, logit_sum)
+    return at_target

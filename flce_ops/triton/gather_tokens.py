@@ -32,7 +32,7 @@ from flce_ops.triton.smoothing import ClassSum
 
 
 class AtTarget(NamedTuple):
-    """(n,) each, of the kept tokens."""
+    """(n,) each, of the kept tokens; one argument of a kernel."""
 
     logit: Tensor  # base 2
     dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
@@ -47,26 +47,15 @@ class AtTarget(NamedTuple):
 @triton.jit
 def gather_tokens_kernel(
     kept,  # Kept
-    input_ptr,  # (N, D)
-    weight_ptr,  # (V, D)
-    bias_ptr,  # (V,)
-    target_ptr,  # (N,); None for column 0 (of several classes a token, gather_slots.py)
+    operands,  # Operands; without a target column 0 (of several classes a token, gather_slots.py)
     rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
-    logit_ptr,  # (n,) out, base 2
-    reference_ptr,  # (n,) out, the same: a rescue overwrites it
-    guard_ptr,  # () int32 out, 0
-    dz_du_ptr,  # (n,) out, dz/du / logit_scale; written with a softcap. Or the class scale
-    column_ptr,  # (n,) out, int64: the target's among these columns, -1 elsewhere
+    at_target,  # AtTarget, out
     class_sum,  # ClassSum; its fields None where no logit sum is asked for
-    logit_sum_ptr,  # (n,) out, or None
     pair,  # Pair, of N tokens
-    n,
     V,
     D,
-    stride_input_n,
-    stride_input_d,
-    stride_weight_v,
-    stride_weight_d,
+    input_stride,  # of tokens and features
+    weight_stride,  # of classes and features
     stride_rows_n,
     vocab_start,
     logit_options,  # LogitOptions
@@ -75,26 +64,27 @@ def gather_tokens_kernel(
 ):
     """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
     row = tl.program_id(0)
-    count = kept_rows(kept, n)
+    count = kept_rows(kept, tl.num_programs(0))
     if row == 0:
-        tl.store(guard_ptr, 0)
+        tl.store(at_target.guard, 0)
     if row < count:
         token = tl.load(kept.order + row).to(tl.int64)
         column = tl.full((), -1, tl.int64)
-        if target_ptr is not None:
-            column = tl.load(target_ptr + token).to(tl.int64) - vocab_start
+        if operands.target is not None:
+            column = tl.load(operands.target + token).to(tl.int64) - vocab_start
         hit = (column >= 0) & (column < V)
-        tl.store(column_ptr + row, tl.where(hit, column, -1))
+        tl.store(at_target.column + row, tl.where(hit, column, -1))
         column = tl.where(hit, column, 0)
         acc = tl.zeros((BLOCK_D,), tl.float32)
         summed = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, D, BLOCK_D):
             d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
-            x = tl.load(input_ptr + token * stride_input_n + d * stride_input_d, mask=d < D, other=0.0)
-            w = tl.load(weight_ptr + column * stride_weight_v + d * stride_weight_d, mask=d < D, other=0.0)
+            x = tl.load(operands.input + token * input_stride[0] + d * input_stride[1], mask=d < D, other=0.0)
+            w_places = operands.linear_weight + column * weight_stride[0] + d * weight_stride[1]
+            w = tl.load(w_places, mask=d < D, other=0.0)
             tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, x, mask=d < D)
             acc += x.to(tl.float32) * w.to(tl.float32)
-            if logit_sum_ptr is not None:
+            if at_target.logit_sum is not None:
                 summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
         product = tl.sum(acc, 0)
         if pair.weight is not None:
@@ -103,22 +93,22 @@ def gather_tokens_kernel(
             class_scale = tl.load(pair.class_scale + column)
             product *= class_scale
         bias = None
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column).to(tl.float32)
+        if operands.linear_bias is not None:
+            bias = tl.load(operands.linear_bias + column).to(tl.float32)
         logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
         z2, dz_du = base2_logits(product, bias, logit_options, logit_scale, softcap)
-        tl.store(logit_ptr + row, z2)
-        tl.store(reference_ptr + row, z2)
+        tl.store(at_target.logit + row, z2)
+        tl.store(at_target.reference + row, z2)
         if pair.class_scale is not None:
-            tl.store(dz_du_ptr + row, class_scale)
+            tl.store(at_target.dz_du + row, class_scale)
         elif logit_options.softcap is not None:
-            tl.store(dz_du_ptr + row, dz_du)
-        if logit_sum_ptr is not None:
+            tl.store(at_target.dz_du + row, dz_du)
+        if at_target.logit_sum is not None:
             bias_sum = None
             if class_sum.bias is not None:
                 bias_sum = tl.load(class_sum.bias)
             sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_options, logit_scale, softcap)
-            tl.store(logit_sum_ptr + row, sum2)
+            tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
@@ -137,7 +127,7 @@ def launch_gather_tokens(
     pair: Pair = NO_PAIR,  # of N tokens
 ) -> AtTarget:
     assert rows.stride(1) == 1
-    input, linear_weight, target, linear_bias, _ = operands
+    input, linear_weight = operands[:2]
     n, hidden = rows.shape
     logit, reference = input.new_empty(2, n, dtype=torch.float32).unbind()
     guard = input.new_empty((), dtype=torch.int32)
@@ -147,26 +137,18 @@ def launch_gather_tokens(
     logit_sum = None if class_sum is None else torch.empty_like(logit)
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     column = input.new_empty(n, dtype=torch.int64)
+    at_target = AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)
     gather_tokens_kernel[(n,)](
         kept,
-        input,
-        linear_weight,
-        linear_bias,
-        target if target.dim() == 1 else None,
+        operands._replace(target=operands.target if operands.target.dim() == 1 else None, weight=None),
         rows,
-        logit,
-        reference,
-        guard,
-        dz_du,
-        column,
+        at_target,
         class_sum or ClassSum(None, None),
-        logit_sum,
         pair,
-        n,
         linear_weight.shape[0],
         hidden,
-        *input.stride(),
-        *linear_weight.stride(),
+        input.stride(),
+        linear_weight.stride(),
         rows.stride(0),
         vocab_start,
         logit_options,
@@ -174,4 +156,4 @@ def launch_gather_tokens(
         RANK=pair.rank,
         num_warps=4,
     )
-    return AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)
+    return at_target

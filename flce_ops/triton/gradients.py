@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flce_ops.triton.copy_rows import launch_spread_rows
 from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.spread_rows import launch_spread_rows
 
 # N tokens, D hidden, V vocabulary
 

@@ -1,6 +1,6 @@
 """Chunks of tokens of linear_kl_div: the logits of both models in 16 bits, then G in place of the student's.
 
-    rows, teacher's rows = the chunk's kept tokens                                                 gather_rows.py
+    rows, teacher's rows = the chunk's kept tokens                                                 copy_rows.py
     t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
     s = logits of the student                   likewise; over shards one exchange of row numbers
     divergence, G over s                        one or two passes over s and t                     divergence_rows.py
@@ -24,8 +24,8 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.objectives.divergence import DIVERGENCES
 from flce_ops.support.exchange import all_reduce
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.copy_rows import launch_copy_rows
 from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
-from flce_ops.triton.gather_rows import launch_gather_rows
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
 from flce_ops.triton.kept_tokens import Kept
@@ -100,7 +100,7 @@ class KlDivStep:
     ) -> None:
         kept, n = self.kept.of(chunk), chunk.stop - chunk.start
         tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
-        launch_gather_rows(kept, self.operands.input, tokens)
+        launch_copy_rows(self.operands.input, tokens, kept)
         logits = matrix(self.logits, n, self.classes)
         for part in parts:
             self.run_part(kept.of(part), tokens[part], logits[part], results, scale, known)
@@ -140,7 +140,7 @@ class KlDivStep:
         matrices, shifts = [logits], None if known is None else known[:2]
         if operands.teacher_input is not None:
             teacher_tokens = self.teacher_tokens(logits)
-            launch_gather_rows(kept, operands.teacher_input, teacher_tokens)
+            launch_copy_rows(operands.teacher_input, teacher_tokens, kept)
             teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
             models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]

@@ -4,7 +4,7 @@
            ┌──────┬──────┬──────┬──────┐                                     that are live for its tokens
     n      │  ▓▓  │      │  ▓▓  │      │  Steps: 0 2      grad_linear_weight     a block of classes' steps: the row
            │      │  ▓▓  │      │  ▓▓  │         1 3                             blocks that are live for it; or only
-           └──────┴──────┴──────┴──────┘                                         some blocks are made at all: Blocks
+           └──────┴──────┴──────┴──────┘                                         some blocks are made at all
 
 The device makes the lists; the host launches the same GEMMs whatever they hold.
 """
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.sparse_gradient import LIVE as TILE
+from flce_ops.triton.gemm_operands import load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
 from flce_ops.triton.replay import Kernel
 
@@ -26,7 +27,10 @@ LIVE = tl.constexpr(TILE)
 
 
 class Steps(NamedTuple):
-    """The blocks of the inner dimension that a block of the output multiplies; without `number` all."""
+    """The blocks of the inner dimension that a block of the output multiplies; without `number` all.
+
+    Or the blocks of the output that are made, with strides of 0. Others are left as they are.
+    """
 
     number: Tensor | None = None  # (B,) int32; with strides of 0 all blocks have the same
     which: Tensor | None = None  # (B, K + 1) int32, ascending: the one behind the last is read and not used
@@ -34,14 +38,27 @@ class Steps(NamedTuple):
     stride_which: int = 0
 
 
-class Blocks(NamedTuple):
-    """The blocks of the output that are made; without `number` all. Others are left as they are."""
-
-    number: Tensor | None = None  # () int32
-    which: Tensor | None = None  # (B,) int32
+EVERY_STEP = Steps()
 
 
-EVERY_STEP, EVERY_BLOCK = Steps(), Blocks()
+class ComparedRows(NamedTuple):
+    """Rows of E whose |p - onehot| are compared with the threshold; one argument of a kernel."""
+
+    exponentials: Tensor  # (n, V), with the target's entries
+    row_sum: Tensor  # (n,)
+    kept: Kept
+    threshold: float
+    V: int
+    stride: int
+
+    @property
+    def n(self) -> int:
+        return self.exponentials.shape[0]
+
+
+def compared_rows(exponentials: Tensor, row_sum: Tensor, kept: Kept, threshold: float) -> ComparedRows:
+    assert exponentials.stride(1) == 1
+    return ComparedRows(exponentials, row_sum, kept, threshold, exponentials.shape[1], exponentials.stride(0))
 
 
 @triton.jit
@@ -58,41 +75,27 @@ def step_at(steps, start, k, BLOCK_K: tl.constexpr):
     return tl.load(steps.which + start // LIVE * steps.stride_which + k // SPLIT) * SPLIT + k % SPLIT
 
 
-@triton.jit
-def block_at(blocks, k, BLOCK: tl.constexpr):
-    """The k-th block of BLOCK numbers."""
-    SPLIT: tl.constexpr = LIVE // BLOCK
-    k = tl.full((), k, tl.int32)
-    return tl.load(blocks.which + k // SPLIT) * SPLIT + k % SPLIT
-
-
 @Kernel
 @triton.jit
 def mark_tiles_kernel(
-    e_ptr,  # (n, V), with the target's entries
-    row_sum_ptr,  # (n,)
+    compared,  # ComparedRows
     column_ptr,  # (n,) int64, the target's
     live_ptr,  # (row blocks, class blocks) uint8, out
-    kept,  # Kept
     n,
-    V,
-    stride_e,
     stride_live,
-    threshold,
     ROWS: tl.constexpr,
 ):
     """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(kept, n)
+    count = kept_rows(compared.kept, n)
     rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
     column = tl.load(column_ptr + rows, mask=rows < count, other=-1)
     holds_target = ((column >= 0) & (column // LIVE == tl.program_id(0))).to(tl.int32)
     live = tl.zeros((ROWS, LIVE), tl.int32)
     for start in tl.static_range(0, LIVE, ROWS):
         row = tl.program_id(1) * LIVE + start + tl.arange(0, ROWS)
-        limit = threshold * tl.load(row_sum_ptr + row, mask=row < count, other=1.0)
-        places = row.to(tl.int64)[:, None] * stride_e + cols[None, :]
-        e = tl.load(e_ptr + places, mask=(row < count)[:, None] & (cols < V)[None, :], other=0.0).to(tl.float32)
+        limit = compared.threshold * tl.load(compared.row_sum + row, mask=row < count, other=1.0)
+        e = load_tile(compared.exponentials, row, cols, row < count, cols < compared.V, compared.stride).to(tl.float32)
         live |= 1 - (tl.abs(e) < limit[:, None]).to(tl.int32)
     found = tl.maximum(tl.max(tl.max(live, 1), 0), tl.max(holds_target, 0))
     tl.store(live_ptr + tl.program_id(1) * stride_live + tl.program_id(0), found.to(tl.uint8))
@@ -119,31 +122,11 @@ def list_live_kernel(
     tl.store(steps.number + block * steps.stride_number, count)
 
 
-def launch_live_tiles(
-    exponentials: Tensor,  # (n, V), with the target's entries
-    row_sum: Tensor,  # (n,)
-    column: Tensor,  # (n,)
-    kept: Kept,
-    threshold: float,
-) -> tuple[Steps, Steps]:
+def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, Steps]:
     """Of grad_input, and of grad_linear_weight."""
-    n, num_classes = exponentials.shape
-    rows, classes = triton.cdiv(n, TILE), triton.cdiv(num_classes, TILE)
-    live = row_sum.new_empty(rows, classes, dtype=torch.uint8)
-    mark_tiles_kernel[(classes, rows)](
-        exponentials,
-        row_sum,
-        column,
-        live,
-        kept,
-        n,
-        num_classes,
-        exponentials.stride(0),
-        live.stride(0),
-        threshold,
-        ROWS=32,
-        num_warps=4,
-    )
+    rows, classes = triton.cdiv(compared.n, TILE), triton.cdiv(compared.V, TILE)
+    live = column.new_empty(rows, classes, dtype=torch.uint8)
+    mark_tiles_kernel[(classes, rows)](compared, column, live, compared.n, live.stride(0), ROWS=32, num_warps=4)
     return list_live(live, 0), list_live(live, 1)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from flce_ops.triton.chunks import small_bytes
 from flce_ops.triton.class_scale_gradient import gradient_of_scale, logit_products
 from flce_ops.triton.columns import weighted_column_sum
+from flce_ops.triton.copy_rows import launch_copy_rows
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.gather_rows import launch_gather_rows
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.low_rank_pair import Pair
 from flce_ops.triton.one_pass_step import OnePassStep
@@ -47,7 +47,7 @@ class LowRankStep(OnePassStep):
         input, grad_input = self.pair.input, self.of_pair.grad_input
         # they wait in the rows of their gradient
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
-        launch_gather_rows(self.kept.of(chunk), input, own)
+        launch_copy_rows(input, own, self.kept.of(chunk))
         self.pair_of_chunk = self.pair._replace(input=own)
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         if self.product_sum is not None:

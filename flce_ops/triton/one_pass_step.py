@@ -5,7 +5,7 @@
     losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
-    grad_input to where its tokens are                                                             spread_rows.py
+    grad_input to where its tokens are                                                               copy_rows.py
 
 The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
 """
@@ -25,12 +25,11 @@ from flce_ops.triton.chunks import MULTIPLE, padded, slices
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.cut import Cut
 from flce_ops.triton.exponentials import RowSums, launch_exponentials
-from flce_ops.triton.few_tokens import choose_cut
 from flce_ops.triton.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
 from flce_ops.triton.gather_slots import launch_gather_targets
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient, Pieces
-from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.kept_tokens import Kept, choose_cut
 from flce_ops.triton.lead import Lead, places, scratch_of
 from flce_ops.triton.live_tiles import EVERY_STEP
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair

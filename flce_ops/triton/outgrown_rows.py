@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.live_tiles import LIVE, Blocks, Steps, number_of_steps, step_at
+from flce_ops.triton.live_tiles import LIVE, Steps, number_of_steps, step_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sum_units import ROOM, exponent_of, largest_of_rows, power_of_two
 from flce_ops.triton.target import multiprocessors
@@ -37,7 +37,7 @@ def outgrown_rows_kernel(
     exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a row is marked
     guard_ptr,  # () int32: whether any is
     kept,  # Kept
-    blocks,  # Blocks
+    blocks,  # Steps, the blocks of classes that are made
     live,  # Steps
     n,
     D,
@@ -109,7 +109,7 @@ def launch_outgrown_rows(
     rows: Tensor,  # (n, D)
     kept: Kept,
     *,
-    blocks: Blocks,
+    blocks: Steps,
     live: Steps,
     tiles: Tiles,
 ) -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, padded_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.target import multiprocessors
 
@@ -33,7 +33,7 @@ def scale_rows_kernel(
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = cols < C
     count = kept_rows(kept, n)
-    end = tl.minimum(tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, n)
+    end = padded_rows(count, n)
     for place in range(tl.program_id(0), end, tl.num_programs(0)):
         row = tl.cast(place, tl.int64)
         factor = tl.where(row < count, tl.load(factor_ptr + row), 0.0)

@@ -24,22 +24,19 @@ from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 @triton.jit
 def slot_entries_kernel(
     rows,  # Gradient
-    logit_ptr,  # (n, K) base 2
-    dz_du_ptr,  # (n, K), None without a softcap
-    column_ptr,  # (n, K) int64
+    at_target,  # AtTarget, (n, K)
     grad_ptr,  # (N, K), a; None for 0
     entry_ptr,  # (n, K) out, float32
     residual_ptr,  # (n,) out, what rounding the largest of them takes
     largest_ptr,  # (n,) out, int64, its column
     logit_scale_ptr,  # ()
     kept,  # Kept
-    n,
     HALF: tl.constexpr,  # dtype of G
     SLOTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if row < kept_rows(kept, n):
+    if row < kept_rows(kept, tl.num_programs(0)):
         of_row = row.to(tl.int64) * SLOTS
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
         scale = number(logit_scale_ptr)
@@ -48,8 +45,8 @@ def slot_entries_kernel(
         for start in range(0, SLOTS, BLOCK_S):
             slot = start + tl.arange(0, BLOCK_S)
             inside = slot < SLOTS
-            distance = tl.load(logit_ptr + of_row + slot, mask=inside, other=0.0) - lse2
-            column = tl.load(column_ptr + of_row + slot, mask=inside, other=-1)
+            distance = tl.load(at_target.logit + of_row + slot, mask=inside, other=0.0) - lse2
+            column = tl.load(at_target.column + of_row + slot, mask=inside, other=-1)
             entry = tl.full((BLOCK_S,), 0.0, tl.float32) + row_factor
             if rows.shift_factor is not None:
                 # a class that a bias of -inf switches off has p log p = 0, not 0 * -inf
@@ -62,10 +59,10 @@ def slot_entries_kernel(
                 entry += tl.load(rows.sum_factor + row) * weight
             if grad_ptr is not None:
                 token = tl.load(kept.order + row).to(tl.int64)
-                equals = sum_of_equals(column, column_ptr + of_row, grad_ptr + token * SLOTS, SLOTS, BLOCK_S)
+                equals = sum_of_equals(column, at_target.column + of_row, grad_ptr + token * SLOTS, SLOTS, BLOCK_S)
                 entry += scale * equals
-            if dz_du_ptr is not None:
-                entry *= tl.load(dz_du_ptr + of_row + slot, mask=inside, other=0.0)
+            if at_target.dz_du is not None:
+                entry *= tl.load(at_target.dz_du + of_row + slot, mask=inside, other=0.0)
             tl.store(entry_ptr + of_row + slot, entry, mask=inside)
             size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_S)
         tl.store(residual_ptr + row, largest - largest.to(HALF).to(tl.float32))
@@ -82,21 +79,18 @@ def launch_slot_entries(
     logit_scale: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """G at the slots (n, K) in float32, what rounding the largest of a row takes (n,), and its column (n,)."""
-    logit, dz_du, column, *_ = at_target
+    logit, column = at_target.logit, at_target.column
     n, slots = column.shape
     entry, residual, largest = torch.empty_like(logit), logit.new_empty(n), column.new_empty(n)
     slot_entries_kernel[(n,)](
         rows,
-        logit,
-        dz_du,
-        column,
+        at_target,
         grad_target_logit,
         entry,
         residual,
         largest,
         logit_scale,
         kept,
-        n,
         HALF=dtype,
         SLOTS=slots,
         BLOCK_S=slots_at_a_time(slots),

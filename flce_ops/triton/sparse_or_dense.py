@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.live_tiles import LIVE, Blocks, Steps
+from flce_ops.triton.gemm_operands import load_tile
+from flce_ops.triton.kept_tokens import kept_rows
+from flce_ops.triton.live_tiles import LIVE, ComparedRows, Steps
 from flce_ops.triton.replay import Kernel
 
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
@@ -46,10 +47,6 @@ class DenseClasses(NamedTuple):
     is_dense: Tensor | None = None  # (B,) int32
     which: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
     number: Tensor | None = None  # () int32
-
-    @property
-    def blocks(self) -> Blocks:
-        return Blocks(self.number, self.which)
 
     @property
     def steps(self) -> Steps:
@@ -76,26 +73,21 @@ def worth(num_classes: int, hidden: int) -> float:
 @Kernel
 @triton.jit
 def kept_of_blocks_kernel(
-    e_ptr,  # (n, V), with the target's entries
-    row_sum_ptr,  # (n,)
+    compared,  # ComparedRows
     kept_ptr,  # (B,) float32, out
-    kept,  # Kept
     n,
-    V,
-    stride_e,
-    threshold,
     ROWS: tl.constexpr,
 ):
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(kept, n)
+    count = kept_rows(compared.kept, n)
     seen = tl.minimum(count, DECIDING)
     total = tl.zeros((ROWS, LIVE), tl.float32)
     for start in range(0, seen, ROWS):
         place = start + tl.arange(0, ROWS)
         row = (place * count // tl.maximum(seen, 1)).to(tl.int64)
-        scale = 1.0 / (threshold * tl.load(row_sum_ptr + row, mask=place < seen, other=1.0))
-        mask = (place < seen)[:, None] & (cols < V)[None, :]
-        e = tl.load(e_ptr + row[:, None] * stride_e + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale = 1.0 / (compared.threshold * tl.load(compared.row_sum + row, mask=place < seen, other=1.0))
+        mask = (place < seen)[:, None] & (cols < compared.V)[None, :]
+        e = load_tile(compared.exponentials, row, cols, place < seen, cols < compared.V, compared.stride).to(tl.float32)
         share = tl.abs(e) * scale[:, None]
         total += tl.where(share < 1.0, share, tl.where(mask, 1.0, 0.0))
     tl.store(kept_ptr + tl.program_id(0), tl.sum(tl.sum(total, 1), 0) / tl.maximum(seen, 1))
@@ -128,28 +120,13 @@ def choose_dense_kernel(
 
 
 def launch_sparse_or_dense(
-    exponentials: Tensor,  # (n, V) of the first chunk, with the target's entries
-    row_sum: Tensor,  # (n,)
-    kept: Kept,
-    threshold: float,
+    compared: ComparedRows,  # of the first chunk
     hidden: int,
     dense: DenseClasses,  # out
 ) -> None:
-    n, num_classes = exponentials.shape
     blocks = dense.is_dense.shape[0]
-    kept_of_blocks = row_sum.new_empty(blocks)
-    kept_of_blocks_kernel[(blocks,)](
-        exponentials,
-        row_sum,
-        kept_of_blocks,
-        kept,
-        n,
-        num_classes,
-        exponentials.stride(0),
-        threshold,
-        ROWS=32,
-        num_warps=4,
-    )
+    kept_of_blocks = compared.row_sum.new_empty(blocks)
+    kept_of_blocks_kernel[(blocks,)](compared, kept_of_blocks, compared.n, ROWS=32, num_warps=4)
     most = LIVE.value / CLASSES_PER_ENTRY
     at_most = worth(blocks * LIVE.value, hidden)
     choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)

@@ -6,7 +6,7 @@
     grad_linear_weight += E.T @ (c rows), grad_input[rows] = c (E @ linear_weight): the GEMMs of an exact step, over
                           the dense classes alone                                                    live_tiles.py
     after the last chunk of a span
-        grad_input (+)= sum of value linear_weight[class] over a token's list         cut_lists.py, gather_sums.py
+        grad_input (+)= sum of value linear_weight[class] over a token's list                       gather_sums.py
         the lists by class                                                                           class_order.py
         grad_linear_weight (+)= sum of value input[token] over a class's list                        gather_sums.py
 
@@ -17,7 +17,7 @@ A span is as many tokens as fit the workspace with their lists and what orders t
 the lists are long. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
 
 Of a rank that holds some classes all of this is of those; spans and chunks are the same on all ranks, which meet for
-each chunk to tell each other its row sums, and what they have of a tile of classes (sparse_carried.py).
+each chunk to tell each other its row sums, and what they have of a tile of classes (sparse_lists.py).
 """
 
 from dataclasses import replace
@@ -32,16 +32,15 @@ from flce_ops.support.workspace import matrix_bytes, reserved
 from flce_ops.triton.chunks import TOKEN_BYTES, slices
 from flce_ops.triton.class_order import GROUP, launch_class_order, order_bytes
 from flce_ops.triton.cut import Cut, cut_beside, cut_shard
-from flce_ops.triton.cut_lists import CutLists, launch_cut_lists
 from flce_ops.triton.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.gather_sums import launch_gather_lists
+from flce_ops.triton.gather_sums import CutLists, launch_cut_lists, launch_gather_lists
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Pieces
 from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.live_tiles import compared_rows
 from flce_ops.triton.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.row_statistics import sum_pairs
-from flce_ops.triton.sparse_carried import launch_carried
-from flce_ops.triton.sparse_lists import Lists, launch_lists
+from flce_ops.triton.sparse_lists import Lists, launch_carried, launch_lists
 from flce_ops.triton.sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
@@ -79,7 +78,7 @@ class SparseStep(OnePassStep):
             if self.sparse_input:
                 self.input_steps = self.dense.steps
             if self.sparse_weight:
-                self.weight_gradient.blocks = self.dense.blocks
+                self.weight_gradient.blocks = self.dense.steps
 
     def run_span(self, span: slice, cut: Cut) -> None:
         n, self.start, self.cut = span.stop - span.start, span.start, cut
@@ -98,18 +97,16 @@ class SparseStep(OnePassStep):
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         ((_, exponentials),) = pieces
         row_sum, kept = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.kept
+        compared = compared_rows(exponentials, row_sum, kept, self.options.gradient_threshold)
         if chunk.start == 0 and self.dense.number is not None:
-            threshold, hidden = self.options.gradient_threshold, rows.shape[1]
-            launch_sparse_or_dense(exponentials, row_sum, kept, threshold, hidden, self.dense)
+            launch_sparse_or_dense(compared, rows.shape[1], self.dense)
         carried = None
         if self.shard is not None and self.options.gradient_mode == "unbiased":
-            carried = launch_carried(exponentials, row_sum, kept, self.options, self.dense, self.shard)
+            carried = launch_carried(compared, self.options, self.dense, self.shard)
         of_dense = launch_lists(
-            exponentials,
-            row_sum,
+            compared,
             finished,
             tokens.column,
-            kept,
             self.options,
             self.lists_of(chunk),
             self.dense,
@@ -135,12 +132,12 @@ class SparseStep(OnePassStep):
         """Of all chunks at once: what the last, long lists take is waited for once."""
         entries, lengths = self.lists
         out = self.grad_input[span]
-        lists = CutLists(entries, lengths, None, lengths.new_empty(()), torch.empty_like(lengths))
+        lists = CutLists(entries, lengths, None, lengths.new_empty(()), torch.empty_like(lengths), self.room)
         at_most = pieces_at_most(entries.numel(), out.shape[1])
         launch_cut_lists(lists, PIECE, at_most)
         sums = lengths.new_empty(at_most, out.shape[1], dtype=torch.float32)
         table, add = self.operands.linear_weight, self.dense.number is not None
-        launch_gather_lists(lists, sums, table, out, add=add, columns=TOKEN_COLUMNS, room=self.room)
+        launch_gather_lists(lists, sums, table, out, add=add, columns=TOKEN_COLUMNS)
 
     def gather_weight(self, span: slice) -> None:
         out = self.weight_gradient.out

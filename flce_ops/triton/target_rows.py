@@ -35,8 +35,7 @@ def target_rows_kernel(
     rest_ptr,  # (n, D), what rounding took from it
     column_ptr,  # (n,) int64, the tokens' targets, -1 where they are not among these V
     out_ptr,  # (V, D), rows of it
-    class_factor_ptr,  # (V,) and (D,): their outer product is added; None for 1, None for none
-    outer_ptr,
+    outer,  # (V,) and (D,): their outer product is added; None for 1, None for none
     kept,  # Kept
     n,
     D,
@@ -61,11 +60,11 @@ def target_rows_kernel(
         low = load_tile(rest_ptr, ks, features, ks < count, features < D, stride_rows_n)
         acc = tl.dot(a.T, high, acc, input_precision=PRECISION)
         acc = tl.dot(a.T, low, acc, input_precision=PRECISION)
-    if outer_ptr is not None:
-        outer = tl.load(outer_ptr + features, mask=features < D, other=0.0)[None, :]
-        if class_factor_ptr is not None:
-            outer = outer * tl.load(class_factor_ptr + column, mask=column >= 0, other=0.0)[:, None]
-        acc += outer
+    if outer[1] is not None:
+        product = tl.load(outer[1] + features, mask=features < D, other=0.0)[None, :]
+        if outer[0] is not None:
+            product = product * tl.load(outer[0] + column, mask=column >= 0, other=0.0)[:, None]
+        acc += product
     places = out_ptr + column[:, None] * stride_out_v + features[None, :]
     tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(column >= 0)[:, None] & (features < D)[None, :])
 
@@ -80,15 +79,14 @@ def launch_target_rows(
     outer: tuple[Tensor | None, Tensor | None],  # (V,), (D,); None for 1, None for none
 ) -> None:
     assert rest.stride() == rows.stride()
-    (n, hidden), (class_factor, outer_columns) = rows.shape, outer
+    n, hidden = rows.shape
     target_rows_kernel[(triton.cdiv(n, BLOCK_M), triton.cdiv(hidden, BLOCK_N))](
         exponentials,
         rows,
         rest,
         column,
         out,
-        class_factor,
-        outer_columns,
+        outer,
         kept,
         n,
         hidden,

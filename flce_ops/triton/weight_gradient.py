@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm_operands import descriptors, fits_tma, load_tile
 from flce_ops.triton.kept_tokens import Kept, kept_rows
-from flce_ops.triton.live_tiles import EVERY_BLOCK, EVERY_STEP, LIVE, Blocks, Steps, block_at, number_of_steps, step_at
+from flce_ops.triton.live_tiles import EVERY_STEP, LIVE, Steps, number_of_steps, step_at
 from flce_ops.triton.outgrown_rows import launch_outgrown_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.sum_units import (
@@ -68,7 +68,7 @@ def weight_gradient_kernel(
     class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
     outer_ptr,
     kept,  # Kept
-    blocks,  # Blocks
+    blocks,  # Steps, the blocks of classes that are made
     live,  # Steps
     n,
     D,
@@ -121,7 +121,7 @@ def weight_gradient_kernel(
         height = min(class_blocks - first, GROUP)
         class_block = first + tile % height
         if blocks.number is not None:
-            class_block = block_at(blocks, class_block, BLOCK_M)
+            class_block = step_at(blocks, 0, class_block, BLOCK_M)
         class_start = class_block * BLOCK_M
         feature_block = (tile % group_tiles) // height
         feature_start = feature_block * BLOCK_N
@@ -214,7 +214,7 @@ class WeightGradient:
         chunks: int,  # at most, in which tokens come; 1 where it adds
         adds: bool = False,  # to what `out` holds
         outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
-        blocks: Blocks = EVERY_BLOCK,
+        blocks: Steps = EVERY_STEP,
     ) -> None:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
         self.class_factor, self.outer = outer or (None, None)
