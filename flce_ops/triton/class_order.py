@@ -27,7 +27,7 @@ from flce_ops.triton.sparse_lists import Lists
 WORD = tl.constexpr(32)
 WORDS_OF_GROUP = tl.constexpr(8)
 GROUP = tl.constexpr(256)  # tokens
-BLOCK_V = 16
+BLOCK_G, BLOCK_V = 16, 16
 
 
 @Kernel
@@ -72,21 +72,23 @@ def count_kernel(
     prefix_ptr,  # (V, G) int32, out
     total_ptr,  # (V,) int32, out
     V,
-    W,
     G,
     BLOCK_G: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    W = G * WORDS_OF_GROUP
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
-    word = tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
-    bits = tl.load(bits_ptr + v[:, None] * W + word[None, :], mask=(v < V)[:, None] & (word < W)[None, :], other=0).to(
-        tl.uint32, bitcast=True
-    )
-    count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
-    group = tl.arange(0, BLOCK_G)
-    before = tl.cumsum(count, 1) - count
-    tl.store(prefix_ptr + v[:, None] * G + group[None, :], before, mask=(v < V)[:, None] & (group < G)[None, :])
-    tl.store(total_ptr + v, tl.sum(count, 1), mask=v < V)
+    total = tl.zeros((BLOCK_V,), tl.int32)
+    for start in range(0, G, BLOCK_G):
+        word = start * WORDS_OF_GROUP + tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
+        mask = (v < V)[:, None] & (word < W)[None, :]
+        bits = tl.load(bits_ptr + v[:, None] * W + word[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
+        count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
+        group = start + tl.arange(0, BLOCK_G)
+        before = total[:, None] + tl.cumsum(count, 1) - count
+        tl.store(prefix_ptr + v[:, None] * G + group[None, :], before, mask=(v < V)[:, None] & (group < G)[None, :])
+        total += tl.sum(count, 1)
+    tl.store(total_ptr + v, total, mask=v < V)
 
 
 @Kernel
@@ -99,10 +101,10 @@ def scatter_kernel(
     classes,  # CutLists; the entries are out
     kept,  # Kept
     R,
-    W,
     G,
     BLOCK: tl.constexpr,
 ):
+    W = G * WORDS_OF_GROUP
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
     group = row // GROUP
@@ -160,12 +162,11 @@ def launch_class_order(
         prefix,
         total,
         num_classes,
-        words,
         groups,
-        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_G=BLOCK_G,
         BLOCK_V=BLOCK_V,
         num_warps=4,
     )
     launch_cut_lists(classes, shortest, pieces)
-    scatter_kernel[(n, lists.walkers)](*lists, bits, prefix, classes, kept, room, words, groups, BLOCK=128, num_warps=4)
+    scatter_kernel[(n, lists.walkers)](*lists, bits, prefix, classes, kept, room, groups, BLOCK=128, num_warps=4)
     return classes, sums

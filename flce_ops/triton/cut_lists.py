@@ -42,10 +42,10 @@ def bounds(lists, i, room):
 
 
 @triton.jit
-def list_of_piece(pieces_ptr, piece, L, STEPS: tl.constexpr):
+def list_of_piece(pieces_ptr, piece, L, steps):
     """The first list behind which there are more pieces, and its first piece."""
     low, high = 0, L
-    for _ in range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         past = tl.load(pieces_ptr + middle) > piece
         high = tl.where(past, middle, high)

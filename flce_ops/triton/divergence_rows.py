@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.fixed_point import from_fixed_point
-from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_distance
 from flce_ops.triton.logits_gemm import LN2, base2_logits, number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_divergence import divergence_gradient, divergence_of_sums, divergence_terms
@@ -65,7 +65,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     if softmax.softcap is not None:
         logits, dz_du = base2_logits(logits, None, softmax, 1.0, number_at(softmax.softcap))
     else:
-        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * n + rows, mask=row_mask, other=0.0)
+        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
     return tl.where((cols < V)[None, :], logits, float("-inf")), dz_du
 
@@ -112,8 +112,8 @@ def divergence_kernel(
         beta = number_at(beta_ptr)
         if sums_ptr is not None:
             first, second, third = divergence_terms(log2_q, log2_p, beta, KIND)
-            partial = vocab_block.to(tl.int64) * n + rows
-            next_sum = tl.num_programs(0).to(tl.int64) * n
+            partial = vocab_block.to(tl.int64) * row_distance(n) + rows
+            next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
             tl.store(sums_ptr + partial, tl.sum(first, 1), mask=row_mask)
             tl.store(sums_ptr + next_sum + partial, tl.sum(second, 1), mask=row_mask)
             if KIND == "jsd":
@@ -212,7 +212,7 @@ class Rows:
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
         self.launch(sums, gradient, None, scale)
-        totals = sums.new_empty(sums.shape[0], sums.shape[2])
+        totals = sums.new_empty(sums.shape[0], self.n)
         launch_sum_tiles(sums, totals, self.kept)
         return totals
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_ops.math.reduction import Reduction
 from flce_ops.triton.exponentials import RowSums
-from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, row_vectors, written_rows
 from flce_ops.triton.logits_gemm import number_at
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.row_loss import RowLoss, row_loss
@@ -51,7 +51,7 @@ class FinishedRows(NamedTuple):
 
 def empty_rows(tokens: Tokens, dtype: torch.dtype) -> FinishedRows:
     n = tokens.column.shape[0]
-    return FinishedRows(tokens.losses.new_empty(n, dtype=dtype), *tokens.losses.new_empty(3, n).unbind())
+    return FinishedRows(tokens.losses.new_empty(n, dtype=dtype), *row_vectors(tokens.losses, 3, n))
 
 
 @triton.jit

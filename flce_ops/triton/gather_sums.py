@@ -90,14 +90,14 @@ def gather_pieces_kernel(
     room,
     stride_row,
     stride_d,
-    STEPS: tl.constexpr,
+    steps,  # of a search among the lists
     BLOCK_D: tl.constexpr,
 ):
     number = tl.program_id(0) % P
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
     if number < tl.load(lists.pieces + L - 1):
-        i, first = list_of_piece(lists.pieces, number, L, STEPS)
+        i, first = list_of_piece(lists.pieces, number, L, steps)
         piece = tl.load(lists.piece)
         begin, end = bounds(lists, i, room)
         begin += (number - first) * piece
@@ -116,7 +116,7 @@ def add_pieces_kernel(
     L,
     D,
     stride_out,
-    STEPS: tl.constexpr,
+    steps,
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -125,7 +125,7 @@ def add_pieces_kernel(
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
     if number < tl.load(lists.pieces + L - 1):
-        i, first = list_of_piece(lists.pieces, number, L, STEPS)
+        i, first = list_of_piece(lists.pieces, number, L, steps)
         if number == first:
             acc = tl.zeros((BLOCK_D,), tl.float32)
             for k in range(number, tl.load(lists.pieces + i)):
@@ -150,11 +150,11 @@ def launch_gather_lists(
     options = {"BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
     across, steps = triton.cdiv(hidden, block), count.bit_length()
     gather_pieces_kernel[(most * across,)](
-        lists, sums, table, most, count, hidden, room, *table.stride(), STEPS=steps, **options
+        lists, sums, table, most, count, hidden, room, *table.stride(), steps, **options
     )
     gather_lists_kernel[(count * across,)](
         lists, is_dense, table, out, count, hidden, room, *table.stride(), out.stride(0), ADD=add, **options
     )
     add_pieces_kernel[(most * across,)](
-        lists, sums, out, most, count, hidden, out.stride(0), STEPS=steps, ADD=add, **options
+        lists, sums, out, most, count, hidden, out.stride(0), steps, ADD=add, **options
     )
