@@ -29,7 +29,7 @@ from flce_ops.triton.sparse_lists import Lists
 WORD = tl.constexpr(32)
 WORDS_OF_GROUP = tl.constexpr(8)
 GROUP = tl.constexpr(256)  # tokens
-BLOCK_V = 16
+BLOCK_G, BLOCK_V = 16, 16
 
 
 class Order(NamedTuple):
@@ -84,16 +84,19 @@ def count_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
-    word = tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
     W = G * WORDS_OF_GROUP
-    bits = load_tile(order.bits, v, word, v < V, word < W, W).to(tl.uint32, bitcast=True)
-    count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
-    group = tl.arange(0, BLOCK_G)
-    before = tl.cumsum(count, 1) - count
-    places = order.prefix + v[:, None] * G + group[None, :]
-    tl.store(places, before, mask=(v < V)[:, None] & (group < G)[None, :])
-    tl.store(total_ptr + v, tl.sum(count, 1), mask=v < V)
+    v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    total = tl.zeros((BLOCK_V,), tl.int32)
+    for start in range(0, G, BLOCK_G):
+        word = start * WORDS_OF_GROUP + tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
+        bits = load_tile(order.bits, v, word, v < V, word < W, W).to(tl.uint32, bitcast=True)
+        count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
+        group = start + tl.arange(0, BLOCK_G)
+        before = total[:, None] + tl.cumsum(count, 1) - count
+        places = order.prefix + v[:, None] * G + group[None, :]
+        tl.store(places, before, mask=(v < V)[:, None] & (group < G)[None, :])
+        total += tl.sum(count, 1)
+    tl.store(total_ptr + v, total, mask=v < V)
 
 
 @Kernel
@@ -159,7 +162,7 @@ def launch_class_order(
     order = Order(bits, prefix)
     mark_kernel[(n, lists.walkers)](lists, order, room, groups, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
-        order, total, num_classes, groups, BLOCK_G=triton.next_power_of_2(groups), BLOCK_V=BLOCK_V, num_warps=4
+        order, total, num_classes, groups, BLOCK_G=BLOCK_G, BLOCK_V=BLOCK_V, num_warps=4
     )
     launch_cut_lists(classes, shortest, pieces)
     scatter_kernel[(n, lists.walkers)](lists, order, classes, kept, room, groups, BLOCK=128, num_warps=4)

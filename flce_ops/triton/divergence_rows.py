@@ -21,7 +21,7 @@ from torch import Tensor
 from flce_ops.objectives.divergence import Divergence, Forward
 from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.triton.fixed_point import from_fixed_point
-from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_distance
 from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.softmax_rows import Softmax, store_shift
@@ -66,7 +66,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     if softmax.softcap is not None:
         logits, dz_du = base2_logits(logits, None, softmax, 1.0, number(softmax.softcap))
     else:
-        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * n + rows, mask=row_mask, other=0.0)
+        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
     return tl.where((cols < V)[None, :], logits, float("-inf")), dz_du
 
@@ -116,8 +116,8 @@ def divergence_kernel(
         beta = number(beta_ptr)
         if sums_ptr is not None:
             terms = OF_ENTRY(log2_q, log2_p, beta)
-            partial = vocab_block.to(tl.int64) * n + rows
-            next_sum = tl.num_programs(0).to(tl.int64) * n
+            partial = vocab_block.to(tl.int64) * row_distance(n) + rows
+            next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
             for k in tl.static_range(SUMS):
                 tl.store(sums_ptr + k * next_sum + partial, tl.sum(terms[k], 1), mask=row_mask)
         if gradient_ptr is not None:
@@ -215,7 +215,7 @@ class Rows:
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
         self.launch(sums, gradient, None, scale)
-        totals = sums.new_empty(sums.shape[0], sums.shape[2])
+        totals = sums.new_empty(sums.shape[0], self.n)
         launch_sum_tiles(sums, totals, self.kept)
         return totals
 

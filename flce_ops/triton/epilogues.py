@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.kept_tokens import row_distance
 from flce_ops.triton.logit_codes import Coding, encoded, largest_places
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
@@ -89,7 +90,7 @@ class ExpSum(NamedTuple):
 def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
     class_weight = class_weights(operands.class_weight, cols, col_mask)
     reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
-    partial_offset = tile.to(tl.int64) * n + rows
+    partial_offset = tile.to(tl.int64) * row_distance(n) + rows
     if operands.reference_class is not None:
         own = tl.load(operands.reference_class.column + rows, mask=row_mask, other=0).to(tl.int32)
         own_logit = tl.load(operands.reference_class.logit + rows, mask=row_mask, other=0.0)
@@ -129,7 +130,7 @@ class MaxSum(NamedTuple):
 
 @triton.jit
 def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
-    partial_offset = tile.to(tl.int64) * n + rows
+    partial_offset = tile.to(tl.int64) * row_distance(n) + rows
     z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
     row_max = tl.max(z, 1)
     finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only: sum 0, not nan

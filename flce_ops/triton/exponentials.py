@@ -20,7 +20,7 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.columns import weighted_column_sum
 from flce_ops.triton.epilogues import ExpSum, MaxSum, ReferenceClass
-from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, room_for_rows
 from flce_ops.triton.logit_codes import LogitCodes, coding
 from flce_ops.triton.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair
@@ -91,15 +91,15 @@ def launch_exponentials(
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
     pair: Pair = NO_PAIR,
 ) -> RowSums:
-    rows = input.shape[0]
+    rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
-    if scratch is None or scratch.shape[0] < 2 * tiles * rows:
-        scratch = torch.empty(2 * tiles * rows, dtype=torch.float32, device=input.device)
-    partial, partial_max = scratch[: 2 * tiles * rows].view(2, tiles, rows).unbind()
+    if scratch is None or scratch.shape[0] < 2 * tiles * room:
+        scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
+    partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
 
     def per_tile_if(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.empty(tiles, rows, dtype=dtype, device=input.device) if wanted else None
+        return torch.empty(tiles, room, dtype=dtype, device=input.device) if wanted else None
 
     sums = ExpSum(
         reference_logit,
@@ -145,24 +145,25 @@ def launch_exponentials(
     again = ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares)
     exponentiate(again._replace(reference_class=reference_class), guard)
     launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
-    max_logit, columns = argmax_over_tiles(sums, linear_weight.shape[0]) if argmax else (None, None)
+    max_logit, columns = argmax_over_tiles(sums, rows, linear_weight.shape[0]) if argmax else (None, None)
     return RowSums(
         row_sum,
         reference_logit,
-        over_tiles(sums.logit_sum),
-        over_tiles(sums.expected),
+        over_tiles(sums.logit_sum, rows),
+        over_tiles(sums.expected, rows),
         max_logit,
         columns,
-        over_tiles(sums.squares),
-        over_tiles(sums.total),
+        over_tiles(sums.squares, rows),
+        over_tiles(sums.total, rows),
     )
 
 
-def over_tiles(part: Tensor | None) -> Tensor | None:  # (T, n) -> (n,)
-    return None if part is None else weighted_column_sum(part, None)
+def over_tiles(part: Tensor | None, n: int) -> Tensor | None:  # (T, n') -> (n,)
+    return None if part is None else weighted_column_sum(part, None)[:n]
 
 
-def argmax_over_tiles(sums: ExpSum, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
+def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
     """The largest logit and its class, the first of equals; the last class where the maximum is nan."""
-    max_logit, last = sums.row_max.amax(0), num_classes - 1
-    return max_logit, sums.argmax.where(sums.row_max == max_logit, last).amin(0).long().clamp_(max=last)
+    row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
+    max_logit = row_max.amax(0)
+    return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)

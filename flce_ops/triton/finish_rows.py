@@ -24,7 +24,7 @@ from flce_ops.math.shards import lse_of_shards
 from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.objectives.row import RowNumbers, RowObjective
 from flce_ops.triton.exponentials import RowSums
-from flce_ops.triton.kept_tokens import Kept, kept_rows, written_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, row_vectors, written_rows
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.slots import larger_entry, slots_at_a_time, sum_of_equals
 from flce_ops.triton.sum_losses import scale_of_rows
@@ -261,7 +261,7 @@ def launch_finish_rows(
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
     n, rows, slots = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
-    row_factor, weight_factor, residual = torch.empty(3, n, dtype=torch.float32, device=column.device).unbind()
+    row_factor, weight_factor, residual = row_vectors(column, 3, n)
     finished = FinishedRows(
         torch.empty(column.shape, dtype=dtype, device=column.device),
         row_factor,

@@ -59,10 +59,10 @@ def bounds(lists, i):
 
 
 @triton.jit
-def list_of_piece(lists, piece, L, STEPS: tl.constexpr):
+def list_of_piece(lists, piece, L, steps):
     """The first list behind which there are more pieces, and its first piece."""
     low, high = 0, L
-    for _ in range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         past = tl.load(lists.pieces + middle) > piece
         high = tl.where(past, middle, high)
@@ -127,9 +127,9 @@ def gather_lists_kernel(
     D,
     table_stride,  # of rows and columns
     stride_out,
+    steps,  # of a search among the lists
     OF_PIECES: tl.constexpr,  # those of lists that are cut, else the others
     ADD: tl.constexpr,
-    STEPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     count = P if OF_PIECES else L
@@ -143,7 +143,7 @@ def gather_lists_kernel(
     if wanted == 1:
         piece = tl.load(lists.piece)
         if OF_PIECES:
-            i, first = list_of_piece(lists, number, L, STEPS)
+            i, first = list_of_piece(lists, number, L, steps)
             begin, end = bounds(lists, i)
             begin += (number - first) * piece
             end = tl.minimum(begin + piece, end)
@@ -174,7 +174,7 @@ def add_pieces_kernel(
     L,
     D,
     stride_out,
-    STEPS: tl.constexpr,
+    steps,
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -183,7 +183,7 @@ def add_pieces_kernel(
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
     if number < tl.load(lists.pieces + L - 1):
-        i, first = list_of_piece(lists, number, L, STEPS)
+        i, first = list_of_piece(lists, number, L, steps)
         if number == first:
             acc = tl.zeros((BLOCK_D,), tl.float32)
             for k in range(number, tl.load(lists.pieces + i)):
@@ -204,12 +204,12 @@ def launch_gather_lists(
     count, hidden = out.shape
     most = sums.shape[0]
     block = min(columns, max(COLUMNS_OF_WARP, triton.next_power_of_2(hidden)))
-    options = {"STEPS": count.bit_length(), "BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
-    across, sizes = triton.cdiv(hidden, block), (most, count, hidden)
+    options = {"BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
+    across, sizes, steps = triton.cdiv(hidden, block), (most, count, hidden), count.bit_length()
     gather_lists_kernel[(most * across,)](
-        lists, None, table, sums, *sizes, table.stride(), hidden, OF_PIECES=True, ADD=False, **options
+        lists, None, table, sums, *sizes, table.stride(), hidden, steps, OF_PIECES=True, ADD=False, **options
     )
     gather_lists_kernel[(count * across,)](
-        lists, is_dense, table, out, *sizes, table.stride(), out.stride(0), OF_PIECES=False, ADD=add, **options
+        lists, is_dense, table, out, *sizes, table.stride(), out.stride(0), steps, OF_PIECES=False, ADD=add, **options
     )
-    add_pieces_kernel[(most * across,)](lists, sums, out, *sizes, out.stride(0), ADD=add, **options)
+    add_pieces_kernel[(most * across,)](lists, sums, out, *sizes, out.stride(0), steps, ADD=add, **options)

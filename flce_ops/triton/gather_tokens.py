@@ -22,7 +22,7 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import ReferenceClass
-from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
+from flce_ops.triton.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_vectors
 from flce_ops.triton.logits_gemm import base2_logits
 from flce_ops.triton.low_rank_pair import NO_PAIR, Pair, pair_logit
 from flce_ops.triton.replay import Kernel
@@ -129,7 +129,7 @@ def launch_gather_tokens(
     assert rows.stride(1) == 1
     input, linear_weight = operands[:2]
     n, hidden = rows.shape
-    logit, reference = input.new_empty(2, n, dtype=torch.float32).unbind()
+    logit, reference = row_vectors(input, 2, n)
     guard = input.new_empty((), dtype=torch.int32)
     scaled = pair.class_scale is not None
     assert not (scaled and logit_options.softcap is not None)

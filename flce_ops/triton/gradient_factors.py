@@ -20,7 +20,7 @@ from torch import Tensor
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.epilogues import Gradient
 from flce_ops.triton.gather_tokens import AtTarget
-from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, row_vectors
 from flce_ops.triton.logits_gemm import LOG2E
 from flce_ops.triton.replay import Kernel
 from flce_ops.triton.slot_entries import launch_slot_entries
@@ -130,7 +130,7 @@ def launch_gradient_factors(
     """
     target_logit2, dz_du, column, *_ = at_target
     n, slots = column.shape[0], column.dim() == 2
-    lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = tokens.lse.new_empty(6, n).unbind()
+    lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
     rows = Gradient(
         lse2,
         row_factor,

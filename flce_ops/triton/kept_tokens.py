@@ -19,6 +19,7 @@ from flce_ops.triton.replay import Kernel
 
 # N tokens, n places of a chunk
 
+APART = tl.constexpr(16)  # Triton's layouts, and with them the order of sums, depend on whether 16 divides a distance
 ROW_MULTIPLE = tl.constexpr(128)  # rows of the largest tile: rows up to a multiple of it are zeros behind the kept ones
 
 
@@ -32,6 +33,21 @@ class Kept(NamedTuple):
 
     def of(self, rows: slice) -> "Kept":
         return self._replace(order=self.order[rows], start=self.start + rows.start)
+
+
+def room_for_rows(n: int) -> int:
+    return triton.cdiv(n, APART.value) * APART.value
+
+
+def row_vectors(like: Tensor, count: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """(n,) each, uninitialised, each from a multiple of 16 bytes on whatever n is."""
+    return like.new_empty(count, room_for_rows(n), dtype=dtype)[:, :n].unbind()
+
+
+@triton.jit
+def row_distance(n):
+    """Of (T, n), as room_for_rows has it."""
+    return tl.cdiv(n, APART) * APART
 
 
 @triton.jit
@@ -136,7 +152,7 @@ def keep_tokens(
     if target.dim() == 2:
         target = launch_class_of_slots(target, ignore_index, num_classes)
     tokens = target.shape[0]
-    order, place = target.new_empty(2, tokens, dtype=torch.int32).unbind()
+    order, place = row_vectors(target, 2, tokens, torch.int32)
     count = target.new_empty((), dtype=torch.int32)
     keep_tokens_kernel[(1,)](
         target, order, place, count, in_range, tokens, ignore_index, num_classes, BLOCK=4096, num_warps=8

@@ -28,7 +28,7 @@ from flce_ops.triton.copy_rows import launch_copy_rows
 from flce_ops.triton.divergence_rows import Distributions, RowResults, Rows, RowScale
 from flce_ops.triton.gradients import Gradients
 from flce_ops.triton.input_gradient import Finish, InputGradient
-from flce_ops.triton.kept_tokens import Kept
+from flce_ops.triton.kept_tokens import Kept, room_for_rows
 from flce_ops.triton.kl_div_cut import RowCut, cut_rows, fits_in_logits, row_numbers, stored_dtype
 from flce_ops.triton.parts import float32_memory
 from flce_ops.triton.softmax_rows import Linear, Softmax, find_shift, share_denominators, store_logits, take_shift
@@ -146,7 +146,8 @@ class KlDivStep:
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
             matrices.append(matrix(last_rows, n, self.classes))
         matrices_of_tiles = len(models) + DIVERGENCES[options.kind].sums
-        per_tile = tokens.new_empty(matrices_of_tiles, triton.cdiv(self.classes, self.tile), n, dtype=torch.float32)
+        tiles = triton.cdiv(self.classes, self.tile)
+        per_tile = tokens.new_empty(matrices_of_tiles, tiles, room_for_rows(n), dtype=torch.float32)
         softmaxes = [
             Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
             for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))

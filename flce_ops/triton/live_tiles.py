@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flce_ops.math.sparse_gradient import LIVE as TILE
 from flce_ops.triton.gemm_operands import load_tile
-from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, room_for_rows
 from flce_ops.triton.replay import Kernel
 
 # n rows of a chunk, V vocabulary, B blocks of a GEMM's output, K blocks of its inner dimension
@@ -133,9 +133,7 @@ def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, St
 def list_live(live: Tensor, of: int) -> Steps:
     """The steps of each row (0) or column (1) of a matrix of tiles."""
     blocks, across = live.shape[of], live.shape[1 - of]
-    index = live.new_empty(blocks, across + 1, dtype=torch.int32)
-    steps = Steps(live.new_empty(blocks, dtype=torch.int32), index, 1, across + 1)
-    list_live_kernel[(blocks,)](
-        live, steps, across, live.stride(of), live.stride(1 - of), BLOCK=min(1024, triton.next_power_of_2(across))
-    )
+    index = live.new_empty(blocks, room_for_rows(across + 1), dtype=torch.int32)
+    steps = Steps(live.new_empty(blocks, dtype=torch.int32), index, 1, index.stride(0))
+    list_live_kernel[(blocks,)](live, steps, across, live.stride(of), live.stride(1 - of), BLOCK=1024)
     return steps

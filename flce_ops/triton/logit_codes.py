@@ -61,7 +61,7 @@ def coding(codes: LogitCodes, dtype: torch.dtype) -> Coding:
 def clear_unused_kernel(
     retained_ptr,  # (R, columns) int16
     kept,  # Kept
-    R,
+    rows,
     V,
     first_maximum,  # column
     behind_maxima,  # column
@@ -69,7 +69,7 @@ def clear_unused_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    whole = row >= kept_rows(kept, R)
+    whole = row >= kept_rows(kept, rows)
     for start in range(tl.where(whole, 0, V), columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         unused = whole | (cols < first_maximum) | (cols >= behind_maxima)

@@ -222,8 +222,8 @@ def launch_logits_gemm(
         of_out = [block_n, block_v // 2 if tiles.store_halves else block_v]
         matrices = descriptors(matrices, (of_rows, of_classes, of_out, of_rows, of_classes))
     grid_tiles = triton.cdiv(n, block_n) * triton.cdiv(num_classes, block_v)
-    programs = min(grid_tiles, tiles.programs_per_sm * multiprocessors(input))
-    logits_gemm_kernel[(programs,)](
+    programs = tiles.programs_per_sm * multiprocessors(input)
+    logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],
         linear_bias,
         logit_options,

@@ -127,7 +127,7 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) 
 
 
 def find_shift(softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
-    tiles, n = tile_sum.shape
+    tiles, n = tile_sum.shape[0], softmax.shift.shape[1]
     find_shift_kernel[(triton.cdiv(n, BLOCKS["BLOCK_N"]),)](
         softmax.tile_max, tile_sum, softmax.shift, kept, n, tiles, **BLOCKS
     )

@@ -1,10 +1,13 @@
-"""Numbers of a row for each tile of the vocabulary, (T, n), become numbers of the row, (n,)."""
+"""Numbers of a row for each tile of the vocabulary, (T, n), become numbers of the row, (n,).
+
+In memory they are (T, n'), where n' is n rounded up to a multiple of 16.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.kept_tokens import Kept, kept_rows
+from flce_ops.triton.kept_tokens import Kept, kept_rows, row_distance
 from flce_ops.triton.logits_gemm import exceeds
 from flce_ops.triton.replay import Kernel
 
@@ -37,7 +40,9 @@ def sum_tiles_kernel(
     for start in range(0, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         mask = (t[:, None] < T) & (rows[None, :] < count)
-        acc += tl.load(partial_ptr + (which * T + t).to(tl.int64)[:, None] * n + rows[None, :], mask=mask, other=0.0)
+        acc += tl.load(
+            partial_ptr + (which * T + t).to(tl.int64)[:, None] * row_distance(n) + rows[None, :], mask=mask, other=0.0
+        )
     total = tl.sum(acc, 0)
     # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
     tl.store(row_sum_ptr + which * n + rows, total, mask=rows < tl.where(end > 0, count, 0))
@@ -47,14 +52,14 @@ def sum_tiles_kernel(
 
 
 def launch_sum_tiles(
-    partial: Tensor,  # (T, n), or (s, T, n)
+    partial: Tensor,  # (T, n'), or (s, T, n')
     row_sum: Tensor,  # (n,), or (s, n); out
     kept: Kept,
     *,
     raises: Tensor | None = None,  # () int32, to the bits of the largest sum
     guarded_by: Tensor | None = None,  # () int32: nothing is done unless it says that a sum was too large
 ) -> None:
-    tiles, n = partial.shape[-2:]
+    tiles, n = partial.shape[-2], row_sum.shape[-1]
     grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]), 1 if partial.dim() == 2 else partial.shape[0])
     guard = raises if guarded_by is None else guarded_by
     sum_tiles_kernel[grid](partial, row_sum, guard, kept, n, tiles, GUARDED=guarded_by is not None, **BLOCKS)
@@ -76,7 +81,7 @@ def max_and_sum(
     running_sum = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, T, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        offsets = t[:, None].to(tl.int64) * n + rows[None, :]
+        offsets = t[:, None].to(tl.int64) * row_distance(n) + rows[None, :]
         mask = (t[:, None] < T) & (rows[None, :] < count)
         tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
         tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)

@@ -299,8 +299,8 @@ class WeightGradient:
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
         exponents = None if first and last else self.exponents[:, columns]
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
-        programs = min(grid_tiles, multiprocessors(rows))
-        weight_gradient_kernel[(programs,)](
+        programs = multiprocessors(rows)
+        weight_gradient_kernel[(min(grid_tiles, programs),)](
             *matrices,
             total,
             out,
