@@ -1,10 +1,10 @@
 """Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
 
-import inspect
 import sys
 import threading
 from types import SimpleNamespace
 
+import fake_driver
 import pytest
 import torch
 
@@ -12,146 +12,100 @@ import flce_ops
 
 replay = pytest.importorskip("flce_ops.triton.replay")
 driver_launch = pytest.importorskip("flce_ops.triton.driver_launch")
-
-
-class Launcher:
-    """As Triton's: called with what a compiled kernel is launched with."""
-
-    num_ctas = 1
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
-
-    def __init__(self, launch):
-        self.launch = launch
-
-    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *arguments):
-        self.launch(x, y, z, stream, function, *arguments)
-
-
-class LaunchesWithoutDriver:
-    """In place of DriverLaunches: the launcher itself, with the addresses that are in the Places."""
-
-    def __init__(self, written, places, device):
-        assert len(set(places)) == len(places)
-        self.written, self.launches = written, []
-
-    def run(self, stream):
-        for compiled, grid, arguments in self.written:
-            compiled.run(*grid, stream, compiled.function, None, None, None, None, *arguments)
-
-
-class Spy:
-    """A kernel whose launches say what addresses they were given."""
-
-    arg_names = ("a", "b", "c")
-    signature = inspect.signature(lambda a, b, c=7: None)
-    function, packed_metadata = "function", None
-
-    def __init__(self):
-        self.seen = []
-        self.run = Launcher(self.launch)
-
-    def launch(self, x, y, z, stream, function, *arguments):
-        assert function == self.function
-        found = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in arguments]
-        self.seen.append(((x, y, z), found, stream))
-
-    def __getitem__(self, grid):
-        def run(*args, **options):
-            self.launch(*(*grid, 1, 1)[:3], None, self.function, *args, *options.values())
-            return self
-
-        return run
-
-
-def launches_without_driver(written, places, device):
-    return LaunchesWithoutDriver(written, places, device) if all(map(driver_launch.is_plain, written)) else None
+launch_graphs = pytest.importorskip("flce_ops.triton.launch_graphs")
 
 
 @pytest.fixture
-def on_any_device(monkeypatch):
+def driver(monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(replay, "current_stream", lambda device: 5)
-    monkeypatch.setattr(replay, "driver_launches", launches_without_driver)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(replay, "current_stream", lambda device: fake_driver.CALLERS)
     monkeypatch.setattr(replay, "_known", {})
+    return fake_driver.in_place_of_cuda(monkeypatch, driver_launch, launch_graphs, replay)
 
 
-@pytest.fixture
-def spy():
-    return Spy()
-
-
-def launches_of(spy, step, *arguments):
-    spy.seen.clear()
+def launches_of(driver, step, *arguments):
+    driver.launched.clear()
     replay.repeated(step, *arguments)
-    return list(spy.seen)
+    return list(driver.launched)
 
 
-def test_the_third_call_launches_what_was_written_down_at_its_own_addresses(on_any_device, spy):
-    kernel, calls = replay.Kernel(spy), []
+def test_from_the_second_call_on_what_was_captured_is_launched_at_the_calls_addresses(driver):
+    calls = []
 
     def step(x, pair):
         calls.append(1)
-        kernel[(3,)](x[1:], pair[0], c=4)
-        kernel[(3, 2)](pair[1].view(-1), 9)
+        driver.launch(1, x[1:], pair[0], 4, grid=(3,))
+        driver.launch(2, pair[1].view(-1), 9, grid=(3, 2))
         return "result"
 
     for expected_calls in (1, 2, 2, 2):
         x, y = torch.zeros(4), torch.zeros(2, 3)
-        seen = launches_of(spy, step, x, (y, y.new_zeros(6)))
-        assert len(calls) == expected_calls
-        assert [addresses[0] for _, addresses, _ in seen][0] == x.data_ptr() + 4
-        assert seen[0][1][1] == y.data_ptr()
-    assert [(grid, stream) for grid, _, stream in seen] == [((3, 1, 1), 5), ((3, 2, 1), 5)]
-    assert seen[0][1][2] == 4 and seen[1][1][1:] == [9, 7]
+        seen = launches_of(driver, step, x, (y, y.new_zeros(6)))
+        assert len(calls) == expected_calls and len(seen) == 2
+        assert seen[0].values == [x.data_ptr() + 4, y.data_ptr(), 4]
+    assert [(one.function, one.numbers[:3], one.stream) for one in seen] == [(1, [3, 1, 1], 5), (2, [3, 2, 1], 5)]
+    assert seen[1].values[1:] == [9]
     assert replay.repeated(step, x, (y, y.new_zeros(6))) == "result"
 
 
-def test_calls_with_more_results_of_their_own_are_another_kind(on_any_device, spy):
+def test_calls_with_more_results_of_their_own_are_another_kind(driver):
     """An operator's results, and those of one like it that writes to an argument in place of the last."""
-    kernel = replay.Kernel(spy)
 
     def step(x, *results):
-        kernel[(1,)](results[-1] if len(results) > 1 else x, 0)
+        driver.launch(1, results[-1] if len(results) > 1 else x, 0)
 
     x = torch.zeros(4)
     for _ in range(4):
         loss, grad = torch.zeros(1), torch.zeros(4)
         for results, written in (((loss, grad), grad), ((loss,), x)):
-            spy.seen.clear()
+            driver.launched.clear()
             replay.repeated(step, x, fresh=results)
-            ((_, (address, *_), _),) = spy.seen
-            assert address == written.data_ptr()
+            (seen,) = driver.launched
+            assert seen.values[0] == written.data_ptr()
     assert [type(known) for known in replay._known.values()] == [replay.Replay] * 2
 
 
-def test_memory_in_use_together_is_apart_and_other_memory_is_shared(on_any_device, spy):
-    kernel = replay.Kernel(spy)
-
+def test_memory_in_use_together_is_apart_and_other_memory_is_shared(driver):
     def step(x):
         first, second = x.new_empty(1000), x.new_empty(3000)
-        kernel[(1,)](x, first)
-        kernel[(1,)](first, second)
-        kernel[(1,)](second, x.new_empty(900))
+        driver.launch(1, x, first)
+        driver.launch(1, first, second)
+        driver.launch(1, second, x.new_empty(900))
 
     x = torch.zeros(4)
     for _ in range(3):
-        seen = launches_of(spy, step, x)
+        seen = launches_of(driver, step, x)
     (known,) = replay._known.values()
-    (_, (_, first, _), _), (_, (_, second, _), _), (_, (_, third, _), _) = seen
+    first, second, third = (one.values[1] for one in seen)
     assert {abs(first - second) >= 4000, abs(second - third) >= 3600} == {True}
     assert first == third and sum(known.blocks) < 4 * (1000 + 3000 + 900)
 
 
-def test_large_memory_is_allocated_in_the_sizes_of_the_step(on_any_device, spy):
-    kernel, number = replay.Kernel(spy), replay.LARGE // 4
+def test_memory_that_is_freed_and_had_again_is_told_apart_by_when(driver):
+    """The allocator gives out an address again: whose it is depends on the launch."""
+
+    def step(x):
+        for size in (64, 4096, 64):
+            part = x.new_empty(size)
+            driver.launch(1, x, part)
+            driver.launch(1, part, x)
+            del part
+
+    for _ in range(3):
+        seen = launches_of(driver, step, torch.zeros(4))
+    (known,) = replay._known.values()
+    assert len(known.temporary_cells) == 3 and len(seen) == 6
+    assert all(seen[k].values == seen[k + 1].values[::-1] for k in (0, 2, 4))
+
+
+def test_large_memory_is_allocated_in_the_sizes_of_the_step(driver):
+    number = replay.LARGE // 4
 
     def step(x):
         first = x.new_empty(3 * number)
-        kernel[(1,)](x, first)
+        driver.launch(1, x, first)
         for size in (number, 2 * number, 100):  # one after another
-            kernel[(1,)](first, x.new_empty(size))
+            driver.launch(1, first, x.new_empty(size))
 
     for _ in range(3):
         replay.repeated(step, torch.zeros(4))
@@ -159,55 +113,101 @@ def test_large_memory_is_allocated_in_the_sizes_of_the_step(on_any_device, spy):
     assert known.blocks == [12 * number, 8 * number, 400]
 
 
-def other_work(kernel, x):
-    kernel[(1,)](x + 1, x)
-
-
-def host_read(kernel, x):
-    kernel[(1,)](x, int(x[0]))
-
-
-@pytest.mark.parametrize("step", [other_work, host_read])
-def test_a_step_that_does_more_than_launch_is_run_as_it_is_written(on_any_device, spy, step):
-    kernel, x = replay.Kernel(spy), torch.zeros(4)
-    calls = []
+def calls_of(driver, step, launches):
+    """How often four calls run the step, each of which launches so many kernels on the caller's stream."""
+    calls, x = [], torch.zeros(4)
 
     def counted(x):
         calls.append(1)
-        step(kernel, x)
+        return step(x)
 
     for _ in range(4):
-        replay.repeated(counted, x)
-    assert len(calls) == 4 and list(replay._known.values()) == [replay.NOT_REPEATABLE]
+        assert len(launches_of(driver, counted, x)) == launches and driver.current == fake_driver.CALLERS
+    return len(calls)
 
 
-@pytest.mark.parametrize("change", ["no launcher as we know it", "scratch memory", "clusters", "many launches"])
-def test_what_cannot_be_prepared_is_run_as_it_is_written(on_any_device, spy, monkeypatch, change):
-    kernel, x, calls = replay.Kernel(spy), torch.zeros(4), []
-    if change == "no launcher as we know it":
-        spy.run = None
-    if change == "scratch memory":
-        spy.run.global_scratch_size = 128
-    if change == "clusters":
-        spy.run.num_ctas = 2
-    if change == "many launches":
-        monkeypatch.setattr(replay, "LAUNCHES_AT_MOST", 1)
+def test_a_kernel_launched_by_other_means_is_repeated_where_its_parameters_are_understood(driver):
+    """Nothing asks who launched: what the stream was given is what is launched again."""
 
     def step(x):
-        calls.append(1)
-        kernel[(1,)](x, 1)
-        kernel[(1,)](x, 2)
+        driver.launch(1, x, 1)
+        driver.cuLaunchKernel(*driver_call(driver, 77, x))
 
-    for _ in range(4):
-        assert len(launches_of(spy, step, x)) == 2
-    assert len(calls) == 4 and list(replay._known.values()) == [replay.NOT_REPEATABLE]
+    assert calls_of(driver, step, 2) == 2
+    y = torch.zeros(4)
+    assert launches_of(driver, step, y)[1].values == [y.data_ptr()]
 
 
-def test_arguments_that_share_memory_are_not_repeated(on_any_device, spy):
-    kernel, both = replay.Kernel(spy), torch.zeros(8)
+def driver_call(driver, function, x):
+    """As ctypes passes a launch to the driver."""
+    ctypes = driver_launch.ctypes
+    driver.sizes[function], value = [8], ctypes.c_uint64(x.data_ptr())
+    driver.kept.append(value)
+    numbers = [ctypes.c_uint(1)] * 7
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(value))
+    return ctypes.c_void_p(function), *numbers, ctypes.c_void_p(driver.current), parameters, None
+
+
+OUTSIDE = torch.zeros(4)
+REFUSED = {
+    "other work of ATen": lambda driver, x: x.add_(1),
+    "a host read": lambda driver, x: int(x[0]),
+    "a copy of memory": lambda driver, x: driver.copy_memory(),
+    "pointers in a struct": lambda driver, x: driver.launch(2, bytes(16) + fake_driver.eight_bytes(x.data_ptr())),
+    "memory of nobody": lambda driver, x: driver.launch(2, OUTSIDE),
+    "a tensor map of unknown memory": lambda driver, x: driver.launch(2, bytes(128)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_step_that_does_more_than_launch_is_run_as_it_is_written(driver, what):
+    driver.known.add(OUTSIDE.data_ptr())
+    others = what not in ("other work of ATen", "a host read", "a copy of memory")
+
+    def step(x):
+        driver.launch(1, x, 1)
+        REFUSED[what](driver, x)
+
+    assert calls_of(driver, step, 1 + others) in (4, 5)  # once more where it could not be captured
+    assert list(replay._known.values()) == [replay.NOT_REPEATABLE]
+
+
+@pytest.mark.parametrize("change", ["no driver", "cooperative", "clusters", "branches", "many launches", "no capture"])
+def test_what_cannot_be_prepared_is_run_as_it_is_written(driver, monkeypatch, change):
+    if change == "no driver":
+        monkeypatch.setattr(replay, "driver", lambda: None)
+    if change in ("cooperative", "clusters"):
+        driver.attributes[2 if change == "cooperative" else 4] = 2
+    if change == "many launches":
+        monkeypatch.setattr(replay, "LAUNCHES_AT_MOST", 1)
+    if change == "no capture":
+        monkeypatch.setattr(driver, "cuStreamBeginCapture_v2", lambda *_: 900, raising=False)
+    driver.branches = change == "branches"
+
+    def step(x):
+        for _ in range(3):
+            driver.launch(1, x, 1)
+
+    assert calls_of(driver, step, 3) == (4 if change in ("no driver", "no capture") else 5)
+    assert list(replay._known.values()) == [replay.NOT_REPEATABLE]
+
+
+def test_an_error_of_the_step_ends_the_capture(driver):
+    def step(x):
+        if driver.capturing:
+            raise ValueError("of the step")
+
+    replay.repeated(step, torch.zeros(4))
+    with pytest.raises(ValueError, match="of the step"):
+        replay.repeated(step, torch.zeros(4))
+    assert not driver.capturing and driver.current == fake_driver.CALLERS
+
+
+def test_arguments_that_share_memory_are_not_repeated(driver):
+    both = torch.zeros(8)
 
     def step(x, y):
-        kernel[(1,)](x, y)
+        driver.launch(1, x, y)
 
     for _ in range(3):
         replay.repeated(step, both[:5], both[3:])
@@ -224,26 +224,26 @@ def test_arguments_that_share_memory_are_not_repeated(on_any_device, spy):
         lambda x: (torch.zeros(4, 8), 1),
     ],
 )
-def test_another_kind_of_call_is_written_down_for_itself(on_any_device, spy, other):
-    kernel, x = replay.Kernel(spy), torch.zeros(4, 7)
+def test_another_kind_of_call_is_written_down_for_itself(driver, other):
+    x = torch.zeros(4, 7)
 
     def step(x, number):
-        kernel[(1,)](x, number)
+        driver.launch(1, x, number)
 
     for _ in range(3):
         replay.repeated(step, x, 1)
     y, number = other(x)
     for _ in range(3):
-        ((_, found, _),) = launches_of(spy, step, y, number)
-    assert len(replay._known) == 2 and found[:2] == [y.data_ptr(), number]
+        (found,) = launches_of(driver, step, y, number)
+    assert len(replay._known) == 2 and found.values == [y.data_ptr(), number]
 
 
-def test_launches_that_somebody_watches_are_not_repeated(on_any_device, spy, monkeypatch):
-    kernel, calls = replay.Kernel(spy), []
+def test_launches_that_somebody_watches_are_not_repeated(driver, monkeypatch):
+    calls = []
 
     def step(x):
         calls.append(1)
-        kernel[(1,)](x, 1)
+        driver.launch(1, x, 1)
 
     x = torch.zeros(4)
     for _ in range(3):
@@ -266,11 +266,11 @@ def test_what_the_interpreter_runs_is_not_repeated(monkeypatch):
         assert replay.on_gpu(tensor) is not interpret
 
 
-def test_another_workspace_is_another_kind(on_any_device, spy):
-    kernel, x = replay.Kernel(spy), torch.zeros(4)
+def test_another_workspace_is_another_kind(driver):
+    x = torch.zeros(4)
 
     def step(x):
-        kernel[(1,)](x, flce_ops.get_workspace() if hasattr(flce_ops, "get_workspace") else 0)
+        driver.launch(1, x, flce_ops.get_workspace() if hasattr(flce_ops, "get_workspace") else 0)
 
     for nbytes in (1 << 20, 2 << 20):
         with flce_ops.workspace(nbytes):
@@ -278,19 +278,18 @@ def test_another_workspace_is_another_kind(on_any_device, spy):
     assert len(replay._known) == 2
 
 
-def test_old_kinds_are_forgotten(on_any_device, spy, monkeypatch):
+def test_old_kinds_are_forgotten(driver, monkeypatch):
     monkeypatch.setattr(replay, "KINDS_AT_MOST", 3)
-    kernel = replay.Kernel(spy)
 
     def step(x, number):
-        kernel[(1,)](x, number)
+        driver.launch(1, x, number)
 
     for number in (1, 2, 3, 1, 4, 5):
         replay.repeated(step, torch.zeros(4), number)
     assert [kind[-1] for kind in replay._known] == [1, 4, 5]
 
 
-def test_threads_forget_old_kinds_together(on_any_device, monkeypatch):
+def test_threads_forget_old_kinds_together(driver, monkeypatch):
     monkeypatch.setattr(replay, "KINDS_AT_MOST", 2)
     x, errors, interval = torch.zeros(4), [], sys.getswitchinterval()
 

@@ -1,12 +1,17 @@
 """Steps that are repeated on a GPU give the bits of a step as it is written."""
 
+import ctypes
+
 import pytest
 import torch
 from test_triton_layouts import ON_GPU
 
 import flce_ops
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 replay = pytest.importorskip("flce_ops.triton.replay")
+driver_launch = pytest.importorskip("flce_ops.triton.driver_launch")
 
 gpu = pytest.mark.skipif(not ON_GPU, reason="launches are repeated on a GPU")
 
@@ -129,3 +134,45 @@ def test_repeated_losses_of_given_logits_are_right(dtype):
                 of_found, of_right = torch.autograd.grad(found, given)[0], torch.autograd.grad(right, exact)[0]
                 error = (of_found.double() - of_right).norm() / of_right.norm()
                 assert error < (4e-3 if dtype == torch.bfloat16 else 3e-6)
+
+
+@triton.jit
+def add_one_kernel(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr) + 1.0)
+
+
+def launch_by_ctypes(compiled, x):
+    """What Triton compiled, launched without it."""
+    function = ctypes.c_void_p(compiled.function)
+    values = [ctypes.c_uint64(x.data_ptr()), *(ctypes.c_uint64(0) for _ in driver_launch.sizes_of(function.value)[1:])]
+    parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    numbers = map(ctypes.c_uint, (1, 1, 1, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared))
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    driver_launch.check(driver_launch.driver().cuLaunchKernel(function, *numbers, stream, parameters, None))
+
+
+def set_by_the_driver(compiled, x):
+    """No kernel."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    one = ctypes.c_uint(0x3F800000)
+    set_numbers = driver_launch.driver().cuMemsetD32Async
+    driver_launch.check(set_numbers(ctypes.c_uint64(x.data_ptr()), one, ctypes.c_size_t(1), stream))
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("other, repeatable", [(launch_by_ctypes, True), (set_by_the_driver, False)])
+def test_what_is_launched_by_other_means_is_launched_again_or_refused(other, repeatable):
+    compiled = add_one_kernel[(1,)](torch.zeros(1, device="cuda"))
+
+    def step(x):
+        other(compiled, x)
+        add_one_kernel[(1,)](x)
+
+    replay._known.clear()
+    for _ in range(5):
+        x = torch.zeros(1, device="cuda")
+        replay.repeated(step, x)
+        assert x.item() == 2.0
+    (known,) = replay._known.values()
+    assert isinstance(known, replay.Replay) if repeatable else known is replay.NOT_REPEATABLE

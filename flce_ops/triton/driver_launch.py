@@ -1,10 +1,12 @@
-"""Launches as the CUDA driver takes them: what Triton's launcher hands over is read off a captured graph, once.
+"""Launches as the CUDA driver takes them: read off the graph of a stream that captures, then launched without Triton.
 
-    while it is captured   each pointer has an address of its own, in memory that nobody reads; the launcher runs on a
-                           stream that captures, so that nothing is executed; the graph's one node holds the function,
-                           the grid and the bytes of every parameter
-    which hold addresses   8 bytes that equal one: a pointer. 128 bytes with one in them: a tensor map
-    from then on           addresses are written into cells, cuTensorMapReplaceAddress changes the maps, cuLaunchKernel
+    while a step is captured   nothing runs; whatever its stream is given, by Triton or by other means, becomes a node
+    each node                  one kernel after another: its function, its grid and the bytes of its parameters
+    which hold addresses       8 bytes that point into known memory: a pointer. 128 bytes with one in them: a tensor map
+    from then on               addresses are written into cells, cuTensorMapReplaceAddress changes the maps,
+                               cuLaunchKernel
+
+A graph of anything else is refused: copies, branches, clusters, pointers to memory that the step was not given.
 
 H200's host: a launch through Triton's launcher takes 5 to 9 us, with tensor maps 21 to 30, of a step's sixteen 190 in
 all. Parameters are read, not assumed, because their layout is Triton's own and changes with its versions.
@@ -12,48 +14,27 @@ all. Parameters are read, not assumed, because their layout is Triton's own and 
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
-APART = 512  # bytes between the addresses while capturing; a tensor map wants 16
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no waiting for the default stream, which cannot be captured
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do what they like meanwhile
-# What Triton 3.6 to 3.9 say of a launch that is a function, a grid and parameters; tests/test_driver_launch.py looks.
-PLAIN = {
-    "num_ctas": 1,
-    "global_scratch_size": 0,
-    "profile_scratch_size": 0,
-    "launch_cooperative_grid": False,
-    "launch_pdl": False,
-}
+MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+# Of a launch that is a function, a grid and parameters: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, and the most of each number of
+# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION. cuGraphGetEdges refuses a programmatic dependence.
+PLAIN = {2: 0, 4: 1}
 FUNCTIONS = (
-    *("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2"),
-    *("cuGraphDestroy", "cuFuncGetParamInfo", "cuTensorMapReplaceAddress", "cuLaunchKernel"),
+    *("cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamGetCaptureInfo_v2", "cuStreamEndCapture"),
+    *("cuGraphGetNodes", "cuGraphGetEdges", "cuGraphKernelNodeGetParams_v2", "cuGraphKernelNodeGetAttribute"),
+    *("cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphDestroy", "cuGraphExecDestroy"),
+    *("cuFuncGetParamInfo", "cuPointerGetAttribute", "cuTensorMapReplaceAddress", "cuLaunchKernel"),
     *("cuCtxGetCurrent", "cuCtxSetCurrent", "cuDevicePrimaryCtxRetain"),
 )
-
-
-class Place:
-    """A pointer of repeated launches. Triton asks it, as any argument that is a tensor, for its address."""
-
-    __slots__ = ("cell",)
-
-    def __init__(self) -> None:
-        self.cell = ctypes.c_uint64(0)
-
-    def data_ptr(self) -> int:
-        return self.cell.value
-
-
-class Written(NamedTuple):
-    """A launch that Triton made."""
-
-    compiled: Any
-    grid: tuple[int, int, int]
-    arguments: tuple  # with Places for tensors
 
 
 class KernelNodeParams(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
@@ -69,109 +50,84 @@ class KernelNodeParams(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
     )
 
 
-class DriverLaunches:
-    """The launches, to be repeated with whatever addresses are in their Places."""
+class Launch(NamedTuple):
+    """A captured kernel."""
 
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.launches: list[tuple[Callable, Any]] = []  # cuLaunchKernel up to the stream, the parameters
-        self.maps: dict[bytes, tuple[Any, ctypes.c_uint64]] = {}  # where one is, the cell of its address
-        self.kept_alive: list[Any] = []
-
-    def run(self, stream: int) -> None:
-        self.bind_context()
-        replace_address, stream_pointer = driver().cuTensorMapReplaceAddress, ctypes.c_void_p(stream)
-        for tensor_map, cell in self.maps.values():
-            check(replace_address(tensor_map, cell))
-        for launch, parameters in self.launches:
-            check(launch(stream_pointer, parameters, None))
-
-    def bind_context(self) -> None:
-        """A thread that has not called CUDA yet has none."""
-        library, context = driver(), ctypes.c_void_p()
-        library.cuCtxGetCurrent(ctypes.byref(context))
-        if not context:
-            check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(self.device)))
-            check(library.cuCtxSetCurrent(context))
-
-    def add(self, node: KernelNodeParams, parameters: Sequence[bytes], places: dict[int, Place]) -> bool:
-        """Whether all of its addresses are known."""
-        pointers = []
-        for value in parameters:
-            place = places.get(int.from_bytes(value, "little")) if len(value) == 8 else None
-            if place is not None:
-                pointers.append(ctypes.addressof(place.cell))
-            elif len(value) == TENSOR_MAP_BYTES:
-                words = (int.from_bytes(value[i : i + 8], "little") for i in range(0, TENSOR_MAP_BYTES, 8))
-                found = [places[word] for word in words if word in places]
-                if len(found) != 1:
-                    return False
-                pointers.append(self.tensor_map(value, found[0]))
-            else:
-                buffer = ctypes.create_string_buffer(value, len(value))
-                self.kept_alive.append(buffer)
-                pointers.append(ctypes.addressof(buffer))
-        numbers = [ctypes.c_uint(number) for number in (*node.grid, *node.block, node.shared_bytes)]
-        launch = functools.partial(driver().cuLaunchKernel, ctypes.c_void_p(node.function), *numbers)
-        self.launches.append((launch, (ctypes.c_void_p * len(pointers))(*pointers)))
-        return True
-
-    def tensor_map(self, value: bytes, place: Place) -> int:
-        """Its address; launches with the same one share it."""
-        if value not in self.maps:
-            buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-            start = -(-ctypes.addressof(buffer) // TENSOR_MAP_ALIGNMENT) * TENSOR_MAP_ALIGNMENT
-            ctypes.memmove(start, value, TENSOR_MAP_BYTES)
-            self.kept_alive.append(buffer)
-            self.maps[value] = ctypes.c_void_p(start), place.cell
-        return self.maps[value][0].value
+    function: int
+    numbers: tuple[int, ...]  # grid, block, bytes of shared memory
+    parameters: list[bytes]
 
 
-def driver_launches(written: Sequence[Written], places: Sequence[Place], device: torch.device) -> DriverLaunches | None:
-    """None where they cannot be repeated so: a driver before CUDA 12.4, a kernel of clusters or with scratch memory."""
-    if not all(hasattr(driver(), name) for name in FUNCTIONS) or not all(map(is_plain, written)):
+class Capture:
+    """What a stream is given in this context, as a graph. Nothing of it runs."""
+
+    _one_at_a_time = threading.Lock()  # there is one stream for it
+
+    def __init__(self, stream: int) -> None:
+        self.stream, self.graph = ctypes.c_void_p(stream), ctypes.c_void_p()
+
+    def __enter__(self) -> "Capture":
+        self._one_at_a_time.acquire()
+        try:
+            check(driver().cuStreamBeginCapture_v2(self.stream, RELAXED))
+        except RuntimeError:
+            self._one_at_a_time.release()
+            raise
+        status, graph = ctypes.c_int(), ctypes.byref(self.graph)
+        driver().cuStreamGetCaptureInfo_v2(self.stream, ctypes.byref(status), None, graph, None, None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.graph = ctypes.c_void_p()
+        try:
+            check(driver().cuStreamEndCapture(self.stream, ctypes.byref(self.graph)))
+        finally:
+            self._one_at_a_time.release()
+
+    def __del__(self) -> None:
+        if self.graph:
+            driver().cuGraphDestroy(self.graph)
+
+    def count(self) -> int:
+        """Of the nodes so far."""
+        count = ctypes.c_size_t()
+        check(driver().cuGraphGetNodes(self.graph, None, ctypes.byref(count)))
+        return count.value
+
+    def launches(self) -> list[Launch] | None:
+        """In their order; None where the graph is more than one plain kernel after another."""
+        count = self.count()
+        nodes, sources, targets = ((ctypes.c_void_p * count)() for _ in range(3))
+        number, edges = ctypes.c_size_t(count), ctypes.c_size_t(count)
+        check(driver().cuGraphGetNodes(self.graph, nodes, ctypes.byref(number)))
+        if driver().cuGraphGetEdges(self.graph, sources, targets, ctypes.byref(edges)):
+            return None
+        following = dict(zip(sources[: edges.value], targets[: edges.value]))
+        firsts = set(nodes) - set(following.values())
+        found: list[Launch] = []
+        node = firsts.pop() if len(firsts) == 1 and edges.value == count - 1 else None
+        while node is not None:
+            launch = launch_of(node)
+            if launch is None:
+                return None
+            found.append(launch)
+            node = following.get(node)
+        return found if len(found) == count else None
+
+
+def launch_of(node: int) -> Launch | None:
+    """None for what is no plain kernel."""
+    found = KernelNodeParams()
+    failed = driver().cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(found))
+    if failed or not found.function or not found.parameters:
         return None
-    memory = torch.empty((len(places) + 1) * APART, dtype=torch.uint8, device=device)
-    start = -(-memory.data_ptr() // APART) * APART
-    by_address = {start + index * APART: place for index, place in enumerate(places)}
-    for address, place in by_address.items():
-        place.cell.value = address
-    stream = torch.cuda.Stream(device).cuda_stream
-    launches = DriverLaunches(device.index)
-    return launches if all(capture(launches, one, stream, by_address) for one in written) else None
-
-
-def is_plain(written: Written) -> bool:
-    """Nothing but a function, a grid and parameters."""
-    launcher = getattr(written.compiled, "run", None)
-    return all(getattr(launcher, name, None) == value for name, value in PLAIN.items())
-
-
-def capture(launches: DriverLaunches, written: Written, stream: int, places: dict[int, Place]) -> bool:
-    """Whether it is one kernel, as it should be, with addresses that are known."""
-    library, compiled, graph = driver(), written.compiled, ctypes.c_void_p()
-    check(library.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), RELAXED))
-    try:
-        compiled.run(
-            *written.grid,
-            *(stream, compiled.function, compiled.packed_metadata, None, None, None),  # no hooks
-            *written.arguments,
-        )
-    finally:
-        check(library.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)))
-    try:
-        count, node, found = ctypes.c_size_t(), ctypes.c_void_p(), KernelNodeParams()
-        check(library.cuGraphGetNodes(graph, None, ctypes.byref(count)))
-        if count.value != 1:
-            return False
-        check(library.cuGraphGetNodes(graph, ctypes.byref(node), ctypes.byref(count)))
-        check(library.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(found)))
-        if not found.function or not found.parameters:
-            return False
-        values = [ctypes.string_at(found.parameters[i], size) for i, size in enumerate(sizes_of(found.function))]
-        return launches.add(found, values, places)
-    finally:
-        library.cuGraphDestroy(graph)
+    for attribute, most in PLAIN.items():
+        value = (ctypes.c_uint * 16)()  # CUlaunchAttributeValue, a union of 64 bytes
+        failed = driver().cuGraphKernelNodeGetAttribute(ctypes.c_void_p(node), attribute, value)
+        if failed or max(value[:3]) > most:
+            return None
+    parameters = [ctypes.string_at(found.parameters[i], size) for i, size in enumerate(sizes_of(found.function))]
+    return Launch(found.function, (*found.grid, *found.block, found.shared_bytes), parameters)
 
 
 def sizes_of(function: int) -> list[int]:
@@ -185,6 +141,84 @@ def sizes_of(function: int) -> list[int]:
     return sizes
 
 
+Cell = ctypes.c_uint64  # an address of repeated launches
+
+
+class DriverLaunches:
+    """Launches, to be repeated with whatever addresses are in their cells."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.launches: list[tuple[Callable, Any]] = []  # cuLaunchKernel up to the stream, the parameters
+        self.maps: dict[tuple[bytes, int], tuple[Any, Cell]] = {}  # where one is, the cell of its address
+        self.kept_alive: list[Any] = []
+
+    def run(self, stream: int) -> None:
+        bind_context(self.device)
+        replace_address, stream_pointer = driver().cuTensorMapReplaceAddress, ctypes.c_void_p(stream)
+        for tensor_map, cell in self.maps.values():
+            check(replace_address(tensor_map, cell))
+        for launch, parameters in self.launches:
+            check(launch(stream_pointer, parameters, None))
+
+    def add(self, launch: Launch, cell_at: Callable[[int], Cell | None]) -> bool:
+        """Whether all of its addresses are known: whether `cell_at` has a cell for them."""
+        pointers = []
+        for value in launch.parameters:
+            cells = [cell_at(int.from_bytes(value[i : i + 8], "little")) for i in range(0, len(value) - 7, 8)]
+            found = [cell for cell in cells if cell is not None]
+            if len(value) == TENSOR_MAP_BYTES and len(found) == 1:
+                pointers.append(self.tensor_map(value, found[0]))
+            elif len(value) == 8 and found:
+                self.kept_alive.append(found[0])
+                pointers.append(ctypes.addressof(found[0]))
+            elif len(value) < 8 or len(value) == 8 and not is_address(int.from_bytes(value, "little")):
+                buffer = ctypes.create_string_buffer(value, len(value))
+                self.kept_alive.append(buffer)
+                pointers.append(ctypes.addressof(buffer))
+            else:
+                return False
+        numbers = map(ctypes.c_uint, launch.numbers)
+        again = functools.partial(driver().cuLaunchKernel, ctypes.c_void_p(launch.function), *numbers)
+        self.launches.append((again, (ctypes.c_void_p * len(pointers))(*pointers)))
+        return True
+
+    def tensor_map(self, value: bytes, cell: Cell) -> int:
+        """Its address; launches with the same one share it."""
+        key = value, ctypes.addressof(cell)
+        if key not in self.maps:
+            buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+            start = -(-ctypes.addressof(buffer) // TENSOR_MAP_ALIGNMENT) * TENSOR_MAP_ALIGNMENT
+            ctypes.memmove(start, value, TENSOR_MAP_BYTES)
+            self.kept_alive.append(buffer)
+            self.maps[key] = ctypes.c_void_p(start), cell
+        return self.maps[key][0].value
+
+
+def is_address(number: int) -> bool:
+    """Of memory that CUDA knows."""
+    memory_type = ctypes.c_uint()
+    asked = ctypes.byref(memory_type), MEMORY_TYPE, ctypes.c_uint64(number)
+    return number != 0 and driver().cuPointerGetAttribute(*asked) == 0
+
+
+def bind_context(device: int) -> None:
+    """A thread that has not called CUDA yet has none."""
+    library, context = driver(), ctypes.c_void_p()
+    library.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(device)))
+        check(library.cuCtxSetCurrent(context))
+
+
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Nobody else's, as one from torch's pool may be: what another thread gave it would be captured, too."""
+    stream = ctypes.c_void_p()
+    check(driver().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING))
+    return torch.cuda.ExternalStream(stream.value, device=device)
+
+
 def check(code: int) -> None:
     if code:
         raise RuntimeError(f"flce_ops: a kernel could not be launched again, the CUDA driver says CUresult {code}")
@@ -192,7 +226,9 @@ def check(code: int) -> None:
 
 @functools.cache
 def driver() -> Any:
+    """None without one, or before CUDA 12.4."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+    return library if all(hasattr(library, name) for name in FUNCTIONS) else None

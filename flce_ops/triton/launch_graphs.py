@@ -13,40 +13,32 @@ H200's host: sixteen launches 100 to 115 us, their graph 15; making it, once, 30
 """
 
 import ctypes
-import functools
 import threading
 import time
 from collections.abc import Hashable
 
 import torch
 
-from flce_ops.triton.driver_launch import RELAXED, DriverLaunches, check, driver
+from flce_ops.triton.driver_launch import Capture, DriverLaunches, bind_context, capture_stream, check, driver
 
 LAUNCHES_AT_LEAST = 4  # of fewer a graph is no faster
 LAUNCHES_AT_MOST = 96  # a step of more does not wait for the host
 ADDRESSES_AT_MOST = 8  # of a kind that are remembered: a loop that has more of them is launched as it was
 GRAPHS_AT_MOST = 32  # of all kinds
 IDLE_SECONDS = 10.0  # after which a graph makes room for another
-FUNCTIONS = ("cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphExecDestroy")
 
 
 class Graph:
     """The launches at the addresses that they have while this is made."""
 
     def __init__(self, launches: DriverLaunches) -> None:
-        graph, self.instance = ctypes.c_void_p(), ctypes.c_void_p()
-        self.used = time.monotonic()
+        self.instance, self.used = ctypes.c_void_p(), time.monotonic()
         self.destroy = driver().cuGraphExecDestroy
         stream = capture_stream(launches.device).cuda_stream
-        check(driver().cuStreamBeginCapture_v2(ctypes.c_void_p(stream), RELAXED))
-        try:
+        with Capture(stream) as capture:
             launches.run(stream)
-        finally:
-            check(driver().cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)))
-        try:
-            check(driver().cuGraphInstantiateWithFlags(ctypes.byref(self.instance), graph, ctypes.c_ulonglong(0)))
-        finally:
-            driver().cuGraphDestroy(graph)
+        instance, no_flags = ctypes.byref(self.instance), ctypes.c_ulonglong(0)
+        check(driver().cuGraphInstantiateWithFlags(instance, capture.graph, no_flags))
 
     def launch(self, stream: int) -> None:
         self.used = time.monotonic()
@@ -55,11 +47,6 @@ class Graph:
     def __del__(self) -> None:
         if self.instance:
             self.destroy(self.instance)
-
-
-@functools.cache
-def capture_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 _graphs: list[tuple[Graph, dict[Hashable, Graph | None], Hashable]] = []  # all there are, and where
@@ -72,15 +59,14 @@ class LaunchGraphs:
     def __init__(self, launches: DriverLaunches) -> None:
         self.launches = launches
         self.known: dict[Hashable, Graph | None] = {}  # by addresses; None where there is none yet
-        fits = LAUNCHES_AT_LEAST <= len(launches.launches) <= LAUNCHES_AT_MOST
-        self.usable = fits and all(hasattr(driver(), name) for name in FUNCTIONS)
+        self.usable = LAUNCHES_AT_LEAST <= len(launches.launches) <= LAUNCHES_AT_MOST
 
     def run(self, addresses: Hashable, stream: int) -> bool:
         """Whether there is a graph of these, which then runs."""
         graph = self.known.get(addresses)
         if graph is None or torch.cuda.is_current_stream_capturing():
             return False
-        self.launches.bind_context()
+        bind_context(self.launches.device)
         graph.launch(stream)
         return True
 

@@ -1,26 +1,27 @@
-"""A step's kernel launches, written down once and repeated: the host's time of a step is the driver's alone.
+"""A step's kernel launches, captured once and repeated: the host's time of a step is the driver's alone.
 
     1st call of a kind    the step as it is written
-    2nd                   the same; every launch is written down: the compiled kernel, its grid, its arguments
+    2nd                   captured: a graph of all that its stream is given, of which nothing runs; then as the 3rd
     from the 3rd          temporary memory, addresses, launches
 
 A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
-arguments, the workspace. What differs within one are addresses: a kernel's pointer is a Place, some bytes into a tensor
+arguments, the workspace. What differs within one are addresses: a kernel's pointer is a cell, some bytes into a tensor
 of the arguments or into the temporary memory, where what is not in use together may share its bytes. What has an
 address goes to the driver without Triton (driver_launch.py); where all addresses are those of an earlier call, in one
 launch (launch_graphs.py).
 
-The first call of a kind writes nothing down, because tokens of ever new numbers would be slower with it.
+The first call of a kind is not captured, because tokens of ever new numbers would be slower with it.
 
-Only a step of launches, allocations and views can be repeated; one that runs anything else of ATen, as class weights or
-a bias's gradient do, is run as it is written.
+A launch is in the graph whoever made it: Triton, a library of CUDA, ctypes. Only what is given to another stream than
+torch's current one is not, which no step may do. Only a step of launches that can be made
+again, allocations and views is repeated. One that runs anything else of ATen, as class weights or a bias's gradient do,
+or copies memory, or gives a kernel memory that is neither the arguments' nor its own, is run as it is written.
 """
 
-import copy
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from flce_ops.meta.call import Arguments
 from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.driver_launch import DriverLaunches, Place, Written, driver_launches
+from flce_ops.triton.driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
 from flce_ops.triton.launch_graphs import LaunchGraphs
 
 aten = torch.ops.aten
@@ -50,8 +51,8 @@ KINDS_AT_MOST = 256
 LAUNCHES_AT_MOST = 2000  # of a kind: some 3 KiB each
 ALIGNMENT = 512  # of an allocation, as the caching allocator has it
 # Integer arguments of kernels, by name, that follow from how many tokens there are. Triton compiles a kernel again
-# where one is 1, or a multiple of 16, unless it is told not to. Where a distance between rows is one of them, the kernel
-# rounds it up to a multiple of 16 (kept_tokens.py).
+# where one is 1, or a multiple of 16, unless it is told not to. Where a distance between rows is one of them,
+# the kernel rounds it up to a multiple of 16 (kept_tokens.py).
 VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
     *("B", "G", "K", "L", "P", "W", "depth_of_parts", "first_tile", "steps"),
@@ -59,11 +60,18 @@ VARIES_WITH_TOKENS = {
 LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
 
 
-@dataclass
+def Kernel(function: Any) -> Any:
+    """A mark."""
+    return function
+
+
+@dataclass(eq=False)
 class Temporary:
     """Memory that the step allocated, and the launches between which it is in use."""
 
     nbytes: int
+    address: int = 0
+    since: int = 0  # launches before it was allocated: other memory was there for these
     first: int = -1
     last: int = -1
     block: int = -1
@@ -73,96 +81,64 @@ class Temporary:
         return self.last < other.first or other.last < self.first
 
 
-class Kernel:
-    """A Triton kernel, compiled once for all N. Launched as ever; a Recording in this thread writes it down."""
+def Kernel(function: Any) -> Any:
+    """A Triton kernel, compiled once for all N."""
+    for parameter in getattr(function, "params", ()):  # the interpreter's have none
+        parameter.do_not_specialize |= parameter.name in VARIES_WITH_TOKENS
+    return function
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        for parameter in getattr(function, "params", ()):  # the interpreter's have none
-            parameter.do_not_specialize |= parameter.name in VARIES_WITH_TOKENS
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.function, name)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        launch = self.function[grid]
-        recording = _recording.get()
-        if recording is None:
-            return launch
-
-        def launch_and_write_down(*args, **options):
-            bound = self.function.signature.bind(*args, **{k: v for k, v in options.items() if k in self.arg_names})
-            bound.apply_defaults()
-            recording.add(launch(*args, **options), (*grid, 1, 1)[:3], bound.args)
-
-        return launch_and_write_down
+class NotRepeatable(Exception):
+    """The step does more than launch, allocate and view."""
 
 
 class Recording(UncompiledDispatchMode):
-    """Of one call: its launches, and where the memory is that they were given."""
+    """Where the memory is that a captured step's launches are given."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], capture: Capture, allocating: Any) -> None:
         super().__init__()
         # first byte, one past the last, which of the tensors
         self.given = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
         ends = [stop for _, stop, _ in self.given]
-        apart = all(stop <= start for stop, (start, *_) in zip(ends, self.given[1:]))
-        self.repeatable = apart  # else an address would not tell whose it is
+        if any(stop > start for stop, (start, *_) in zip(ends, self.given[1:])):
+            raise NotRepeatable("an address would not tell whose it is")
+        self.capture = capture
+        self.allocating = allocating  # context of the stream whose memory it takes: that of the call, as ever
         self.temporaries: list[Temporary] = []
-        self.allocated: dict[int, Temporary] = {}  # by the address of its storage, the last one there
-        self.places: dict[tuple[int, int], Place] = {}  # by (index of a tensor, bytes into it)
-        self.temporary_places: dict[tuple[int, int], tuple[Place, Temporary, int]] = {}
-        self.launches: list[Written] = []
+        self.cells: dict[tuple[int | Temporary, int], Cell] = {}  # by what holds it, bytes into that
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in ALLOCATIONS:
-            storage = result.untyped_storage()
-            if storage.nbytes():
-                self.allocated[storage.data_ptr()] = temporary = Temporary(storage.nbytes())
-                self.temporaries.append(temporary)
-        elif func not in VIEWS:
-            self.repeatable = False
+        if func in VIEWS:
+            return func(*args, **(kwargs or {}))
+        if func not in ALLOCATIONS:
+            raise NotRepeatable(func)
+        with self.allocating:
+            result = func(*args, **(kwargs or {}))
+        storage = result.untyped_storage()
+        if storage.nbytes():
+            self.temporaries.append(Temporary(storage.nbytes(), storage.data_ptr(), self.capture.count()))
         return result
 
-    def add(self, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        if len(self.launches) == LAUNCHES_AT_MOST:
-            self.repeatable = False
-        else:
-            self.launches.append(Written(compiled, grid, tuple(map(self.placed, arguments))))
-
-    def placed(self, value: Any) -> Any:
-        """An argument of a launch, with Places for tensors."""
-        if isinstance(value, Tensor):
-            return self.place_of(value)
-        if isinstance(value, tuple):
-            parts = map(self.placed, value)
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(getattr(value, "base", None), Tensor):  # a tensor map
-            value = copy.copy(value)
-            value.base = self.place_of(value.base)
-        return value
-
-    def place_of(self, tensor: Tensor) -> Place:
-        if not tensor.numel():
-            return Place()
-        address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+    def cell_at(self, now: int, address: int) -> Cell | None:
+        """Of an address in the launch `now`; None where no memory of the step is."""
         for start, stop, index in self.given:
             if start <= address < stop:
-                return self.places.setdefault((index, address - start), Place())
-        temporary = self.allocated.get(storage)
-        if temporary is None:  # something that was there before and is no argument, or what other work made
-            self.repeatable = False
-            return Place()
-        now = len(self.launches)
-        temporary.first = now if temporary.first < 0 else temporary.first
-        temporary.last = now
-        offset = address - storage
-        place, *_ = self.temporary_places.setdefault((id(temporary), offset), (Place(), temporary, offset))
-        return place
+                return self.cells.setdefault((index, address - start), Cell())
+        for temporary in reversed(self.temporaries):
+            if temporary.since <= now and 0 <= address - temporary.address < temporary.nbytes:
+                temporary.first = now if temporary.first < 0 else temporary.first
+                temporary.last = now
+                return self.cells.setdefault((temporary, address - temporary.address), Cell())
+        return None
 
-    def every_place(self) -> list[Place]:
-        return [*self.places.values(), *(place for place, *_ in self.temporary_places.values())]
+    def launches(self, device: int) -> DriverLaunches | None:
+        """None where they cannot be repeated."""
+        captured = self.capture.launches() if self.capture.count() <= LAUNCHES_AT_MOST else None
+        launches = DriverLaunches(device)
+        for now, launch in enumerate(captured or ()):
+            if not launches.add(launch, functools.partial(self.cell_at, now)):
+                return None
+        return None if captured is None else launches
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
@@ -203,9 +179,11 @@ class Replay:
 
     def __init__(self, recording: Recording, launches: DriverLaunches, result: Any) -> None:
         self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
-        self.cells = [(place.cell, index, offset) for (index, offset), place in recording.places.items()]
-        temporary_places = recording.temporary_places.values()
-        self.temporary_cells = [(place.cell, t.block, t.offset + offset) for place, t, offset in temporary_places]
+        places = [(owner, offset, cell) for (owner, offset), cell in recording.cells.items()]
+        self.cells = [(cell, owner, offset) for owner, offset, cell in places if isinstance(owner, int)]
+        self.temporary_cells = [
+            (cell, owner.block, owner.offset + offset) for owner, offset, cell in places if isinstance(owner, Temporary)
+        ]
         self.launches, self.graphs = launches, LaunchGraphs(launches)
         self.result = result
         self.lock = threading.Lock()  # its cells are one thread's at a time
@@ -229,7 +207,6 @@ class Replay:
 
 SEEN_ONCE, NOT_REPEATABLE = object(), object()
 _known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
-_recording: ContextVar[Recording | None] = ContextVar("flce_ops recording", default=None)
 
 
 def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
@@ -251,21 +228,26 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
     if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
         forget_old_kinds()
         return step(*arguments, *fresh)
-    recording = Recording(tensors)
-    token = _recording.set(recording)
+    replay = captured(lambda: step(*arguments, *fresh), tensors)
+    _known[kind] = replay or NOT_REPEATABLE
+    return step(*arguments, *fresh) if replay is None else replay.run(tensors)
+
+
+def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | None:
+    """The step, of which nothing has run; None where it cannot be repeated."""
+    device = tensors[0].device
+    if driver() is None:
+        return None
+    bind_context(device.index)
+    stream, allocating = capture_stream(device.index), torch.cuda.stream(torch.cuda.current_stream(device))
+    capture = Capture(stream.cuda_stream)
     try:
-        with recording:
-            result = step(*arguments, *fresh)
-    finally:
-        _recording.reset(token)
-    _known[kind] = replay_of(recording, result, tensors[0].device) or NOT_REPEATABLE
-    return result
-
-
-def replay_of(recording: Recording, result: Any, device: torch.device) -> Replay | None:
-    launches = None
-    if recording.repeatable:
-        launches = driver_launches(recording.launches, recording.every_place(), device)
+        recording = Recording(tensors, capture, allocating)
+        with capture, torch.cuda.stream(stream), recording:
+            result = step()
+    except (NotRepeatable, RuntimeError):  # of CUDA, say: what cannot be captured. As it is written the step may run
+        return None
+    launches = recording.launches(device.index)
     return None if launches is None else Replay(recording, launches, result)
 
 
