@@ -28,31 +28,27 @@ def tiles_for(input: Tensor) -> LogitsTiles:
     return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
 
 
+def tiles_in(table: dict[str, Tiles], matrix: Tensor, hopper: str, takes_maps: bool) -> Tiles:
+    return table["interpreter" if interpreted(matrix) else hopper if takes_maps else "ampere"]
+
+
 def weight_tiles_for(grad_weight: Tensor) -> Tiles:
-    if interpreted(grad_weight):
-        return WEIGHT_TILES["interpreter"]
-    if not takes_tma(grad_weight):
-        return WEIGHT_TILES["ampere"]
-    return WEIGHT_TILES["hopper, at most 64 columns" if grad_weight.shape[1] <= 64 else "hopper"]
+    hopper = "hopper, at most 64 columns" if grad_weight.shape[1] <= 64 else "hopper"
+    return tiles_in(WEIGHT_TILES, grad_weight, hopper, takes_tma(grad_weight))
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
     """Of the weight's gradient where it is added to a buffer: tensor maps bring the half operands alone."""
-    if interpreted(main_grad):
-        return WEIGHT_TILES["interpreter"]
-    return WEIGHT_TILES["hopper" if on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0 else "ampere"]
+    return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
 
 
 def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
     """Of at most 128 rows where only live tiles are multiplied."""
-    if interpreted(linear_weight):
-        return INPUT_TILES["interpreter"]
-    if not takes_tma(linear_weight):
-        return INPUT_TILES["ampere"]
     columns = linear_weight.shape[1]
+    hopper = "hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
     if columns <= 64 and not live:
-        return INPUT_TILES["hopper, at most 64 columns"]
-    return INPUT_TILES["hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"]
+        hopper = "hopper, at most 64 columns"
+    return tiles_in(INPUT_TILES, linear_weight, hopper, takes_tma(linear_weight))
 
 
 def takes_tma(matrix: Tensor) -> bool:

@@ -86,51 +86,22 @@ def turned_tiles_kernel(
             left = lefts.load([k * BLOCK_K, left_start])
             right = rights.load([k * BLOCK_K, right_start])
             acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
-        add_tile(
-            acc,
-            sum_map,
-            exponent_ptr,
-            guard_ptr,
-            V,
-            room,
-            stride_exponent,
-            class_start,
-            feature_start,
-            behind >= 0,
-            BLOCK,
-        )
-
-
-@triton.jit
-def add_tile(
-    acc,
-    sum_map,
-    exponent_ptr,
-    guard_ptr,
-    V,
-    room,
-    stride_exponent,
-    class_start,
-    feature_start,
-    turned,
-    BLOCK: tl.constexpr,
-):
-    """By halves, as there is room for in shared memory."""
-    # the unit's block in each branch: an address made before them ends the loop's flattening, too
-    if turned:
-        exponent_ptr += (feature_start // (2 * BLOCK)).to(tl.int64) * stride_exponent
-        columns = class_start + tl.arange(0, 2 * BLOCK)[None, :]
-        of_columns = in_units(acc, exponent_ptr + columns, columns < V, guard_ptr, room, 0)
-        upper, lower = column_halves(of_columns.to(tl.float16), BLOCK)
-        sum_map.atomic_add([class_start, feature_start], tl.trans(upper))
-        sum_map.atomic_add([class_start + BLOCK, feature_start], tl.trans(lower))
-    else:
-        exponent_ptr += (feature_start // (2 * BLOCK)).to(tl.int64) * stride_exponent
-        rows = class_start + tl.arange(0, BLOCK)[:, None]
-        of_rows = in_units(acc, exponent_ptr + rows, rows < V, guard_ptr, room, 1)
-        left, right = column_halves(of_rows.to(tl.float16), BLOCK)
-        sum_map.atomic_add([class_start, feature_start], left)
-        sum_map.atomic_add([class_start, feature_start + BLOCK], right)
+        # By halves, as there is room for in shared memory. The unit's block in each branch: an address made before them
+        # ends the loop's flattening, too.
+        if behind >= 0:
+            exponents = exponent_ptr + (feature_start // (2 * BLOCK)).to(tl.int64) * stride_exponent
+            columns = class_start + tl.arange(0, 2 * BLOCK)[None, :]
+            of_columns = in_units(acc, exponents + columns, columns < V, guard_ptr, room, 0)
+            upper, lower = column_halves(of_columns.to(tl.float16), BLOCK)
+            sum_map.atomic_add([class_start, feature_start], tl.trans(upper))
+            sum_map.atomic_add([class_start + BLOCK, feature_start], tl.trans(lower))
+        else:
+            exponents = exponent_ptr + (feature_start // (2 * BLOCK)).to(tl.int64) * stride_exponent
+            rows = class_start + tl.arange(0, BLOCK)[:, None]
+            of_rows = in_units(acc, exponents + rows, rows < V, guard_ptr, room, 1)
+            left_half, right_half = column_halves(of_rows.to(tl.float16), BLOCK)
+            sum_map.atomic_add([class_start, feature_start], left_half)
+            sum_map.atomic_add([class_start, feature_start + BLOCK], right_half)
 
 
 @triton.jit
