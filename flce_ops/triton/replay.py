@@ -60,11 +60,6 @@ VARIES_WITH_TOKENS = {
 LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
 
 
-def Kernel(function: Any) -> Any:
-    """A mark."""
-    return function
-
-
 @dataclass(eq=False)
 class Temporary:
     """Memory that the step allocated, and the launches between which it is in use."""
