@@ -133,6 +133,7 @@ def finish_rows_kernel(
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SCALED: tl.constexpr,  # by the reduction
     SLOTS: tl.constexpr,
     SOFT: tl.constexpr,  # a target of slots, one perhaps
     BLOCK_N: tl.constexpr,  # 1 of a soft target
@@ -195,7 +196,7 @@ def finish_rows_kernel(
     # ATen.
     divisor = tl.where(tl.abs(d_lse) < size * LEAST_SLOPE, size * LEAST_SLOPE, d_lse)
     scaled = divisor
-    if tokens.reduction is not None:
+    if SCALED:
         row_scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
         scaled = row_scale * d_lse
         scaled = tl.where(scaled == scaled, row_scale * divisor, scaled)
@@ -286,6 +287,7 @@ def launch_finish_rows(
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,
+        SCALED=tokens.reduction is not None,
         SLOTS=slots,
         SOFT=soft,
         BLOCK_N=rows,
