@@ -70,7 +70,7 @@ class LossTerms:
         """`lse_rest` is what the rounding of lse took from it."""
         loss = times(self.target_factor, surprisal(target_logit, lse, lse_rest))
         if self.of_slots is not None:  # a class of weight 0 may be switched off by a bias of -inf
-            loss = torch.where(self.of_slots == 0.0, 0.0, loss).sum(-1)
+            loss = torch.where((self.of_slots == 0.0) & loss.isnan(), 0.0, loss).sum(-1)
         if logit_sum is not None:
             loss = loss + (self.smoothing_lse_factor * lse - self.smoothing * logit_sum)
         if self.z_loss is not None:
