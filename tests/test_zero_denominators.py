@@ -217,3 +217,19 @@ def test_triton_recomputing_makes_of_an_infinite_slope_what_aten_makes(launchers
     _, lse, *_ = aten.forward(*operands)
     kernels = (launchers.launch_backward, aten.backward)
     assert_kernels_make_the_same_kinds(kernels, slice(3), -cotangent, cotangent, None, *operands, lse)
+
+
+def test_soft_targets_of_class_weight_0_over_a_normalizer_of_0_are_nan_on_both_paths():
+    """0 times inf, whether forward makes the gradient or, under a checkpoint, backward."""
+    inputs = make(normalizer=0.0)
+    target = torch.tensor([[V - 1, V - 2]]).repeat(N, 1)
+    target[0] = torch.tensor([2, 3])
+    options = {"weight": (torch.arange(V) < V - 5).float(), "normalizer": inputs.normalizer}
+    options["target_weight"] = torch.rand(N, 2)
+
+    def loss(input):
+        return flce_ops.linear_cross_entropy(input, inputs.linear_weight, target, **options)
+
+    for value in (loss(inputs.input), checkpoint(loss, inputs.input, use_reentrant=False)):
+        assert value == math.inf
+        assert torch.autograd.grad(value, inputs.input)[0].isnan().all()
