@@ -1,6 +1,6 @@
 """The loss of targets that are class probabilities, as F.cross_entropy takes them, without the (N, V) logits.
 
-linear_kl_div's operators compute it, as a kind of their own: flce_ops/objectives/class_probabilities.py has the formula.
+linear_kl_div's operators compute it as a kind of their own; flce_ops/objectives/class_probabilities.py has the formula.
 The loss of a token whose q has a negative entry is nan. The mean divides by all tokens: ignore_index and the class
 weights are not in its denominator.
 """
