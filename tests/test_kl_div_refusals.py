@@ -85,6 +85,14 @@ def test_given_probabilities_of_another_shape_or_dtype_are_refused():
         flce_ops.linear_kl_div(**changed(pair, teacher_probs=pair["teacher_probs"].long()))
 
 
+@pytest.mark.parametrize("name", ["teacher_logit_scale", "teacher_softcap"])
+def test_what_is_of_the_teachers_logits_is_refused_beside_probabilities(name):
+    with pytest.raises(
+        ValueError, match=f"{name} is of the teacher's logits, but teacher_probs are given; leave {name}"
+    ):
+        flce_ops.linear_kl_div(**make_pair(SHAPE, probs=True), **{name: 2.0})
+
+
 def test_a_teacher_that_requires_a_gradient_is_fine_where_nothing_is_recorded():
     pair = make_pair(SHAPE)
     expected = flce_ops.linear_kl_div(**pair).detach()

@@ -98,6 +98,9 @@ def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
     check_linear(op, input, operands.linear_weight, operands.linear_bias)
     check_teacher(op, operands)
     check_no_teacher_gradient(op, **operands._asdict())
+    for name in ("teacher_logit_scale", "teacher_softcap"):
+        if operands.teacher_probs is not None and getattr(call, name) is not None:
+            raise ValueError(f"{op}: {name} is of the teacher's logits, but teacher_probs are given; leave {name} out")
     if target is not None:
         check_target_dtype(op, target)
     check_device(op, **operands._asdict())

@@ -76,7 +76,8 @@ class RowObjective(RowNumbers):
         value, slope = self.of_target(surprisal, self.weight, None, self)
         of_all_slots = slope
         if self.soft:
-            value = torch.where((slope == 0.0) & value.isnan(), 0.0, value).sum(-1)  # a bias of -inf may switch the class off
+            # a bias of -inf may switch the class off
+            value = torch.where((slope == 0.0) & value.isnan(), 0.0, value).sum(-1)
             of_all_slots = slope.sum(-1)
         losses, d_lse = self.of_row(value, of_all_slots, lse, logit_sum, None, self)
         return losses, (-slope, d_lse)
