@@ -1,6 +1,6 @@
 """Which path a call would take, and which condition rules the others out: the tables of ops/paths.py, for arguments.
 
-Where Triton makes a scalar loss, also how it takes the tokens: those of triton/cut.py.
+Where Triton makes a scalar loss, also how it takes the tokens: those of triton/steps/cut.py.
 """
 
 import inspect
@@ -220,8 +220,8 @@ def learnt(call: dict) -> bool:
 
 def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
     """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
-    from flce_ops.triton.cut import CUTS, problem_of
-    from flce_ops.triton.row_statistics import sum_pairs
+    from flce_ops.triton.rows.row_statistics import sum_pairs
+    from flce_ops.triton.steps.cut import CUTS, problem_of
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize

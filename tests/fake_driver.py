@@ -1,4 +1,4 @@
-"""libcuda as flce_ops/triton/driver_launch.py calls it: streams that capture, graphs of kernels, launches written down.
+"""libcuda as triton/launch/driver_launch.py calls it: streams that capture, graphs of kernels, launches written down.
 
 `launch` is a kernel that anybody launches on the current stream: by Triton, by ctypes, by a library of CUDA.
 """

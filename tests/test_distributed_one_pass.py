@@ -85,7 +85,7 @@ def test_triton_one_pass_equals_the_aten_one_pass(world):
 
 
 def triton_one_pass(device):
-    from flce_ops.triton.with_grad import launch_vocab_parallel_with_grad
+    from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
     mesh = mesh_of(device, dist.get_world_size())
     layout = layout_of(*(distribute_tensor(torch.zeros(35, 1), mesh, [p]) for p in (R, Shard(0))))

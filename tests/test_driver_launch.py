@@ -6,8 +6,8 @@ import pytest
 import torch
 from fake_driver import eight_bytes, in_place_of_cuda
 
-driver_launch = pytest.importorskip("flce_ops.triton.driver_launch")
-launch_graphs = pytest.importorskip("flce_ops.triton.launch_graphs")
+driver_launch = pytest.importorskip("flce_ops.triton.launch.driver_launch")
+launch_graphs = pytest.importorskip("flce_ops.triton.launch.launch_graphs")
 
 CELL_AT = {}.get  # no memory of the step
 
@@ -24,7 +24,7 @@ def launch_with(fake, *parameters):
 
 
 def test_a_hook_on_launches_is_a_chain():
-    """What flce_ops/triton/replay.py asks Triton for: whether somebody watches."""
+    """What flce_ops/triton/launch/replay.py asks Triton for: whether somebody watches."""
     runtime = pytest.importorskip("triton").knobs.runtime
     assert runtime.launch_enter_hook.calls == runtime.launch_exit_hook.calls == []
 

@@ -11,15 +11,15 @@ pytest.importorskip("triton")
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_with_grad
-from flce_ops.triton.chunks import product_bytes, rows_that_fit
-from flce_ops.triton.copy_rows import launch_spread_rows
-from flce_ops.triton.cut import cut_tokens
-from flce_ops.triton.input_gradient import Finish, InputGradient
-from flce_ops.triton.kept_tokens import Kept, keep_tokens
-from flce_ops.triton.parts import float32_memory, steps_and_parts
-from flce_ops.triton.target_rows import launch_target_rows
-from flce_ops.triton.tiles import INPUT_TILES
-from flce_ops.triton.weight_gradient import WeightGradient
+from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.parts import float32_memory, steps_and_parts
+from flce_ops.triton.gemm.tiles import INPUT_TILES
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from flce_ops.triton.rows.copy_rows import launch_spread_rows
+from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.rows.target_rows import launch_target_rows
+from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit
+from flce_ops.triton.steps.cut import cut_tokens
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -205,7 +205,7 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
     args = (x, w, target, None, None, torch.rand(40))
     mask = {"output_mask": [True, True, False]}
     truth = aten.with_grad(*(t.double() if t is not None and t.is_floating_point() else t for t in args), **mask)
-    monkeypatch.setattr("flce_ops.triton.even_features.on_tma_device", lambda tensor: True)
+    monkeypatch.setattr("flce_ops.triton.gemm.even_features.on_tma_device", lambda tensor: True)
     with flce_ops.workspace(workspace):
         found = launch_with_grad(*args, **mask)
     assert ("13 features of zeros added" in flce_ops.last_path().reason) is padded

@@ -173,7 +173,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import flce_ops
 from flce_ops.triton import launch_with_grad
-from flce_ops.triton.replay import NotRepeatable, Recording
+from flce_ops.triton.launch.replay import NotRepeatable, Recording
 x, w, target = torch.randn(20, 32), torch.randn(65, 32), torch.randint(65, (20,))
 for _ in range(2):
     leaf = w.clone().requires_grad_()

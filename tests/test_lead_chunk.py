@@ -17,10 +17,11 @@ from test_triton_interpreter import assert_close, assert_one_pass, double, opera
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step, target
-from flce_ops.triton.cut import cut_tokens
-from flce_ops.triton.kept_tokens import choose_cut
-from flce_ops.triton.lead import lead_chunk
+from flce_ops.triton.gemm import target
+from flce_ops.triton.rows.kept_tokens import choose_cut
+from flce_ops.triton.steps import backward, chunks, cut, forward, lead, one_pass_step
+from flce_ops.triton.steps.cut import cut_tokens
+from flce_ops.triton.steps.lead import lead_chunk
 
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU here: tests/test_numerics.py", allow_module_level=True)

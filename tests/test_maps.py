@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("flce_ops/*", "flce_ops/integrations/*", "tests/fuzz")  # flce_ops itself: DESIGN.md, test_layers.py
+FOLDERS = (
+    "flce_ops/*",
+    "flce_ops/integrations/*",
+    "flce_ops/triton/*",
+    "tests/fuzz",
+)  # flce_ops itself: DESIGN.md, test_layers.py
 MAPS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/__init__.py"))
 
 

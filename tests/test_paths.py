@@ -191,7 +191,7 @@ def test_explain_says_what_rules_a_path_out():
 )
 def test_explain_says_how_triton_takes_the_tokens(shape, workspace, options, first, others, monkeypatch):
     """A GPU is pretended; the table is that of Triton's interpreter."""
-    cut = pytest.importorskip("flce_ops.triton.cut")
+    cut = pytest.importorskip("flce_ops.triton.steps.cut")
     situation = Situation("cuda", torch.bfloat16, wants_gradient=True, label_smoothing=bool(options))
     monkeypatch.setattr(sys.modules["flce_ops.explain"], "situation_of_call", lambda call: situation)
     inputs = make_inputs(shape, dtype=torch.bfloat16)
@@ -284,7 +284,7 @@ def test_the_facts_of_a_divergence_are_the_same_on_all_ranks():
 
 def as_markdown() -> str:
     """The tables as docs/paths.md has them."""
-    from flce_ops.triton.cut import CUTS
+    from flce_ops.triton.steps.cut import CUTS
 
     lines = []
     tables = {**LOSS, **RETAIN, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}, **CUTS}

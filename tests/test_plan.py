@@ -63,7 +63,7 @@ class Live(TorchDispatchMode):
 def launchers(monkeypatch):
     """flce_ops.triton with kernels that do nothing; the device's tiles for `meta` are Hopper's."""
     pytest.importorskip("triton")
-    from flce_ops.triton import backward, exponentials, with_grad
+    from flce_ops.triton.steps import backward, exponentials, with_grad
 
     kernels = type(exponentials.combine_kernel)
     monkeypatch.setattr(kernels, "__getitem__", lambda kernel, grid: lambda *args, **options: None)

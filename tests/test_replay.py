@@ -10,9 +10,9 @@ import torch
 
 import flce_ops
 
-replay = pytest.importorskip("flce_ops.triton.replay")
-driver_launch = pytest.importorskip("flce_ops.triton.driver_launch")
-launch_graphs = pytest.importorskip("flce_ops.triton.launch_graphs")
+replay = pytest.importorskip("flce_ops.triton.launch.replay")
+driver_launch = pytest.importorskip("flce_ops.triton.launch.driver_launch")
+launch_graphs = pytest.importorskip("flce_ops.triton.launch.launch_graphs")
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import flce_ops
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-replay = pytest.importorskip("flce_ops.triton.replay")
-driver_launch = pytest.importorskip("flce_ops.triton.driver_launch")
+replay = pytest.importorskip("flce_ops.triton.launch.replay")
+driver_launch = pytest.importorskip("flce_ops.triton.launch.driver_launch")
 
 gpu = pytest.mark.skipif(not ON_GPU, reason="launches are repeated on a GPU")
 

@@ -18,7 +18,10 @@ class Hopper:
     get_current_device = get_current_stream = lambda self, *args: 0
 
 triton.runtime.driver.set_active(Hopper())
-from flce_ops.triton import cross_entropy, kl_div, replay, with_grad
+from flce_ops.triton.given_logits import cross_entropy
+from flce_ops.triton.divergence import kl_div
+from flce_ops.triton.launch import replay
+from flce_ops.triton.steps import with_grad
 
 KERNELS = "finish_rows_kernel", "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
 compiled = []

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.copy_rows import copied_rows, fits
+from flce_ops.triton.rows.copy_rows import copied_rows, fits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(37, 520, 524), (37, 1003, 1008), (37, 4, 8), (9, 1030, 1026), (9, 8, 3)]

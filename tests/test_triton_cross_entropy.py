@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
     ],
 )
 def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memory):
-    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
     logits, target, made = make_logits(shape, dtype=dtype, options=options)
     for absent in ("token_weight", "temperature"):
         made.pop(absent, None)
@@ -89,7 +89,7 @@ def test_a_large_softcap_leaves_logits_their_digits(softcap, device):
         if device == "cuda":
             losses = flce_ops.cross_entropy(z, target, softcap=softcap, reduction="none")
             return losses.detach(), *torch.autograd.grad((losses * scale).sum(), z)
-        triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+        triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
         numbers = scalars({"softcap": softcap})
         target_logit, lse, *_ = triton.launch_forward(z.detach(), target, None, **numbers)
         return lse - target_logit, triton.launch_with_grad(z.detach(), target, None, scale, **numbers)[2]
@@ -101,7 +101,7 @@ def test_a_large_softcap_leaves_logits_their_digits(softcap, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
 def test_bfloat16_logits_are_unpacked_as_they_are():
-    triton = pytest.importorskip("flce_ops.triton.cross_entropy")
+    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
     logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
     found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
     right = aten.forward(logits.double(), target, None, logit_sum=True, argmax=True)

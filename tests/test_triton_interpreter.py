@@ -14,9 +14,9 @@ from test_gradient_gemms import kept_of
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
-from flce_ops.triton.columns import weighted_column_sum
-from flce_ops.triton.scale_rows import launch_scale_rows
-from flce_ops.triton.set_entries import launch_set_entries
+from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.scale_rows import launch_scale_rows
+from flce_ops.triton.rows.set_entries import launch_set_entries
 
 pytestmark = [
     # conftest.py turns the interpreter on where there is no GPU, before anything imports triton
@@ -126,7 +126,7 @@ def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memor
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_one_pass_kernels_agree_with_float64_over_several_chunks(chunks, poisoned_memory, monkeypatch):
-    monkeypatch.setattr("flce_ops.triton.cut.RECOMPUTE_BELOW", 0)
+    monkeypatch.setattr("flce_ops.triton.steps.cut.RECOMPUTE_BELOW", 0)
     with flce_ops.workspace(1):  # the smallest chunk has 128 rows
         args = operands((128 * chunks - 106, 20, 67), torch.float32, {"bias": True})
         assert_one_pass(args, {}, [True, True, True], chunks=chunks)

@@ -16,9 +16,9 @@ from test_triton_interpreter import double
 
 import flce_ops
 from flce_ops.aten import kl_div as aten
-from flce_ops.triton import kl_div as triton_kl_div
-from flce_ops.triton.fixed_point import from_fixed_point, to_fixed_point
-from flce_ops.triton.kl_div_cut import cut_chunk
+from flce_ops.triton.divergence import kl_div as triton_kl_div
+from flce_ops.triton.divergence.fixed_point import from_fixed_point, to_fixed_point
+from flce_ops.triton.divergence.kl_div_cut import cut_chunk
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),

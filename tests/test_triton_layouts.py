@@ -20,7 +20,7 @@ from test_triton_interpreter import double, operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
-from flce_ops.triton.with_grad import launch_vocab_parallel_with_grad
+from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
 ON_GPU = torch.cuda.is_available()  # the interpreter stands in where there is none
 GPU = [pytest.mark.gpu] if ON_GPU else []
@@ -96,7 +96,7 @@ def test_one_pass_gradients_do_not_depend_on_the_layout(case, poisoned_memory, m
     mode, matrices, wanted = case.split(" | ")
     shape, workspace, reason = MODES[mode]
     if mode == "chunks":
-        monkeypatch.setattr("flce_ops.triton.cut.RECOMPUTE_BELOW", 0)
+        monkeypatch.setattr("flce_ops.triton.steps.cut.RECOMPUTE_BELOW", 0)
     args, changed = made(shape, matrices, "step")
     mask = MASKS[wanted]
     with flce_ops.workspace(workspace):

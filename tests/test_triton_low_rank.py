@@ -12,7 +12,7 @@ from flce_ops.meta.arguments import LowRankWithGrad
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.low_rank_with_grad import launch_low_rank_with_grad
+from flce_ops.triton.steps.low_rank_with_grad import launch_low_rank_with_grad
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's dots of bfloat16 are wrong

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from test_lead_chunk import WAITS, WORKSPACE, quarter  # noqa: F401  a fixture
 
-from flce_ops.triton.with_grad import launch_policy_with_grad
+from flce_ops.triton.steps.with_grad import launch_policy_with_grad
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),

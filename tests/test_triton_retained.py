@@ -12,9 +12,9 @@ from test_triton_log_probs import CASES, rescued_operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
-from flce_ops.triton.backward import pieces
-from flce_ops.triton.logit_codes import codes_of
-from flce_ops.triton.target import tiles_for
+from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.steps.backward import pieces
+from flce_ops.triton.steps.logit_codes import codes_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -137,7 +137,7 @@ def test_the_slope_of_a_softcap_is_not_retained():
 
 def test_operands_with_features_of_zeros_leave_retained_logits_whole(monkeypatch, poisoned_memory):
     """V of them, whatever D is."""
-    monkeypatch.setattr("flce_ops.triton.even_features.on_tma_device", lambda tensor: True)
+    monkeypatch.setattr("flce_ops.triton.gemm.even_features.on_tma_device", lambda tensor: True)
     args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
     rows = launch_forward(*args, retain=150)
     assert "11 features of zeros added" in flce_ops.last_path().reason

@@ -12,7 +12,8 @@ from test_triton_interpreter import RAGGED, TOLERANCE, double
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.triton import cut, launch_backward, launch_forward, launch_with_grad
+from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
+from flce_ops.triton.steps import cut
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),

@@ -11,15 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flce_ops
 from flce_ops import aten
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
-from flce_ops.triton import backward, launch_backward, launch_with_grad, replay, with_grad
-from flce_ops.triton.chunks import slices
-from flce_ops.triton.class_order import launch_class_order
-from flce_ops.triton.finish_rows import FinishedRows
-from flce_ops.triton.gather_sums import CutLists, launch_cut_lists, launch_gather_lists
-from flce_ops.triton.kept_tokens import keep_tokens
-from flce_ops.triton.live_tiles import compared_rows
-from flce_ops.triton.sparse_lists import Lists, launch_lists
-from flce_ops.triton.sparse_or_dense import lists_may_pay
+from flce_ops.triton import launch_backward, launch_with_grad
+from flce_ops.triton.launch import replay
+from flce_ops.triton.rows.finish_rows import FinishedRows
+from flce_ops.triton.rows.kept_tokens import keep_tokens
+from flce_ops.triton.sparse.class_order import launch_class_order
+from flce_ops.triton.sparse.gather_sums import CutLists, launch_cut_lists, launch_gather_lists
+from flce_ops.triton.sparse.live_tiles import compared_rows
+from flce_ops.triton.sparse.sparse_lists import Lists, launch_lists
+from flce_ops.triton.sparse.sparse_or_dense import lists_may_pay
+from flce_ops.triton.steps import backward, with_grad
+from flce_ops.triton.steps.chunks import slices
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -30,8 +32,8 @@ pytestmark = [
 @pytest.fixture
 def short_lists(monkeypatch):
     """GEMMs would be faster for the few classes of a test."""
-    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", 1)
-    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.CLASSES_PER_ENTRY", 1)
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
 
 
 def options(threshold, mode="unbiased", seed=2**40 + 5, of="both"):
@@ -204,7 +206,7 @@ def test_a_step_makes_only_the_gradient_asked_for(mask, short_lists, poisoned_me
 
 
 def test_the_entries_of_a_span_are_counted_in_int32():
-    from flce_ops.triton.sparse_step import span_at_most
+    from flce_ops.triton.sparse.sparse_step import span_at_most
 
     with flce_ops.workspace(64 << 30):
         assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 256 * 256
@@ -213,15 +215,15 @@ def test_the_entries_of_a_span_are_counted_in_int32():
 @pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
     """And where lists are long, the GEMMs of an exact step in place of them."""
-    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
-    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.USUAL_SHARE", 0.0)  # the device decides
-    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.USUAL_SHARE", 0.0)  # the device decides
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
     args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
     whole = launch_with_grad(*args, **chosen)
     assert flce_ops.last_path().chunks == 1
-    monkeypatch.setattr("flce_ops.triton.sparse_step.span_at_most", lambda *_: 16)
-    monkeypatch.setattr("flce_ops.triton.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, 12, 4)))
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_step.span_at_most", lambda *_: 16)
+    monkeypatch.setattr("flce_ops.triton.steps.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, 12, 4)))
     cut = launch_with_grad(*args, **chosen)
     assert flce_ops.last_path().chunks == 3  # 12 and 4 of a span of 16, and 12
     for ours, expected in zip(cut, whole, strict=True):
@@ -268,7 +270,7 @@ def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
 
 def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, poisoned_memory):
     """And the others what the lists have: without these classes the ATen path's entries, as both are sums of rows."""
-    monkeypatch.setattr("flce_ops.triton.sparse_or_dense.LISTS_COST", 0)
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
     tokens, num_classes, frequent = 40, 600, 128
     made = two_kinds_of_classes(tokens, 12, num_classes, frequent)
     args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
@@ -291,7 +293,7 @@ def test_live_tiles_are_those_of_the_aten_path(rows, monkeypatch, poisoned_memor
     made.target[:190] = torch.where(made.target[:190] == -100, -100, made.target[:190] % 128)
     args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
     chosen = options(2.0**-8, "tiles")
-    monkeypatch.setattr("flce_ops.triton.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, rows)))
+    monkeypatch.setattr("flce_ops.triton.steps.cut.Problem.chunks", lambda self, _: (0, slices(self.tokens, rows)))
     found = launch_with_grad(*args, **mask, **chosen)
     expected = aten.with_grad(*args, **mask, **chosen)
     exact = launch_with_grad(*args, **mask)
@@ -318,7 +320,7 @@ class OtherOperations(TorchDispatchMode):
 def test_sparse_steps_can_be_repeated_from_a_recording(mode, monkeypatch):
     """A view that replay.py did not know made the host launch each kernel anew: 1.6 for 1.15 at 8192x1024x50304."""
     for name in ("LISTS_COST", "USUAL_SHARE"):  # the device decides
-        monkeypatch.setattr(f"flce_ops.triton.sparse_or_dense.{name}", 0.0)
+        monkeypatch.setattr(f"flce_ops.triton.sparse.sparse_or_dense.{name}", 0.0)
     steps = {}
 
     def repeated(step, *arguments, fresh=()):

@@ -36,11 +36,11 @@ def rows_of_lists(lists, start):
 )
 @pytest.mark.parametrize("has_dense", [False, True], ids=["lists", "and dense"])
 def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, poisoned_memory):
-    from flce_ops.triton.finish_rows import FinishedRows
-    from flce_ops.triton.kept_tokens import keep_tokens
-    from flce_ops.triton.live_tiles import LIVE, compared_rows
-    from flce_ops.triton.sparse_lists import Lists, launch_carried, launch_lists
-    from flce_ops.triton.sparse_or_dense import NONE_DENSE, DenseClasses
+    from flce_ops.triton.rows.finish_rows import FinishedRows
+    from flce_ops.triton.rows.kept_tokens import keep_tokens
+    from flce_ops.triton.sparse.live_tiles import LIVE, compared_rows
+    from flce_ops.triton.sparse.sparse_lists import Lists, launch_carried, launch_lists
+    from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses
 
     if has_dense and mode == "drop":
         pytest.skip("what is dropped has no dense classes")
@@ -100,8 +100,8 @@ def test_a_sparse_step_of_shards_equals_the_aten_one_and_one_device(world):
 
 
 def sparse_steps(device):
-    from flce_ops.triton import sparse_or_dense
-    from flce_ops.triton.with_grad import launch_vocab_parallel_with_grad
+    from flce_ops.triton.sparse import sparse_or_dense
+    from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
     mesh = mesh_of(device, dist.get_world_size())
     before = sparse_or_dense.CLASSES_PER_ENTRY, sparse_or_dense.LISTS_COST

@@ -42,7 +42,7 @@ CALLS = {
 def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypatch):
     inputs = make_inputs((13, 11, 31), dtype=torch.bfloat16, requires_grad=False)
     monkeypatch.setitem(sys.modules, "flce_ops.triton", None)  # an import of it raises
-    monkeypatch.setitem(sys.modules, "flce_ops.triton.with_grad", None)
+    monkeypatch.setitem(sys.modules, "flce_ops.triton.steps.with_grad", None)
     CALLS[op](kernel(f"linear_cross_entropy_{op}"), inputs)
     path = flce_ops.last_path()
     assert path.op.endswith(op) and path.implementation == "aten", path
@@ -50,7 +50,7 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
 
 def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
     """(9, 4) is an MI300, (9, 0) an MI200: NVIDIA's numbers for other chips."""
-    device = pytest.importorskip("flce_ops.triton.target")
+    device = pytest.importorskip("flce_ops.triton.gemm.target")
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(64, 4096))
     with pytest.raises(NotImplementedError, match="made for NVIDIA's GPUs"):
         device.tiles_for(tensor)

@@ -11,9 +11,9 @@ from test_gradient_gemms import interpreter, kept_of
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.tiles import WEIGHT_TILES
-from flce_ops.triton.turned_tiles import launch_turned_tiles
-from flce_ops.triton.weight_gradient import WeightGradient
+from flce_ops.triton.gemm.tiles import WEIGHT_TILES
+from flce_ops.triton.gemm.turned_tiles import launch_turned_tiles
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
 
 
 def summed_over_chunks(e, x, chunks, dtype, kept=None):  # (N, V), (N, D)
@@ -178,7 +178,7 @@ def test_a_last_block_of_features_that_is_half_full_is_multiplied_by_turned_tile
         turned.append(options["tiles"])
         launch_turned_tiles(*args, **options)
 
-    monkeypatch.setattr("flce_ops.triton.weight_gradient.launch_turned_tiles", launch)
+    monkeypatch.setattr("flce_ops.triton.gemm.weight_gradient.launch_turned_tiles", launch)
     e, x = torch.rand(128, v), torch.randn(128, d)
     e[100:], x[100:] = 0.0, 0.0
     found, exact = summed_over_chunks(e, x, 4, torch.float16, 100)

@@ -18,14 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flce_ops.math.options import LogitOptions
-from flce_ops.triton.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.input_gradient import Finish, input_gradient_kernel
-from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.live_tiles import LIVE, Steps
-from flce_ops.triton.logit_codes import Coding
-from flce_ops.triton.logits_gemm import logits_gemm_kernel
-from flce_ops.triton.outgrown_rows import LOOK, outgrown_rows_kernel
-from flce_ops.triton.tiles import (
+from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from flce_ops.triton.gemm.input_gradient import Finish, input_gradient_kernel
+from flce_ops.triton.gemm.logits_gemm import logits_gemm_kernel
+from flce_ops.triton.gemm.outgrown_rows import LOOK, outgrown_rows_kernel
+from flce_ops.triton.gemm.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
     LogitsTiles,
@@ -33,8 +30,11 @@ from flce_ops.triton.tiles import (
     data_centre_chip,
     tiles_of_architecture,
 )
-from flce_ops.triton.turned_tiles import turned_tiles_kernel
-from flce_ops.triton.weight_gradient import weight_gradient_kernel
+from flce_ops.triton.gemm.turned_tiles import turned_tiles_kernel
+from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
+from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.sparse.live_tiles import LIVE, Steps
+from flce_ops.triton.steps.logit_codes import Coding
 
 # the pointers of each epilogue, what may be absent being absent
 EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 7)

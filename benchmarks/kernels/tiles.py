@@ -1,4 +1,4 @@
-"""Times tile shapes of the three GEMMs against cuBLAS: where the lines of flce_ops/triton/tiles.py come from.
+"""Times tile shapes of the three GEMMs against cuBLAS: where the lines of flce_ops/triton/gemm/tiles.py come from.
 
     python -m benchmarks.kernels.tiles [--rounds 3] [--ms 100]
 
@@ -15,12 +15,12 @@ import torch
 import triton
 
 from flce_ops.math.options import LogitOptions
-from flce_ops.triton.epilogues import ExpSum, Gradient
-from flce_ops.triton.input_gradient import Finish, InputGradient
-from flce_ops.triton.kept_tokens import Kept
-from flce_ops.triton.logits_gemm import launch_logits_gemm
-from flce_ops.triton.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, LogitsTiles, Tiles
-from flce_ops.triton.weight_gradient import WeightGradient
+from flce_ops.triton.gemm.epilogues import ExpSum, Gradient
+from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
+from flce_ops.triton.gemm.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, LogitsTiles, Tiles
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from flce_ops.triton.rows.kept_tokens import Kept
 
 # n rows of a chunk, D hidden, V vocabulary
 SHAPES = ((2048, 4096, 128256), (2048, 2304, 256000), (4096, 896, 151936))

@@ -27,8 +27,8 @@ u is a function of the seed, the token's place in the call and the tile: not of 
 runs, nor of other tokens. Ranks that share the vocabulary tell each other the sum of q in a tile that they share, so
 they keep what one device would. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
 entries. That is of the draws: of blocks of classes that many tokens keep a Triton step makes the exact gradient instead
-(triton/sparse_or_dense.py), each rank of its own blocks, and ATen none. The function is the finaliser of MurmurHash3,
-applied three times.
+(triton/sparse/sparse_or_dense.py), each rank of its own blocks, and ATen none. The function is the finaliser of
+MurmurHash3, applied three times.
 """
 
 from collections.abc import Callable, Sequence

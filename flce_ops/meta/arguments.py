@@ -46,7 +46,7 @@ def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
     """16-bit columns of a row of retained logits, which starts on 16 bytes.
 
     V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
-    (flce_ops/triton/logit_codes.py, flce_ops/aten/chunks.py).
+    (flce_ops/triton/steps/logit_codes.py, flce_ops/aten/chunks.py).
     """
     numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
     return 4 * dtype.itemsize * (numbers + maxima)

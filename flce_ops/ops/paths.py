@@ -8,7 +8,7 @@
 
 A condition looks at a Situation (situations.py), never at data on a device. flce_ops.explain prints the tables for
 given arguments, docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of
-triton/cut.py.
+triton/steps/cut.py.
 """
 
 import functools

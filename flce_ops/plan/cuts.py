@@ -19,7 +19,7 @@ from flce_ops.support.table import choose
 from flce_ops.support.workspace import matrix_bytes
 
 if TYPE_CHECKING:
-    from flce_ops.triton.lead import Lead
+    from flce_ops.triton.steps.lead import Lead
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -112,14 +112,14 @@ def vocabulary_parallel(shard: Head) -> StepCost:
         return two_passes(shard)
     if not runs_on_triton("vocab_parallel_with_grad", shard):
         return one_pass_aten(shard)
-    from flce_ops.triton.cut import cut_shard
+    from flce_ops.triton.steps.cut import cut_shard
 
     cut = cut_shard(shard.meta_tensors()[0], shard.vocab, BOTH, sum_pairs=0)
     return chunks_of(shard, cut.chunks, cut.product_bytes, 2 * VECTOR_BYTES)
 
 
 def one_pass_triton(head: Head) -> StepCost:
-    from flce_ops.triton.cut import cut_tokens
+    from flce_ops.triton.steps.cut import cut_tokens
 
     cut = cut_tokens(*head.meta_tensors(), BOTH)
     if cut.lead is None and cut.recompute:
@@ -163,8 +163,8 @@ def chunks_of(
     head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False
 ) -> StepCost:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
-    from flce_ops.triton.chunks import padded
-    from flce_ops.triton.target_rows import TOKENS_AT_MOST
+    from flce_ops.triton.rows.target_rows import TOKENS_AT_MOST
+    from flce_ops.triton.steps.chunks import padded
 
     size = head.dtype.itemsize
     rows = chunks[0].stop - chunks[0].start
@@ -191,9 +191,9 @@ def added_bytes(head: Head, chunks: int) -> int:
 
 def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
     """`summed` where grad_linear_weight holds earlier tokens' part."""
-    from flce_ops.triton.backward import pieces, product_parts
-    from flce_ops.triton.chunks import padded
-    from flce_ops.triton.forward import forward_chunks
+    from flce_ops.triton.steps.backward import pieces, product_parts
+    from flce_ops.triton.steps.chunks import padded
+    from flce_ops.triton.steps.forward import forward_chunks
 
     size, hidden = head.dtype.itemsize, head.hidden
     row_slices, column_slices = pieces(head.tokens, hidden, head.vocab, size, units_bytes(head), want_input=True)
@@ -265,14 +265,14 @@ def dense_compiled(head: Head) -> StepCost:
 
 
 def vocabulary_tiles(head: Head) -> int:
-    from flce_ops.triton.backward import BLOCK_V
+    from flce_ops.triton.steps.backward import BLOCK_V
 
     return -(-head.vocab // BLOCK_V)
 
 
 def units_bytes(head: Head) -> int:
     """Beside grad_linear_weight, where it is a sum over chunks."""
-    from flce_ops.triton.tiles import WEIGHT_TILES
-    from flce_ops.triton.weight_gradient import sum_bytes
+    from flce_ops.triton.gemm.tiles import WEIGHT_TILES
+    from flce_ops.triton.gemm.weight_gradient import sum_bytes
 
     return sum_bytes(head.vocab, head.hidden, WEIGHT_TILES["hopper"])

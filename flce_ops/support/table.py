@@ -1,6 +1,6 @@
 """A table of paths: of its rows the first one whose conditions all hold is taken.
 
-What a condition looks at is the table's own: a call (ops/paths.py), the sizes of a problem (triton/cut.py).
+What a condition looks at is the table's own: a call (ops/paths.py), the sizes of a problem (triton/steps/cut.py).
 """
 
 from collections.abc import Callable

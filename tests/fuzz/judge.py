@@ -108,7 +108,7 @@ def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int
         found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
-    from flce_ops.triton import backward, chunks, cut, forward, lead, one_pass_step
+    from flce_ops.triton.steps import backward, chunks, cut, forward, lead, one_pass_step
 
     for remembered in (cut.best_cut, cut.fewest_steps):  # of cases with other constants
         remembered.cache_clear()

@@ -1,0 +1,279 @@
+"""The divergence of a chunk of rows and G, from the stored logits of both models.
+
+                 V                       V
+        ┌──┬──┬──┬──┐            ┌──┬──┬──┬──┐
+      n │  │▓▓│  │  │ student  n │  │▓▓│  │  │ teacher        a program has BLOCK_N rows of one tile of the logits GEMM
+        └──┴──┴──┴──┘            └──┴──┴──┴──┘
+
+    1. sums of each row, tile by tile           objectives/divergence.py says which; "forward" makes G at once
+    2. over all tiles (and ranks)               the divergence, the number of the row that G needs
+    3. G = row_scale logit_scale G', rounded    over the student's logits
+
+Memory bounds the two passes over the matrices: 4 bytes an entry are read, and 2 written where G is.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.objectives.divergence import Divergence, Forward
+from flce_ops.objectives.in_triton import LN2, number
+from flce_ops.triton.divergence.fixed_point import from_fixed_point
+from flce_ops.triton.divergence.softmax_rows import Softmax, store_shift
+from flce_ops.triton.gemm.logits_gemm import base2_logits
+from flce_ops.triton.gemm.target import interpreted
+from flce_ops.triton.gemm.tile_sums import launch_sum_tiles
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_distance
+
+# N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
+
+BLOCK_ROWS = 64  # of kernels over rows
+
+
+class Distributions(NamedTuple):
+    """Of a chunk's rows; the teacher's is one of the two."""
+
+    student: Softmax
+    teacher: Softmax | None
+    teacher_probs: Tensor | None  # (N, V)
+
+
+class RowScale(NamedTuple):
+    """What G is multiplied by."""
+
+    row_scale: Tensor  # (N,)
+    logit_scale: Tensor | None  # ()
+
+
+@triton.jit
+def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
+    """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
+
+    What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
+    come at a time whatever V is.
+    """
+    places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
+    if softmax.logits.dtype.element_ty == tl.int16:
+        logits = from_fixed_point(logits)
+    logits = logits.to(tl.float32)
+    high = -tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
+    low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
+    dz_du = logits
+    if softmax.softcap is not None:
+        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number(softmax.softcap))
+    else:
+        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
+    logits = (logits + high[:, None]) - low[:, None]
+    return tl.where((cols < V)[None, :], logits, float("-inf")), dz_du
+
+
+@Kernel
+@triton.jit
+def divergence_kernel(
+    distributions,  # Distributions
+    beta_ptr,  # (), of "jsd"
+    sums_ptr,  # (s, T, n) out; or None
+    gradient_ptr,  # (n, V) out, the memory of the student's logits; or None
+    row_number_ptr,  # (n,), for G; or None for 1
+    scale,  # RowScale, for G
+    kept,  # Kept
+    n,
+    V,
+    stride_student,
+    stride_teacher,
+    stride_probs_n,
+    stride_probs_v,
+    OF_GIVEN_P: tl.constexpr,  # p in place of log p
+    OF_ENTRY: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SUMS: tl.constexpr,  # s
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    vocab_block = tl.program_id(0)
+    row_start = tl.program_id(1) * BLOCK_N
+    count = kept_rows(kept, n)
+    if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
+        rows = row_start + tl.arange(0, BLOCK_N)
+        cols = vocab_block * BLOCK_V + tl.arange(0, BLOCK_V)
+        row_mask = rows < count
+        token = tl.load(kept.order + rows, mask=row_mask, other=0)
+        student = distributions.student
+        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
+        if distributions.teacher_probs is None:
+            teacher = distributions.teacher
+            log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
+        else:
+            places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
+            mask = row_mask[:, None] & (cols < V)[None, :]
+            log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
+            if not OF_GIVEN_P:
+                log2_p = tl.log2(log2_p)
+        beta = number(beta_ptr)
+        if sums_ptr is not None:
+            terms = OF_ENTRY(log2_q, log2_p, beta)
+            partial = vocab_block.to(tl.int64) * row_distance(n) + rows
+            next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
+            for k in tl.static_range(SUMS):
+                tl.store(sums_ptr + k * next_sum + partial, tl.sum(terms[k], 1), mask=row_mask)
+        if gradient_ptr is not None:
+            row_number = 1.0
+            if row_number_ptr is not None:
+                row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
+            # the entries of a row would be inf of either sign, and some 0 * inf
+            factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
+            gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
+            if student.softcap is not None:
+                gradient *= dz_du
+            gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
+            places = rows.to(tl.int64)[:, None] * stride_student + cols[None, :]
+            tl.store(
+                gradient_ptr + places,
+                gradient.to(gradient_ptr.dtype.element_ty),
+                mask=(rows < n)[:, None] & (cols < stride_student)[None, :],
+            )
+
+
+class RowResults(NamedTuple):
+    """By token, 0 where ignored; out. Nats."""
+
+    divergence: Tensor | None  # (N,)
+    shift: Tensor | None = None  # (2, N)
+    teacher_shift: Tensor | None = None  # (2, N), of a teacher that is a model
+    student_kl: Tensor | None = None  # (N,), of "reverse" and "jsd"
+
+
+@Kernel
+@triton.jit
+def finish_divergence_kernel(
+    totals_ptr,  # (s, n)
+    beta_ptr,  # (), of "jsd"
+    student_shift_ptr,  # (2, n)
+    teacher_shift_ptr,  # (2, n)
+    results,  # RowResults
+    row_number_ptr,  # (n,) out
+    kept,  # Kept
+    n,
+    N,
+    OF_SUMS: tl.constexpr,
+    SUMS: tl.constexpr,  # s
+    BLOCK_N: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < n
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=inside, other=0)
+    totals = ()
+    for k in tl.static_range(SUMS):
+        totals += (tl.load(totals_ptr + k * n + i, mask=mask, other=1.0),)  # type: ignore[assignment]
+    value, row_number = OF_SUMS(totals, number(beta_ptr))
+    tl.store(row_number_ptr + i, row_number, mask=mask)
+    if results.divergence is not None:
+        tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
+    if results.student_kl is not None:
+        tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
+    if results.shift is not None:
+        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask)
+    if results.teacher_shift is not None:
+        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask)
+
+
+@Kernel
+@triton.jit
+def known_number_kernel(
+    student_kl_ptr,  # (N,) nats
+    row_number_ptr,  # (n,) out
+    kept,  # Kept
+    n,
+    BLOCK_N: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=mask, other=0)
+    tl.store(row_number_ptr + i, tl.load(student_kl_ptr + token, mask=mask, other=0.0) / LN2, mask=mask)
+
+
+class Rows:
+    """The kernels of a chunk's rows."""
+
+    def __init__(
+        self, distributions: Distributions, kind: type[Divergence], beta: Tensor | None, kept: Kept, tile: int
+    ) -> None:
+        self.distributions, self.kind, self.beta, self.kept, self.tile = distributions, kind, beta, kept, tile
+        student, teacher, _ = distributions
+        self.n = student.logits.shape[0]
+        self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
+        self.row_number = student.shift.new_empty(self.n)
+        # the others need a sum of the row first; probabilities that are given may not add up to 1
+        self.gradient_at_once = kind is Forward and teacher is not None
+
+    def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
+        """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
+        self.launch(sums, gradient, None, scale)
+        totals = sums.new_empty(sums.shape[0], self.n)
+        launch_sum_tiles(sums, totals, self.kept)
+        return totals
+
+    def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
+        finish_divergence_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
+            totals,
+            self.beta,
+            self.shifts[0],
+            self.shifts[-1],
+            results,
+            self.row_number,
+            self.kept,
+            self.n,
+            tokens,
+            OF_SUMS=self.kind.of_sums.jit,
+            SUMS=self.kind.sums,
+            BLOCK_N=BLOCK_ROWS,
+            num_warps=2,
+        )
+
+    def take_number(self, student_kl: Tensor) -> None:
+        known_number_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
+            student_kl, self.row_number, self.kept, self.n, BLOCK_N=BLOCK_ROWS, num_warps=2
+        )
+
+    def make_gradient(self, gradient: Tensor, scale: RowScale) -> None:
+        self.launch(None, gradient, None if self.gradient_at_once else self.row_number, scale)
+
+    def launch(
+        self,
+        sums: Tensor | None,  # (s, T, n) out
+        gradient: Tensor | None,  # (n, V) out
+        row_number: Tensor | None,  # (n,)
+        scale: RowScale | None,
+    ) -> None:
+        student, teacher, probs = self.distributions
+        logits = student.logits
+        assert gradient is None or gradient.stride() == logits.stride()
+        # ms of 2048x128256, at 16 rows and 8 warps: forward 0.486, reverse's G 0.479, jsd's sums 0.682; at 8 and 4:
+        # 0.483, 0.420, 0.594; at 4 and 2: 0.455, 0.423, 0.589
+        block_n = 16 if interpreted(logits) else 4
+        divergence_kernel[(student.tile_max.shape[0], triton.cdiv(self.n, block_n))](
+            self.distributions,
+            self.beta,
+            sums,
+            gradient,
+            row_number,
+            scale,
+            self.kept,
+            *logits.shape,
+            logits.stride(0),
+            0 if teacher is None else teacher.logits.stride(0),
+            *((0, 0) if probs is None else probs.stride()),
+            OF_GIVEN_P=self.kind.of_given_p,
+            OF_ENTRY=self.kind.of_entry.jit,
+            GRADIENT=self.kind.gradient.jit,
+            SUMS=self.kind.sums,
+            BLOCK_N=block_n,
+            BLOCK_V=self.tile,
+            num_warps=2,
+        )

@@ -1,0 +1,108 @@
+"""CUDA kernels of linear_kl_div's three operators, which are one loop over chunks: kl_div_step.py.
+
+forward      what rows add up to, no G
+with_grad    both
+backward     G of rows that are known
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.math.reduction import Reduction
+from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from flce_ops.meta.call import takes
+from flce_ops.triton.divergence.divergence_rows import RowResults, RowScale
+from flce_ops.triton.divergence.kl_div_step import ForwardRows, run_chunks
+from flce_ops.triton.gemm.even_features import with_even_features
+from flce_ops.triton.launch.replay import repeated
+from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.steps.chunks import contiguous, record_chunks
+from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
+
+# N tokens
+
+NO_GRADIENTS = Gradients(None, None, None)
+
+
+@takes(KlDivForward)
+def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.outputs(call)
+    run(call, forward_step, outputs)
+    return outputs
+
+
+def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]:
+    divergence, shift, teacher_shift, student_kl = outputs
+    results = RowResults(
+        divergence,
+        shift,
+        teacher_shift if teacher_shift.numel() else None,
+        student_kl if student_kl.numel() else None,
+    )
+    kept, _ = kept_tokens(call.operands)
+    return run_chunks(call.operands, call.options, kept, NO_GRADIENTS, results)
+
+
+@takes(KlDivWithGrad)
+@with_even_features
+def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.outputs(call)
+    call.row_scale = call.row_scale.contiguous()
+    run(call, with_grad_step, outputs)
+    return outputs
+
+
+def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[slice]:
+    loss, divergence, *grads = outputs
+    kept, place = kept_tokens(call.operands)
+    gradients = wanted_gradients(grads, call.output_mask)
+    scale = RowScale(call.row_scale, call.options.logit_scale)
+    chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(divergence), scale)
+    finish_gradients(grads, gradients, kept, place)
+    launch_sum_losses(divergence, Reduction(call.row_scale), kept.total, loss)
+    return chunks
+
+
+@takes(KlDivBackward)
+@with_even_features
+def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
+    outputs = meta.outputs(call)
+    call.grad, call.shift, call.teacher_shift, call.student_kl = contiguous(
+        call.grad, call.shift, call.teacher_shift, call.student_kl
+    )
+    run(call, backward_step, outputs)
+    return outputs
+
+
+def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
+    kept, place = kept_tokens(call.operands)
+    gradients = wanted_gradients(outputs, call.output_mask)
+    known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
+    scale = RowScale(call.grad, call.options.logit_scale)
+    chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(None), scale, known)
+    finish_gradients(outputs, gradients, kept, place)
+    return chunks
+
+
+def run(
+    call: KlDivForward | KlDivWithGrad | KlDivBackward, step: Callable[..., list[slice]], outputs: tuple[Tensor, ...]
+) -> None:
+    operands = call.operands
+    linear_bias, teacher_bias = contiguous(operands.linear_bias, operands.teacher_bias)
+    with torch.cuda.device_of(operands.input):
+        valid = operands.valid
+        if valid is None:
+            valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
+        call.operands = operands._replace(linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid.contiguous())
+        chunks = repeated(step, call, outputs) if call.options.ranks == 1 else step(call, outputs)
+    record_chunks(call, operands.linear_weight, chunks)
+
+
+def kept_tokens(operands: KlDivOperands) -> tuple[Kept, Tensor]:
+    """Those where `valid` is not 0."""
+    return keep_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])

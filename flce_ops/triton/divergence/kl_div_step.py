@@ -1,0 +1,212 @@
+"""Chunks of tokens of linear_kl_div: the logits of both models in 16 bits, then G in place of the student's.
+
+    rows, teacher's rows = the chunk's kept tokens                                                 copy_rows.py
+    t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
+    s = logits of the student                   likewise; over shards one exchange of row numbers
+    divergence, G over s                        one or two passes over s and t                     divergence_rows.py
+    grad_linear_weight += G.T @ rows            in float16 until the last chunk                    weight_gradient.py
+    grad_input[rows]    = G @ linear_weight     in float32, rounded once; its parts where t was    input_gradient.py
+
+All three operators are this loop: forward makes no G, backward knows what rows add up to. The first four lines are done
+for a part of a chunk at a time (kl_div_cut.py), because the teacher's logits are of no use once there is G: 4096 tokens
+of 151936 classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A teacher's
+probabilities are read where they are.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
+from flce_ops.math.options import LogitOptions
+from flce_ops.objectives.divergence import DIVERGENCES
+from flce_ops.support.exchange import all_reduce
+from flce_ops.triton.divergence.divergence_rows import Distributions, RowResults, Rows, RowScale
+from flce_ops.triton.divergence.kl_div_cut import RowCut, cut_rows, fits_in_logits, row_numbers, stored_dtype
+from flce_ops.triton.divergence.softmax_rows import (
+    Linear,
+    Softmax,
+    find_shift,
+    share_denominators,
+    store_logits,
+    take_shift,
+)
+from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.parts import float32_memory
+from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.copy_rows import launch_copy_rows
+from flce_ops.triton.rows.kept_tokens import Kept, room_for_rows
+from flce_ops.triton.steps.gradients import Gradients
+
+# N tokens, n rows of a chunk or part, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles
+
+
+class ForwardRows(NamedTuple):
+    """What forward found of every token, in nats."""
+
+    shift: Tensor  # (2, N)
+    teacher_shift: Tensor  # (2, N), or (2, 0)
+    student_kl: Tensor  # (N,), or (0,)
+
+
+def run_chunks(
+    operands: KlDivOperands,
+    options: KlDivOptions,
+    kept: Kept,
+    gradients: Gradients,
+    results: RowResults,
+    scale: RowScale | None = None,
+    known: ForwardRows | None = None,
+) -> list[slice]:
+    """The chunks it took."""
+    cut = cut_rows(operands, options, gradients)
+    step = KlDivStep(operands, options, kept, gradients, cut)
+    for chunk, parts in zip(cut.chunks, cut.parts, strict=True):
+        step.run(chunk, parts, results, scale, known)
+    return cut.chunks
+
+
+class KlDivStep:
+    """What the chunks of a step share."""
+
+    def __init__(
+        self,
+        operands: KlDivOperands,
+        options: KlDivOptions,
+        kept: Kept,
+        gradients: Gradients,
+        cut: RowCut,
+    ) -> None:
+        self.operands, self.options, self.kept, self.cut = operands, options, kept, cut
+        self.grad_input, grad_weight, self.bias_sum = gradients
+        input, teacher_input = operands.input, operands.teacher_input
+        self.tokens, hidden = input.shape
+        self.classes = operands.linear_weight.shape[0]
+        self.tile = tiles_for(input).block_n
+        dtype = stored_dtype(input, options.softcap)
+        # of the student, then G; behind them the teacher's
+        self.logits = input.new_empty(cut.rows * row_numbers(self.classes), dtype=dtype)
+        self.teacher_rows = None
+        if teacher_input is not None and not fits_in_logits(teacher_input, self.classes, dtype.itemsize):
+            most = max(part.stop - part.start for parts in cut.parts for part in parts)
+            self.teacher_rows = teacher_input.new_empty(most * teacher_input.shape[1])
+        self.apart = input.new_empty(cut.chunks[0].stop, hidden) if self.grad_input is None else None
+        self.weight_gradient = None if grad_weight is None else WeightGradient(grad_weight, chunks=len(cut.chunks))
+
+    def run(
+        self,
+        chunk: slice,
+        parts: list[slice],
+        results: RowResults,
+        scale: RowScale | None,
+        known: ForwardRows | None,
+    ) -> None:
+        kept, n = self.kept.of(chunk), chunk.stop - chunk.start
+        tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
+        launch_copy_rows(self.operands.input, tokens, kept)
+        logits = matrix(self.logits, n, self.classes)
+        for part in parts:
+            self.run_part(kept.of(part), tokens[part], logits[part], results, scale, known)
+        if scale is not None:
+            gradient = matrix(self.logits.view(tokens.dtype), n, self.classes)
+            self.add_to_weight(gradient, tokens, kept)
+            self.write_input(gradient, chunk, kept)
+
+    def run_part(
+        self,
+        kept: Kept,
+        tokens: Tensor,  # (n, D)
+        logits: Tensor,  # (n, V) out: the student's, then G
+        results: RowResults,
+        scale: RowScale | None,
+        known: ForwardRows | None,
+    ) -> None:
+        distributions, sums = self.softmaxes(kept, tokens, logits, known)
+        rows = Rows(distributions, DIVERGENCES[self.options.kind], self.options.beta, kept, self.tile)
+        gradient = None if scale is None else logits.view(tokens.dtype)
+        if known is not None and self.options.of_student:
+            rows.take_number(known.student_kl)
+        elif known is None or not rows.gradient_at_once:
+            totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, scale)
+            totals = all_reduce(totals, self.options.group, self.options.ranks)
+            rows.finish(totals, results, self.tokens)
+        if gradient is not None and not (known is None and rows.gradient_at_once):
+            rows.make_gradient(gradient, scale)
+
+    def softmaxes(
+        self, kept: Kept, tokens: Tensor, logits: Tensor, known: ForwardRows | None
+    ) -> tuple[Distributions, Tensor]:
+        """The distributions of a part, and (s, T, n) memory for sums of tiles."""
+        operands, options, n = self.operands, self.options, tokens.shape[0]
+        logit_options = LogitOptions(options.softcap, options.logit_scale)
+        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
+        matrices, shifts = [logits], None if known is None else known[:2]
+        if operands.teacher_input is not None:
+            teacher_tokens = self.teacher_tokens(logits)
+            launch_copy_rows(operands.teacher_input, teacher_tokens, kept)
+            teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
+            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
+            last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
+            matrices.append(matrix(last_rows, n, self.classes))
+        matrices_of_tiles = len(models) + DIVERGENCES[options.kind].sums
+        tiles = triton.cdiv(self.classes, self.tile)
+        per_tile = tokens.new_empty(matrices_of_tiles, tiles, room_for_rows(n), dtype=torch.float32)
+        softmaxes = [
+            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
+            for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))
+        ]
+        sums = per_tile[len(models) :]
+        # the teacher first: its rows wait where the student's logits will be
+        for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
+            store_logits(model, softmax, tile_sum, kept)
+        for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
+            if shifts is None:
+                find_shift(softmax, tile_sum, kept)
+            else:
+                take_shift(softmax, shifts[k], kept)
+        if shifts is None:
+            share_denominators(softmaxes, options.group, options.ranks)
+        teacher = softmaxes[1] if len(softmaxes) > 1 else None
+        return Distributions(softmaxes[0], teacher, operands.teacher_probs), sums
+
+    def teacher_tokens(self, logits: Tensor) -> Tensor:  # (n, V) -> (n, E)
+        (n, _), hidden = logits.shape, self.operands.teacher_input.shape[1]
+        memory = self.teacher_rows
+        if memory is None:
+            first = logits.storage_offset()
+            memory = self.logits[first : first + n * logits.stride(0)].view(self.operands.teacher_input.dtype)
+        return memory[: n * hidden].view(n, hidden)
+
+    def add_to_weight(self, gradient: Tensor, tokens: Tensor, kept: Kept) -> None:
+        if self.bias_sum is not None:
+            self.bias_sum += weighted_column_sum(gradient, None, kept)
+        if self.weight_gradient is not None:
+            last = kept.start + gradient.shape[0] == self.tokens
+            columns = slice(0, self.classes)
+            self.weight_gradient.add(columns, gradient, tokens, kept, first=kept.start == 0, last=last)
+
+    def write_input(self, gradient: Tensor, chunk: slice, kept: Kept) -> None:
+        """In place of the tokens."""
+        if self.grad_input is None:
+            return
+        columns = slice(0, self.classes)
+        memory = self.product_memory(chunk)
+        product = InputGradient(self.grad_input[chunk], self.operands.linear_weight, Finish(), kept, [columns], memory)
+        product.add(columns, gradient)
+        product.close()
+
+    def product_memory(self, chunk: slice) -> Tensor:
+        """Flat float32: where the teacher's logits were, later rows of grad_input, or what the workspace has left."""
+        if self.operands.teacher_input is not None:
+            rows = chunk.stop - chunk.start
+            return float32_memory(self.logits[rows * row_numbers(self.classes) :])
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
+        return later if later.shape[0] >= numbers else later.new_empty(numbers)
+
+
+def matrix(memory: Tensor, n: int, classes: int) -> Tensor:  # (n, V)
+    return memory[: n * row_numbers(classes)].view(n, -1)[:, :classes]

@@ -1,0 +1,149 @@
+"""Stored logits and what makes them log-probabilities: the softmax of a model over the rows of a chunk.
+
+    stored     u_ij = z_ij - tile_max_it          t the tile of column j; rounded to 16 bits
+    log q_ij = (u_ij + (tile_max_it - shift_0i)) - shift_1i
+
+shift_0 is the row's maximum over this rank's columns, shift_1 the log of the softmax's denominator relative to it: one
+float32, their sum, would cost digits at large logits. Logits, maxima and shifts are in base 2 (times log2 e) but where
+nats are named.
+
+Where G needs dz/du of a softcap, what is stored are the logits before it, in nats: dz/du made of z would be a
+difference that cancels.
+
+float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile: what has the probability has
+the digits. bfloat16 would lose eight times as much, and an exponential in float16 ends 2^-24 below the largest. Of
+float16 operands u is a fixed-point number (fixed_point.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.options import LogitOptions
+from flce_ops.math.shards import lse_of_shards
+from flce_ops.objectives.in_triton import LN2
+from flce_ops.support.exchange import all_gather
+from flce_ops.triton.gemm.epilogues import MaxSum
+from flce_ops.triton.gemm.logits_gemm import LOG2E, launch_logits_gemm
+from flce_ops.triton.gemm.tile_sums import BLOCKS, max_and_sum
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.rows.two_sum import rescaled
+
+# N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, R ranks that share it
+
+
+class Softmax(NamedTuple):
+    logits: Tensor  # (n, V) u; its rows are apart by a multiple of 16
+    tile_max: Tensor  # (T, n)
+    shift: Tensor  # (2, n)
+    softcap: Tensor | None = None  # (), of logits that are stored before it
+
+
+class Linear(NamedTuple):
+    """A model's head, and its tokens."""
+
+    rows: Tensor  # (n, D) of the kept tokens
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    options: LogitOptions
+
+
+@Kernel
+@triton.jit
+def find_shift_kernel(
+    tile_max_ptr,  # (T, n)
+    tile_sum_ptr,  # (T, n)
+    shift_ptr,  # (2, n) out
+    kept,  # Kept
+    n,
+    T,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    count = kept_rows(kept, n)
+    end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
+    row_max, row_sum = max_and_sum(tile_max_ptr, tile_sum_ptr, rows, count, n, end, BLOCK_N, BLOCK_T)
+    # a rank whose classes are all at -inf: its probabilities are 0, not nan
+    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    tl.store(shift_ptr + rows, row_max, mask=rows < count)
+    tl.store(shift_ptr + n + rows, tl.log2(row_sum), mask=rows < count)
+
+
+@Kernel
+@triton.jit
+def known_shift_kernel(
+    known_ptr,  # (2, N) nats
+    shift_ptr,  # (2, n) out
+    kept,  # Kept
+    n,
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=mask, other=0)
+    high = tl.load(known_ptr + token, mask=mask, other=0.0)
+    low = tl.load(known_ptr + N + token, mask=mask, other=0.0)
+    high, low = rescaled(high, low, LOG2E)
+    tl.store(shift_ptr + i, high, mask=mask)
+    tl.store(shift_ptr + n + i, low, mask=mask)
+
+
+@triton.jit
+def store_shift(
+    shift_ptr,  # (2, n)
+    out_ptr,  # (2, N) out, nats; 0 where ignored
+    token,
+    i,
+    n,
+    N,
+    inside,
+    mask,
+):
+    high = tl.load(shift_ptr + i, mask=mask, other=0.0)
+    low = tl.load(shift_ptr + n + i, mask=mask, other=0.0)
+    high, low = rescaled(high, low, LN2)
+    tl.store(out_ptr + token, high, mask=inside)
+    tl.store(out_ptr + N + token, low, mask=inside)
+
+
+def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
+    """Logits and tile maxima of `softmax`; (T, n) sums of exp(u)."""
+    launch_logits_gemm(
+        model.rows,
+        model.weight,
+        model.bias,
+        MaxSum(tile_sum, softmax.tile_max),
+        model.options,
+        kept,
+        out=softmax.logits,
+        before_softcap=softmax.softcap is not None,
+    )
+
+
+def find_shift(softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
+    tiles, n = tile_sum.shape[0], softmax.shift.shape[1]
+    find_shift_kernel[(triton.cdiv(n, BLOCKS["BLOCK_N"]),)](
+        softmax.tile_max, tile_sum, softmax.shift, kept, n, tiles, **BLOCKS
+    )
+
+
+def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) -> None:
+    """From those of this rank's columns to those of whole rows."""
+    if ranks == 1:
+        return
+    own = torch.stack([softmax.shift for softmax in softmaxes])  # (k, 2, n)
+    row_max, log_sum = all_gather(own, group, ranks).unbind(2)  # (R, k, n) each
+    denominators = lse_of_shards(row_max - own[:, 0] + log_sum, torch.exp2, torch.log2)
+    for softmax, denominator in zip(softmaxes, denominators):
+        softmax.shift[1] = denominator
+
+
+def take_shift(softmax: Softmax, known: Tensor, kept: Kept) -> None:  # (2, N) nats
+    n = softmax.shift.shape[1]
+    known_shift_kernel[(triton.cdiv(n, 64),)](known, softmax.shift, kept, n, known.shape[1], BLOCK_N=64, num_warps=2)

@@ -1,0 +1,171 @@
+"""What the logits GEMM (logits_gemm.py) does with a tile z of logits, in float32 and in base 2 (z log2 e).
+
+    exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
+                and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
+                                            sum_cols E^2;   sum_cols z
+                or the codes of z in place of E, and max_cols z for these                          (logit_codes.py)
+    max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
+    gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
+
+What they return is rounded and stored by the GEMM. Each takes the tuple above it, whose absent fields are None.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.rows.kept_tokens import row_distance
+from flce_ops.triton.steps.logit_codes import Coding, encoded, largest_places
+
+# n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
+
+
+@triton.jit
+def class_weights(pointer, cols, col_mask):
+    if pointer is None:
+        return 1.0
+    else:
+        return tl.load(pointer + cols, mask=col_mask, other=0.0)[None, :]
+
+
+@triton.jit
+def in_vocabulary(values, col_mask, other, EVEN_V: tl.constexpr):
+    if EVEN_V:
+        return values
+    else:
+        return tl.where(col_mask[None, :], values, other)
+
+
+@triton.jit
+def reference_logits(pointer, rows, row_mask):
+    """inf where there is no token: its logits, of an input of zeros, have exponentials of 0."""
+    return tl.load(pointer + rows, mask=row_mask, other=float("inf"))
+
+
+class ReferenceClass(NamedTuple):
+    """The class of each row whose logit is the reference, (n,) each.
+
+    That logit is a dot product of its own, in another order than the GEMM's. Where a row is nearly sure of the class,
+    its entropy is far smaller than their difference, so there the GEMM's gives way.
+    """
+
+    column: Tensor  # int64, -1 for 0
+    logit: Tensor  # a rescue leaves it as it is
+
+
+class ExpSum(NamedTuple):
+    reference_logit: Tensor  # (n,)
+    class_weight: Tensor | None  # (V,) float32, for logit_sum
+    partial: Tensor  # (T, n) out
+    logit_sum: Tensor | None = None  # (T, n) out, sum_cols w z
+    expected: Tensor | None = None  # (T, n) out, sum_cols E (z - reference)
+    row_max: Tensor | None = None  # (T, n) out
+    argmax: Tensor | None = None  # (T, n) int32, out; with row_max
+    squares: Tensor | None = None  # (T, n) out, sum_cols E^2
+    total: Tensor | None = None  # (T, n) out, sum_cols z
+    coding: Coding | None = None  # its maxima out
+    reference_class: ReferenceClass | None = None
+    first_column: int = 0  # of these classes
+
+    def of(self, tiles: slice, columns: slice) -> "ExpSum":
+        def part(numbers: Tensor | None, of: slice = tiles) -> Tensor | None:
+            return None if numbers is None else numbers[of]
+
+        return self._replace(
+            class_weight=part(self.class_weight, columns),
+            partial=self.partial[tiles],
+            logit_sum=part(self.logit_sum),
+            expected=part(self.expected),
+            row_max=part(self.row_max),
+            argmax=part(self.argmax),
+            squares=part(self.squares),
+            total=part(self.total),
+            first_column=columns.start,
+        )
+
+
+@triton.jit
+def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+    class_weight = class_weights(operands.class_weight, cols, col_mask)
+    reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
+    partial_offset = tile.to(tl.int64) * row_distance(n) + rows
+    if operands.reference_class is not None:
+        own = tl.load(operands.reference_class.column + rows, mask=row_mask, other=0).to(tl.int32)
+        own_logit = tl.load(operands.reference_class.logit + rows, mask=row_mask, other=0.0)
+        is_own = (cols + operands.first_column)[None, :] == tl.maximum(own, 0)[:, None]
+        z = tl.where(is_own, own_logit[:, None], z)
+    if operands.logit_sum is not None:
+        weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
+        tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)
+    if operands.total is not None:
+        tl.store(operands.total + partial_offset, tl.sum(in_vocabulary(z, col_mask, 0.0, EVEN_V), 1), mask=row_mask)
+    if operands.argmax is not None:
+        candidates = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
+        row_max = tl.max(candidates, 1)
+        column = tl.min(tl.where(candidates == row_max[:, None], cols[None, :], V), 1)
+        tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
+        tl.store(operands.argmax + partial_offset, column, mask=row_mask)
+    result = in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V)
+    tl.store(operands.partial + partial_offset, tl.sum(result, 1), mask=row_mask)
+    if operands.expected is not None:
+        # a bias of -inf has exponential 0, whose product is 0
+        shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
+        tl.store(operands.expected + partial_offset, tl.sum(shifted, 1), mask=row_mask)
+    if operands.squares is not None:
+        tl.store(operands.squares + partial_offset, tl.sum(result * result, 1), mask=row_mask)
+    if operands.coding is not None:
+        largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        tl.store(largest_places(operands.coding, rows, tile), largest, mask=row_mask)
+        result = encoded(z, largest, operands.coding.steps)
+    return result
+
+
+class MaxSum(NamedTuple):
+    partial: Tensor  # (T, n) out
+    row_max: Tensor  # (T, n) out
+
+
+@triton.jit
+def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+    partial_offset = tile.to(tl.int64) * row_distance(n) + rows
+    z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
+    row_max = tl.max(z, 1)
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only: sum 0, not nan
+    z -= finite[:, None]
+    tl.store(operands.partial + partial_offset, tl.sum(tl.exp2(z), 1), mask=row_mask)
+    tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
+    return z
+
+
+class Gradient(NamedTuple):
+    reference_logit: Tensor  # (n,)
+    row_factor: Tensor  # (n,)
+    class_weight: Tensor | None = None  # (V,) float32
+    sum_factor: Tensor | None = None  # (n,)
+    shift_factor: Tensor | None = None  # (n,) of z - reference in base 2
+
+    def of(self, rows: slice) -> "Gradient":
+        reference, row_factor, class_weight, *others = self
+        others = [None if factor is None else factor[rows] for factor in others]
+        return Gradient(reference[rows], row_factor[rows], class_weight, *others)
+
+
+@triton.jit
+def gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+    class_weight = class_weights(operands.class_weight, cols, col_mask)
+    reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
+    result = tl.exp2(z - reference_logit[:, None])
+    row_factor = tl.load(operands.row_factor + rows, mask=row_mask, other=0.0)[:, None]
+    if operands.shift_factor is not None:
+        shift_factor = tl.load(operands.shift_factor + rows, mask=row_mask, other=0.0)[:, None]
+        row_factor += tl.where(result > 0.0, shift_factor * (z - reference_logit[:, None]), 0.0)
+    result = result * row_factor
+    if operands.sum_factor is not None:
+        result += tl.load(operands.sum_factor + rows, mask=row_mask, other=0.0)[:, None] * class_weight
+    return result
+
+
+EPILOGUES = {ExpSum: exp_sum, MaxSum: max_sum, Gradient: gradient}

@@ -1,0 +1,259 @@
+"""The GEMM that makes a chunk of logits and consumes each tile in its epilogue, in float32, before anything is rounded.
+
+                     D               V
+               ┌───────────┐    ┌──┬──┬──┬──┐    persistent programs walk the tiles of (n, V);
+    n  BLOCK_N │   input   │  @ │  │▓▓│  │  │    GROUP row blocks sweep V together, so that a tile
+               └───────────┘    └──┴──┴──┴──┘    of linear_weight is read from HBM once a group
+                                 BLOCK_V
+
+    for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
+                        + the product of a low-rank pair, if there is one              (low_rank_pair.py)
+                    z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
+    result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
+             0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
+    out = result dz/du / logit_scale, rounded once; optional            (max_sum's: without dz/du, or instead of it the
+                                                                         logits before the softcap)
+
+"exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
+exponential, whose relative error does not depend on the reference. The target's own logit is such a number for every
+token whose loss is under 40 nats, it costs N dot products, and it saves the epilogue its max reduction.
+`flce_ops/triton/steps/exponentials.py` says what happens to the other tokens.
+
+All logits, references and logarithms here are in base 2 (z * log2 e): exp2 is the hardware's instruction.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.options import LogitOptions
+from flce_ops.objectives.in_triton import number
+from flce_ops.triton.divergence.fixed_point import to_fixed_point
+from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.target import multiprocessors, tiles_for
+from flce_ops.triton.gemm.tiles import LogitsTiles
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
+
+# n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, where w < 2.5: minimax, relative to tanh(y)
+TANH = tl.constexpr((-4.0037299e-2, 1.9218430e-3, -9.1303815e-5, 3.4282380e-6))
+# exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
+LARGEST_SUM = tl.constexpr(2.0**60)
+
+
+@triton.jit
+def base2_logits(acc, bias, logit_options, logit_scale, softcap):
+    """(z log2 e, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
+
+    `logit_options` says which options there are, the two numbers after it were loaded from its pointers.
+    """
+    if bias is not None:
+        acc = acc + bias
+    if logit_options.softcap is not None:
+        # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
+        # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
+        y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
+        e = tl.exp2(tl.where(y2 > 126.0, 126.0, y2))
+        inverse = 1.0 / (1.0 + e)
+        # Below |y| = 0.55 that tanh cancels: off by 6e-8 whatever y is. There z is u times tanh(y) / y, a polynomial in
+        # y2^2 with a relative error of 3e-8, so that a large cap leaves the digits of u. 8 instructions on 11 to 15.
+        square = y2 * y2
+        tanh_by_y = 1.0 + square * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
+        small = acc * (logit_scale * LOG2E) * tanh_by_y
+        z = tl.where(square < 2.5, small, (1.0 - 2.0 * inverse) * (softcap * LOG2E))
+        dz_du = 4.0 * inverse * (e * inverse)
+    else:
+        z = acc * (logit_scale * LOG2E)
+        dz_du = acc
+    return z, dz_du
+
+
+@triton.jit
+def exceeds(guard_ptr):
+    """True for sums above LARGEST_SUM and for nan. The guard holds a non-negative float: its bits order alike."""
+    largest_sum = tl.load(guard_ptr).to(tl.float32, bitcast=True)
+    return (largest_sum > LARGEST_SUM) | (largest_sum != largest_sum)
+
+
+@Kernel
+@triton.jit
+def logits_gemm_kernel(
+    input_ptr,  # (n, D): tensor descriptor with USE_TMA, else a pointer
+    weight_ptr,  # (V, D): likewise
+    out_ptr,  # (n, V): likewise, out; None where nothing is stored
+    bias_ptr,  # (V,) or None
+    logit_options,  # LogitOptions
+    operands,  # of the epilogue: ExpSum, MaxSum, Gradient
+    pair_input_ptr,  # (n, r): as input_ptr; None where there is no pair
+    pair_weight_ptr,  # (V, r)
+    class_scale_ptr,  # (V,) float32; None for 1: multiplies the products, and what is stored
+    guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
+    kept,  # Kept, the tokens of the rows
+    n,
+    D,
+    V,
+    stride_input_n,
+    stride_input_d,
+    stride_weight_v,
+    stride_weight_d,
+    stride_out_n,
+    EPILOGUE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    STORE_HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SLOPED: tl.constexpr,
+    BEFORE_SOFTCAP: tl.constexpr,
+    FIXED_POINT: tl.constexpr,
+    RANK: tl.constexpr,  # of the pair, contiguous
+):
+    logit_scale = number(logit_options.logit_scale)
+    softcap = number(logit_options.softcap)
+    count = kept_rows(kept, n)
+    row_blocks = tl.cdiv(count, BLOCK_N)
+    vocab_blocks = tl.cdiv(V, BLOCK_V)
+    depth = tl.cdiv(D, BLOCK_D)
+    pair_depth: tl.constexpr = tl.cdiv(RANK, BLOCK_D) if USE_TMA else 0
+    tiles = row_blocks * vocab_blocks
+    if guard_ptr is not None:
+        tiles = tl.where(exceeds(guard_ptr), tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+        group_tiles = GROUP * vocab_blocks
+        first = (tile // group_tiles) * GROUP
+        height = min(row_blocks - first, GROUP)
+        row_block = first + tile % height
+        vocab_block = (tile % group_tiles) // height
+        row_start = row_block * BLOCK_N
+        col_start = vocab_block * BLOCK_V
+
+        rows = row_start + tl.arange(0, BLOCK_N)
+        cols = col_start + tl.arange(0, BLOCK_V)
+        row_mask = rows < count
+        col_mask = cols < V
+        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+        for k in range(depth + pair_depth):
+            if USE_TMA:
+                inputs, weights, step = input_ptr, weight_ptr, k
+                if RANK > 0:
+                    if k >= depth:  # one address or the other of a tensor map: the loop stays one
+                        inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
+                a = inputs.load([row_start, step * BLOCK_D])
+                b = weights.load([col_start, step * BLOCK_D])
+            else:
+                ks = k * BLOCK_D + tl.arange(0, BLOCK_D)
+                a = load_tile(input_ptr, rows, ks, row_mask, ks < D, stride_input_n, stride_input_d)
+                b = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
+            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+        if RANK > 0 and not USE_TMA:
+            acc = add_pair_product(
+                acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
+            )
+        if class_scale_ptr is not None:
+            class_scale = tl.load(class_scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
+            acc = acc * class_scale
+        bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        z, dz_du = base2_logits(acc, bias, logit_options, logit_scale, softcap)
+        result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
+        if out_ptr is not None:
+            if BEFORE_SOFTCAP:
+                result = (acc if bias is None else acc + bias) * logit_scale
+            elif FIXED_POINT:
+                result = to_fixed_point(result)
+            elif SLOPED:
+                result = result * dz_du
+            if class_scale_ptr is not None:
+                result = result * class_scale
+            if USE_TMA:
+                rounded = result.to(out_ptr.dtype)
+                if STORE_HALVES:
+                    # half the staging buffer in shared memory: room for one more stage of the main loop
+                    halves = tl.permute(tl.reshape(rounded, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1))
+                    left, right = tl.split(halves)
+                    out_ptr.store([row_start, col_start], left)
+                    out_ptr.store([row_start, col_start + BLOCK_V // 2], right)
+                else:
+                    out_ptr.store([row_start, col_start], rounded)
+            else:
+                tl.store(
+                    out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
+                    result.to(out_ptr.dtype.element_ty),
+                    mask=(rows < n)[:, None] & col_mask[None, :],  # zeros behind the kept rows, as TMA stores them
+                )
+
+
+def launch_logits_gemm(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    epilogue: ExpSum | MaxSum | Gradient,
+    logit_options: LogitOptions,
+    kept: Kept,
+    *,
+    out: Tensor | None = None,  # (n, V)
+    guard: Tensor | None = None,  # ()
+    before_softcap: bool = False,  # what is stored, in nats, in place of the result
+    pair: Pair = NO_PAIR,  # whose product is added
+    tiles: LogitsTiles | None = None,
+) -> None:
+    assert out is None or out.stride(1) == 1
+    n, hidden = input.shape
+    num_classes = linear_weight.shape[0]
+    tiles = tiles or tiles_for(input)
+    block_n, block_v, block_d = tiles.block_m, tiles.block_n, tiles.block_k
+    matrices = [input, linear_weight, out, pair.input, pair.weight]
+    use_tma = tiles.tma and all(map(fits_tma, matrices))
+    if use_tma:
+        of_rows, of_classes = [block_n, block_d], [block_v, block_d]
+        of_out = [block_n, block_v // 2 if tiles.store_halves else block_v]
+        matrices = descriptors(matrices, (of_rows, of_classes, of_out, of_rows, of_classes))
+    grid_tiles = triton.cdiv(n, block_n) * triton.cdiv(num_classes, block_v)
+    programs = tiles.programs_per_sm * multiprocessors(input)
+    logits_gemm_kernel[(min(grid_tiles, programs),)](
+        *matrices[:3],
+        linear_bias,
+        logit_options,
+        epilogue,
+        *matrices[3:],
+        pair.class_scale,
+        guard,
+        kept,
+        n,
+        hidden,
+        num_classes,
+        *input.stride(),
+        *linear_weight.stride(),
+        0 if out is None else out.stride(0),
+        EPILOGUE=EPILOGUES[type(epilogue)],
+        USE_TMA=use_tma,
+        EVEN_V=num_classes % block_v == 0,
+        BLOCK_N=block_n,
+        BLOCK_V=block_v,
+        BLOCK_D=block_d,
+        GROUP=tiles.group,
+        PROGRAMS=programs,
+        FLATTEN=tiles.flatten,
+        WARP_SPECIALIZE=tiles.warp_specialize,
+        STORE_HALVES=tiles.store_halves,
+        PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
+        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
+        BEFORE_SOFTCAP=before_softcap,
+        FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
+        RANK=pair.rank,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

@@ -1,0 +1,341 @@
+"""grad_linear_weight = E.T @ (c input), a chunk of tokens at a time, rounded once in the end.
+
+                n                    D
+        ┌───────────────┐        ┌───────┐
+      V │               │  @   n │       │     persistent programs walk the tiles of (V, D); n ends at the kept tokens
+        │     E.T       │        │  c x  │
+        └───────────────┘        └───────┘
+
+Between chunks the sum stands in grad_linear_weight's own memory, in float16 under a scale: 11 bits instead of
+bfloat16's 8, so that it is the last rounding that counts.
+
+    first chunk     sum = products / unit        unit: a power of two for each row of a tile, one byte: 2^4 to 2^6 times
+    a later one     sum += products / unit       its largest number, so that sums may grow to 2^19 times that
+    last chunk      out = sum unit + products
+    only chunk      out = products
+
+The host does not know how many tokens are kept. So where there are several chunks the first is launched as the only
+one, too; that of the two launches which it is not leaves at once, as do the later chunks where no token is left.
+
+Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
+1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
+whose products exceed what its unit has room for is not added but marked, and added in a new unit by a second launch
+(outgrown_rows.py). Without tensor maps every tile is read, and each chunk chooses its units anew, which need no room.
+With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as large the
+others have 9 or 10.
+
+A user's buffer (main_grad) is added to, not written: a tile of it is read, and the sum stored in its dtype, once for
+each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.outgrown_rows import launch_outgrown_rows
+from flce_ops.triton.gemm.sum_units import (
+    LARGEST_SUM,
+    NO_ROOM,
+    ROOM,
+    exponent_of,
+    in_units,
+    largest_of_rows,
+    power_of_two,
+)
+from flce_ops.triton.gemm.target import main_grad_tiles_for, multiprocessors, weight_tiles_for
+from flce_ops.triton.gemm.tiles import Tiles
+from flce_ops.triton.gemm.turned_tiles import fits_turned_tiles, launch_turned_tiles
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.sparse.live_tiles import EVERY_STEP, LIVE, Steps, number_of_steps, step_at
+
+# n tokens of a chunk, D hidden, V vocabulary
+
+
+@Kernel
+@triton.jit
+def weight_gradient_kernel(
+    exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
+    rows_ptr,  # (n, D): likewise, c input
+    map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
+    stored_ptr,  # (V, D): for the last chunk the sum's
+    sum_ptr,  # (V, D) float16, for float32 results float32
+    result_ptr,  # (V, D) out, the same memory
+    exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a later chunk's products exceed its room
+    guard_ptr,  # () int32: whether any do
+    class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
+    outer_ptr,
+    kept,  # Kept
+    blocks,  # Steps, the blocks of classes that are made
+    live,  # Steps
+    n,
+    D,
+    V,
+    room,  # units that the products of a chunk may have
+    first_rows,  # of the first chunk: it is the only one where all kept tokens are among them
+    stride_exponentials_n,
+    stride_rows_n,
+    stride_out_v,
+    stride_exponent,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    ADDS: tl.constexpr,  # to what the result holds; FIRST and LAST, too, as nothing else is known of it
+    USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # classes
+    BLOCK_N: tl.constexpr,  # features
+    BLOCK_K: tl.constexpr,  # tokens
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    UNIT_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
+    SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
+    RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
+    count = kept_rows(kept, n)
+    class_blocks = tl.cdiv(V, BLOCK_M)
+    if blocks.number is not None:
+        class_blocks = tl.load(blocks.number) * (LIVE // BLOCK_M)
+    feature_blocks = tl.cdiv(D, BLOCK_N)
+    depth = tl.cdiv(count, BLOCK_K)
+    tiles = class_blocks * feature_blocks
+    if not ADDS:
+        taken = tl.load(kept.taken)
+        only = taken <= first_rows
+        if FIRST and LAST:
+            tiles = tl.where(only & (taken >= 0), tiles, 0)
+        else:
+            tiles = tl.where(only, 0, tiles)
+    if ADDS or not (FIRST or LAST):
+        tiles = tl.where(count > 0, tiles, 0)
+    if FIRST and not LAST:
+        if tl.program_id(0) == 0:
+            tl.store(guard_ptr, 0)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+        group_tiles = GROUP * feature_blocks
+        first = (tile // group_tiles) * GROUP
+        height = min(class_blocks - first, GROUP)
+        class_block = first + tile % height
+        if blocks.number is not None:
+            class_block = step_at(blocks, 0, class_block, BLOCK_M)
+        class_start = class_block * BLOCK_M
+        feature_block = (tile % group_tiles) // height
+        feature_start = feature_block * BLOCK_N
+        classes = class_start + tl.arange(0, BLOCK_M)
+        features = feature_start + tl.arange(0, BLOCK_N)
+        class_mask = classes < V
+        steps = depth
+        if live.number is not None:
+            steps = number_of_steps(live, class_start, BLOCK_K)
+        if not (FIRST and LAST):
+            exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
+
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        step = 0
+        if live.number is not None:
+            step = step_at(live, class_start, 0, BLOCK_K)
+        for k in range(steps):
+            if live.number is None:
+                step = k
+            if USE_TMA:
+                a = exponentials_ptr.load([step * BLOCK_K, class_start])
+                b = rows_ptr.load([step * BLOCK_K, feature_start])
+            else:
+                ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
+                b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            if live.number is not None:
+                step = step_at(live, class_start, k + 1, BLOCK_K)
+
+        if FIRST:
+            if outer_ptr is not None:
+                outer = tl.load(outer_ptr + features, mask=features < D, other=0.0)[None, :]
+                if class_factor_ptr is not None:
+                    outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
+                acc += outer
+        if MEMORY_ADDS:
+            acc = in_units(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
+        elif not FIRST:
+            exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
+        elif not LAST:
+            exponent = exponent_of(largest_of_rows(acc), UNIT_ROOM)
+            tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
+            acc *= power_of_two(254 - exponent)[:, None]
+        # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+        left_features = feature_start + tl.arange(0, HALF_N)
+        left_places = classes.to(tl.int64)[:, None] * stride_out_v + left_features[None, :]
+        left_mask = class_mask[:, None] & (left_features < D)[None, :]
+        right_mask = class_mask[:, None] & (left_features < D - HALF_N)[None, :]
+        if not (FIRST or MEMORY_ADDS):
+            unit = power_of_two(exponent)
+            if USE_TMA and LAST:
+                stored_left = stored_ptr.load([class_start, feature_start])
+                stored_right = stored_ptr.load([class_start, feature_start + HALF_N])
+            else:
+                stored_left = tl.load(sum_ptr + left_places, mask=left_mask, other=0.0)
+                stored_right = tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0)
+            left += unit * stored_left.to(tl.float32)
+            right += unit * stored_right.to(tl.float32)
+            if not LAST:
+                largest = tl.maximum(largest_of_rows(left), largest_of_rows(right))
+                exponent = exponent_of(largest, UNIT_ROOM)
+                tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
+                inverse = power_of_two(254 - exponent)[:, None]
+                left, right = left * inverse, right * inverse
+        for half in tl.static_range(2):
+            part = left if half == 0 else right
+            mask = left_mask if half == 0 else right_mask
+            if ADDS:
+                part += tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0).to(tl.float32)
+            part = part.to(RESULT_TYPE if LAST else SUM_TYPE)
+            if MEMORY_ADDS:
+                # one addend a number: the order of tiles does not matter
+                map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
+            elif USE_TMA and not ADDS:
+                map_ptr.store([class_start, feature_start + half * HALF_N], part)
+            else:
+                pointer = (result_ptr if LAST else sum_ptr) + left_places + half * HALF_N
+                tl.store(pointer, part, mask=mask)
+
+
+class WeightGradient:
+    """grad_linear_weight of a step of one chunk or of several."""
+
+    def __init__(
+        self,
+        out: Tensor,  # (V, D)
+        *,
+        chunks: int,  # at most, in which tokens come; 1 where it adds
+        adds: bool = False,  # to what `out` holds
+        outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
+        blocks: Steps = EVERY_STEP,
+    ) -> None:
+        self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
+        self.class_factor, self.outer = outer or (None, None)
+        self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
+        self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
+        self.exponents = self.guard = None
+        if chunks > 1:
+            num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
+            self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
+            self.guard = out.new_empty((), dtype=torch.int32)
+
+    def add(
+        self,
+        columns: slice,  # of the vocabulary
+        exponentials: Tensor,  # (n, v)
+        rows: Tensor,  # (n, D) c input, zeros behind the kept rows
+        kept: Kept,
+        *,
+        first: bool,
+        last: bool,
+        live: Steps = EVERY_STEP,  # where `columns` are all
+    ) -> None:
+        first, last = first or self.adds, last or self.adds
+        arguments = columns, exponentials, rows, kept, live
+        if first and not last:
+            self.launch(*arguments, first=True, last=True)
+        if first or last:
+            self.launch(*arguments, first=first, last=last)
+            return
+        every = live.number is None and self.blocks.number is None
+        if every and fits_turned_tiles(rows, self.tiles):
+            self.launch_turned(columns, exponentials, rows, kept)
+        else:
+            self.launch(*arguments)
+        if self.tiles.tma:
+            launch_outgrown_rows(
+                self.sum[columns],
+                self.exponents[:, columns],
+                self.guard,
+                exponentials,
+                rows,
+                kept,
+                blocks=self.blocks,
+                live=live,
+                tiles=self.tiles,
+            )
+
+    def launch_turned(self, columns: slice, exponentials: Tensor, rows: Tensor, kept: Kept) -> None:
+        launch_turned_tiles(
+            self.sum[columns],
+            self.exponents[:, columns],
+            self.guard,
+            exponentials,
+            rows,
+            kept,
+            room=self.room,
+            first_rows=self.first_rows,
+            tiles=self.tiles,
+        )
+
+    def launch(
+        self,
+        columns: slice,
+        exponentials: Tensor,
+        rows: Tensor,
+        kept: Kept,
+        live: Steps,
+        *,
+        first: bool = False,
+        last: bool = False,
+    ) -> None:
+        assert exponentials.stride(1) == rows.stride(1) == 1
+        out, total, tiles = self.out[columns], self.sum[columns], self.tiles
+        (n, num_classes), hidden = exponentials.shape, rows.shape[1]
+        if first:
+            self.first_rows = n
+        assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
+        matrices = [exponentials, rows, None, None]
+        if tiles.tma:
+            matrices[2:] = None if self.adds else out if last else total, total if last and not first else None
+            of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
+            matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
+        exponents = None if first and last else self.exponents[:, columns]
+        grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+        programs = multiprocessors(rows)
+        weight_gradient_kernel[(min(grid_tiles, programs),)](
+            *matrices,
+            total,
+            out,
+            exponents,
+            None if exponents is None else self.guard,
+            None if self.class_factor is None else self.class_factor[columns],
+            self.outer if first else None,
+            kept,
+            self.blocks,
+            live,
+            n,
+            hidden,
+            num_classes,
+            self.room,
+            self.first_rows,
+            exponentials.stride(0),
+            rows.stride(0),
+            out.stride(0),
+            0 if exponents is None else exponents.stride(0),
+            FIRST=first,
+            LAST=last,
+            ADDS=self.adds,
+            USE_TMA=tiles.tma,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            GROUP=tiles.group,
+            PROGRAMS=programs,
+            FLATTEN=tiles.flatten and live.number is None,
+            PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+
+def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
+    """What the sum over several chunks takes beside grad_linear_weight: a byte for each unit."""
+    return triton.cdiv(hidden, tiles.block_n) * num_classes

@@ -1,0 +1,243 @@
+"""Kernels of the operators of given logits: the tile of a row, the launches (cross_entropy_kernels.py)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.math.options import Cotangents, LogitOperands
+from flce_ops.math.reduction import Reduction
+from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import CrossEntropy
+from flce_ops.support.path import record_run
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.gemm.target import interpreted, multiprocessors
+from flce_ops.triton.given_logits.cross_entropy_kernels import (
+    ForwardNumbers,
+    LossResults,
+    gradient_kernel,
+    rows_kernel,
+)
+from flce_ops.triton.given_logits.logit_rows import matrix_of
+from flce_ops.triton.launch.replay import repeated
+from flce_ops.triton.rows.finish_rows import in_kernel
+from flce_ops.triton.rows.kept_tokens import Count, count_tokens
+from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.steps.chunks import contiguous
+
+# N tokens, V vocabulary
+
+
+class Tile(NamedTuple):
+    """How a program takes its row."""
+
+    num_warps: int
+    block_g: int  # groups of 16 bytes in a block
+    held: int = 0  # at most so many blocks in registers
+    num_stages: int = 4  # of those that are read twice: on their way to shared memory, and the one at hand
+    registers: int | None = None  # of a thread
+    programs: int = 1  # that a multiprocessor has at a time
+
+
+# H200, the kernel's share of a copy's bandwidth (4.2 to 4.3 TB/s), bfloat16 at V = 32000, 50304, 128256, 151936 |
+# float32 at 32000, 50304, 128256; behind + with rows asked for ahead:
+#   .79 + .94   .88 + .90   .76   .74 | .91   .81   .70    SHORT
+#                           .78   .78 |             .74    LONG
+#                                     | .86   .86          LONG_FLOAT32
+#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs a multiprocessor
+#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, several rows a program, one as it writes another
+SHORT = Tile(8, 512, held=8, registers=128, programs=2)
+LONG = Tile(16, 1024, held=8)
+LONG_FLOAT32 = Tile(32, 1024, held=9, registers=64)
+STREAMED = Tile(16, 1024)
+INTERPRETED = Tile(1, 8, held=2)
+SHORT_BYTES = 160 << 10
+L2_BLOCKS = 8  # of a short row, that are read twice or were asked for ahead: 64 KiB a program, 17 MB in all
+
+
+def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
+    if interpreted(logits):
+        tile = INTERPRETED
+    elif not gradient or softcap:  # whose slope takes the registers
+        tile = STREAMED
+    elif logits.shape[1] * logits.element_size() <= SHORT_BYTES:
+        tile = SHORT
+    else:
+        tile = LONG_FLOAT32 if logits.dtype == torch.float32 else LONG
+    if not gradient or softcap:
+        return tile._replace(held=0)
+    vec = 16 // logits.element_size()
+    full = max(0, logits.shape[1] - vec + 1) // vec // tile.block_g  # blocks of a row, wherever it begins
+    return tile._replace(held=min(full, tile.held))
+
+
+def blocks_ahead(logits: Tensor, tile: Tile) -> int:
+    """Of the row that the multiprocessor takes next: what L2_BLOCKS leave."""
+    if tile.programs == 1:
+        return 0
+    blocks = triton.cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
+    return min(blocks, max(0, L2_BLOCKS - max(0, blocks - SHORT.held)))
+
+
+@takes(LogitsForward)
+def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = meta.outputs(call)
+    launch(call, forward_step, (), outputs)
+    return outputs
+
+
+def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
+    count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
+    numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
+    launch_rows(call, numbers, call.logit_sum)
+
+
+@takes(LogitsWithGrad)
+def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, losses, grad_logits, argmax = outputs = meta.outputs(call)
+    launch_loss(call, loss, losses, argmax, grad_logits)
+    return outputs
+
+
+@takes(LogitsWithGradInPlace)
+def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = meta.outputs(call)
+    given = call.operands.logits
+    launch_loss(call, *outputs)
+    if call.operands.logits is not given:
+        given.copy_(call.operands.logits)
+    return outputs
+
+
+def launch_loss(call: LogitsWithGrad, *outputs: Tensor) -> None:
+    weight, row_scale = call.operands.weight, call.reduction.row_scale
+    if row_scale is not None:
+        call.reduction = Reduction(row_scale.float().contiguous())
+    launch(call, loss_step, (None if weight is None else weight.float().sum(),), outputs)
+
+
+def loss_step(
+    call: LogitsWithGrad,
+    weight_sum: Tensor | None,  # (), of the class weights
+    in_range: Tensor,  # () out
+    loss: Tensor,  # () out
+    losses: Tensor,  # (N,) out
+    argmax: Tensor,  # (N,) out, or (0,)
+    grad_logits: Tensor | None = None,  # (N, V) out; None for over the logits
+) -> None:
+    logits, target, _ = call.operands
+    kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
+    objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
+    numbers = LossResults(losses, argmax if call.argmax else None)
+    gradient = logits if grad_logits is None else grad_logits
+    launch_rows(call, numbers, objective.d_sum is not None, gradient, objective, call.reduction, kept)
+    launch_sum_losses(losses, call.reduction, kept.total, loss)
+
+
+@takes(LogitsBackward)
+def launch_backward(call: LogitsBackward) -> Tensor:
+    grad_logits = meta.outputs(call)
+    with_unit_rows(call)
+    call.cotangents = Cotangents(*contiguous(*call.cotangents))
+    call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
+    with torch.cuda.device_of(grad_logits):
+        repeated(run_backward, call, fresh=(grad_logits,))
+    record_run(call, 1, grad_logits.shape[0])
+    return grad_logits
+
+
+def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
+    """Rows of unit stride, contiguous vectors, class weights in float32."""
+    logits, target, weight = call.operands
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        logits = logits.contiguous()
+        call.notes += ("a copy of logits without a unit stride",)
+    target, weight = contiguous(target, None if weight is None else weight.float())
+    call.operands = LogitOperands(logits, target, weight)
+
+
+def launch(
+    call: LogitsForward | LogitsWithGrad, step: Callable[..., None], given: tuple[Tensor | None, ...], outputs: Any
+) -> None:
+    with_unit_rows(call)
+    logits, target, _ = call.operands
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(logits):
+        repeated(step, call, *given, fresh=(in_range, *outputs))
+        assert_in_range(in_range, target, logits.shape[1], call.ignore_index)
+    record_run(call, 1, logits.shape[0])
+
+
+def launch_rows(
+    call: Any,  # LogitsForward, or LogitsWithGrad with LossResults
+    numbers: Any,
+    logit_sum: bool,
+    grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
+    objective: CrossEntropy | None = None,
+    reduction: Reduction | None = None,
+    kept: Count | None = None,
+) -> None:
+    logits, target, weight = call.operands
+    tokens, num_classes = logits.shape
+    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None)
+    rows_kernel[(tokens,)](
+        matrix_of(logits),
+        None if grad_logits is None else matrix_of(grad_logits),
+        target,
+        reduction,
+        kept,
+        numbers,
+        weight,
+        None if objective is None else in_kernel(objective),
+        None if objective is None else objective.d_sum,
+        call.logits,
+        call.ignore_index,
+        tile.programs * multiprocessors(logits),
+        tokens,
+        num_classes,
+        OF_TARGET=None if objective is None else objective.of_target.jit,
+        OF_ROW=None if objective is None else objective.of_row.jit,
+        LOGIT_SUM=logit_sum,
+        ARGMAX=call.argmax,
+        ALIKE=grad_logits is None or lie_alike(logits, grad_logits),
+        BLOCK_G=tile.block_g,
+        VEC=16 // logits.element_size(),
+        HELD=tile.held,
+        STAGES=tile.num_stages if weight is None else 1,  # class weights on their way take memory too
+        AHEAD=blocks_ahead(logits, tile),
+        num_warps=tile.num_warps,
+        maxnreg=tile.registers,
+    )
+
+
+def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
+    logits, target, weight = call.operands
+    tile = tile_for(logits, False, call.logits.softcap is not None)
+    gradient_kernel[(logits.shape[0],)](
+        matrix_of(logits),
+        matrix_of(grad_logits),
+        target,
+        call.lse,
+        call.lse_rest,
+        call.cotangents,
+        weight,
+        call.logits,
+        call.ignore_index,
+        logits.shape[1],
+        ALIKE=lie_alike(logits, grad_logits),
+        BLOCK_G=tile.block_g,
+        VEC=16 // logits.element_size(),
+        STAGES=tile.num_stages if weight is None else 1,
+        num_warps=tile.num_warps,
+    )
+
+
+def lie_alike(logits: Tensor, grad_logits: Tensor) -> bool:
+    """Whether each row of one begins at the same place beside a multiple of 16 bytes as that of the other."""
+    vec = 16 // logits.element_size()
+    strides = logits.shape[0] < 2 or (logits.stride(0) - grad_logits.stride(0)) % vec == 0
+    return strides and matrix_of(logits).shift == matrix_of(grad_logits).shift

@@ -1,0 +1,6 @@
+"""How a step reaches the GPU.
+
+replay.py                a step's launches, captured once and repeated
+driver_launch.py         as the CUDA driver takes them
+launch_graphs.py         at the addresses of an earlier call: as one
+"""

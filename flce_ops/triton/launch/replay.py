@@ -1,0 +1,282 @@
+"""A step's kernel launches, captured once and repeated: the host's time of a step is the driver's alone.
+
+    1st call of a kind    the step as it is written
+    2nd                   captured: a graph of all that its stream is given, of which nothing runs; then as the 3rd
+    from the 3rd          temporary memory, addresses, launches
+
+A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
+arguments, the workspace. What differs within one are addresses: a kernel's pointer is a cell, some bytes into a tensor
+of the arguments or into the temporary memory, where what is not in use together may share its bytes. What has an
+address goes to the driver without Triton (driver_launch.py); where all addresses are those of an earlier call, in one
+launch (launch_graphs.py).
+
+The first call of a kind is not captured, because tokens of ever new numbers would be slower with it.
+
+A launch is in the graph whoever made it: Triton, a library of CUDA, ctypes. Only what is given to another stream than
+torch's current one is not, which no step may do. Only a step of launches that can be made
+again, allocations and views is repeated. One that runs anything else of ATen, as class weights or a bias's gradient do,
+or copies memory, or gives a kernel memory that is neither the arguments' nor its own, is run as it is written.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flce_ops.meta.call import Arguments
+from flce_ops.support.torch_private import UncompiledDispatchMode
+from flce_ops.support.workspace import get_workspace
+from flce_ops.triton.launch.driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
+from flce_ops.triton.launch.launch_graphs import LaunchGraphs
+
+aten = torch.ops.aten
+ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+VIEWS = (
+    aten.alias.default,
+    aten.detach.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten.view.dtype,
+)
+KINDS_AT_MOST = 256
+LAUNCHES_AT_MOST = 2000  # of a kind: some 3 KiB each
+ALIGNMENT = 512  # of an allocation, as the caching allocator has it
+# Integer arguments of kernels, by name, that follow from how many tokens there are. Triton compiles a kernel again
+# where one is 1, or a multiple of 16, unless it is told not to. Where a distance between rows is one of them,
+# the kernel rounds it up to a multiple of 16 (kept_tokens.py).
+VARIES_WITH_TOKENS = {
+    *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
+    *("B", "G", "K", "L", "P", "W", "depth_of_parts", "first_tile", "steps"),
+}
+LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
+
+
+@dataclass(eq=False)
+class Temporary:
+    """Memory that the step allocated, and the launches between which it is in use."""
+
+    nbytes: int
+    address: int = 0
+    since: int = 0  # launches before it was allocated: other memory was there for these
+    first: int = -1
+    last: int = -1
+    block: int = -1
+    offset: int = 0
+
+    def is_apart_from(self, other: "Temporary") -> bool:
+        return self.last < other.first or other.last < self.first
+
+
+def Kernel(function: Any) -> Any:
+    """A Triton kernel, compiled once for all N."""
+    for parameter in getattr(function, "params", ()):  # the interpreter's have none
+        parameter.do_not_specialize |= parameter.name in VARIES_WITH_TOKENS
+    return function
+
+
+class NotRepeatable(Exception):
+    """The step does more than launch, allocate and view."""
+
+
+class Recording(UncompiledDispatchMode):
+    """Where the memory is that a captured step's launches are given."""
+
+    def __init__(self, tensors: Sequence[Tensor], capture: Capture, allocating: Any) -> None:
+        super().__init__()
+        # first byte, one past the last, which of the tensors
+        self.given = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
+        ends = [stop for _, stop, _ in self.given]
+        if any(stop > start for stop, (start, *_) in zip(ends, self.given[1:])):
+            raise NotRepeatable("an address would not tell whose it is")
+        self.capture = capture
+        self.allocating = allocating  # context of the stream whose memory it takes: that of the call, as ever
+        self.temporaries: list[Temporary] = []
+        self.cells: dict[tuple[int | Temporary, int], Cell] = {}  # by what holds it, bytes into that
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in VIEWS:
+            return func(*args, **(kwargs or {}))
+        if func not in ALLOCATIONS:
+            raise NotRepeatable(func)
+        with self.allocating:
+            result = func(*args, **(kwargs or {}))
+        storage = result.untyped_storage()
+        if storage.nbytes():
+            self.temporaries.append(Temporary(storage.nbytes(), storage.data_ptr(), self.capture.count()))
+        return result
+
+    def cell_at(self, now: int, address: int) -> Cell | None:
+        """Of an address in the launch `now`; None where no memory of the step is."""
+        for start, stop, index in self.given:
+            if start <= address < stop:
+                return self.cells.setdefault((index, address - start), Cell())
+        for temporary in reversed(self.temporaries):
+            if temporary.since <= now and 0 <= address - temporary.address < temporary.nbytes:
+                temporary.first = now if temporary.first < 0 else temporary.first
+                temporary.last = now
+                return self.cells.setdefault((temporary, address - temporary.address), Cell())
+        return None
+
+    def launches(self, device: int) -> DriverLaunches | None:
+        """None where they cannot be repeated."""
+        captured = self.capture.launches() if self.capture.count() <= LAUNCHES_AT_MOST else None
+        launches = DriverLaunches(device)
+        for now, launch in enumerate(captured or ()):
+            if not launches.add(launch, functools.partial(self.cell_at, now)):
+                return None
+        return None if captured is None else launches
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
+    """Gives each its block and its offset; the bytes of the blocks. Those in use together are apart.
+
+    A large one has a block of its own size, perhaps after one another: in the step as it is written the allocator
+    gave out that size, and has it again. The others are in the last block, the largest first, each at the lowest
+    offset that is free for it.
+    """
+    blocks: list[list[Temporary]] = []
+    small: list[Temporary] = []
+    for temporary in sorted(temporaries, key=lambda t: -t.nbytes):
+        if temporary.nbytes >= LARGE:
+            free = (i for i, block in enumerate(blocks) if all(map(temporary.is_apart_from, block)))
+            temporary.block = next(free, len(blocks))
+            if temporary.block == len(blocks):
+                blocks.append([])
+            blocks[temporary.block].append(temporary)
+            continue
+        for other in sorted(small, key=lambda t: t.offset):
+            if not temporary.is_apart_from(other) and other.offset < temporary.offset + temporary.nbytes:
+                behind = -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT
+                temporary.offset = max(temporary.offset, behind)
+        small.append(temporary)
+    for temporary in small:
+        temporary.block = len(blocks)
+    return [block[0].nbytes for block in blocks] + [max((t.offset + t.nbytes for t in small), default=0)]
+
+
+class Replay:
+    """What a Recording found, ready to be repeated."""
+
+    def __init__(self, recording: Recording, launches: DriverLaunches, result: Any) -> None:
+        self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
+        places = [(owner, offset, cell) for (owner, offset), cell in recording.cells.items()]
+        self.cells = [(cell, owner, offset) for owner, offset, cell in places if isinstance(owner, int)]
+        self.temporary_cells = [
+            (cell, owner.block, owner.offset + offset) for owner, offset, cell in places if isinstance(owner, Temporary)
+        ]
+        self.launches, self.graphs = launches, LaunchGraphs(launches)
+        self.result = result
+        self.lock = threading.Lock()  # its cells are one thread's at a time
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        device = tensors[0].device
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
+        stream = current_stream(device.index)
+        addresses, starts = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.data_ptr, memory))
+        if self.graphs.run((addresses, starts), stream):
+            return self.result
+        with self.lock:
+            for cell, index, offset in self.cells:
+                cell.value = addresses[index] + offset
+            for cell, block, offset in self.temporary_cells:
+                cell.value = starts[block] + offset
+            self.launches.run(stream)
+            self.graphs.add((addresses, starts))
+        return self.result
+
+
+SEEN_ONCE, NOT_REPEATABLE = object(), object()
+_known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
+
+
+def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
+    """step(*arguments, *fresh), whose result holds no tensors. All memory it writes to, but its own, is in these.
+
+    `fresh` was allocated for this call, and its shapes follow from the arguments and from how many it is.
+    """
+    tensors: list[Tensor] = []
+    features: list[Hashable] = [step, get_workspace(), len(fresh)]
+    describe(arguments, tensors, features)
+    tensors += fresh
+    if not on_gpu(tensors[0]) or watched():
+        return step(*arguments, *fresh)
+    kind = tuple(features)
+    known = _known.pop(kind, None)
+    _known[kind] = SEEN_ONCE if known is None else known
+    if isinstance(known, Replay):
+        return known.run(tensors)
+    if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
+        forget_old_kinds()
+        return step(*arguments, *fresh)
+    replay = captured(lambda: step(*arguments, *fresh), tensors)
+    _known[kind] = replay or NOT_REPEATABLE
+    return step(*arguments, *fresh) if replay is None else replay.run(tensors)
+
+
+def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | None:
+    """The step, of which nothing has run; None where it cannot be repeated."""
+    device = tensors[0].device
+    if driver() is None:
+        return None
+    bind_context(device.index)
+    stream, allocating = capture_stream(device.index), torch.cuda.stream(torch.cuda.current_stream(device))
+    capture = Capture(stream.cuda_stream)
+    try:
+        recording = Recording(tensors, capture, allocating)
+        with capture, torch.cuda.stream(stream), recording:
+            result = step()
+    except (NotRepeatable, RuntimeError):  # of CUDA, say: what cannot be captured. As it is written the step may run
+        return None
+    launches = recording.launches(device.index)
+    return None if launches is None else Replay(recording, launches, result)
+
+
+def forget_old_kinds() -> None:
+    with suppress(RuntimeError, StopIteration):  # another thread changes them: the next call goes on
+        while len(_known) > KINDS_AT_MOST:
+            _known.pop(next(iter(_known)), None)
+
+
+def watched() -> bool:
+    """Triton is to call somebody at each launch, a profiler say: repeated ones would pass that by."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; None or a function, if one is set
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def current_stream(device: int) -> int:
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and not triton.knobs.runtime.interpret
+
+
+def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
+    """The tensors among the values, and everything of these but the addresses and the numbers in the tensors."""
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
+        elif isinstance(value, list | tuple):
+            features.append((type(value), len(value)))
+            describe(value, tensors, features)
+        elif isinstance(value, Arguments):
+            describe([type(value), *value.values()], tensors, features)
+        else:
+            features.append(value)

@@ -1,0 +1,138 @@
+"""Rows copied: to rows of another length, of the kept tokens side by side, and back to where the tokens stand.
+
+    to another length     what is missing at their end becomes 0, what is too much stays behind
+    of the kept tokens    in their order, zeros behind them: gather_tokens.py where there is no target
+    back                  in place, from the last row to the first, as no row moves down:
+
+                 kept tokens first          as the tokens stand
+    place        0 1 2 3 - -       ->       0 - 1 - 2 3
+
+A kernel of its own beside gather_tokens.py: there a program walks one row, whose product with the target's it adds up;
+a copy has nothing to add up, and blocks of rows and columns make four loads of 16 bytes a thread whatever D is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.target import interpreted
+from flce_ops.triton.launch.replay import Kernel, repeated
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, padded_rows
+
+# N tokens, n rows, C columns
+
+INTEGERS = (torch.int64, torch.int32, torch.int16)
+
+
+@Kernel
+@triton.jit
+def copy_rows_kernel(
+    matrix_ptr,  # (N, C)
+    out_ptr,  # (n, columns of its own)
+    kept,  # Kept, whose rows are copied and zeros behind them up to a multiple of 128; None for all
+    n,
+    C,
+    out_columns,
+    stride_matrix_n,
+    stride_matrix_c,
+    stride_out_n,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    count, end, sources = n, n, rows
+    if kept is not None:
+        count = kept_rows(kept, n)
+        end = padded_rows(count, n)
+        sources = tl.load(kept.order + rows, mask=rows < count, other=0).to(tl.int64)
+    values = tl.load(
+        matrix_ptr + sources[:, None] * stride_matrix_n + cols.to(tl.int64)[None, :] * stride_matrix_c,
+        mask=(rows < count)[:, None] & (cols < C)[None, :],
+        other=0,
+    )
+    mask = (rows < end)[:, None] & (cols < out_columns)[None, :]
+    tl.store(out_ptr + rows[:, None] * stride_out_n + cols[None, :], values, mask=mask)
+
+
+def launch_copy_rows(matrix: Tensor, out: Tensor, kept: Kept | None = None) -> None:
+    assert out.stride(1) == 1
+    (n, width), block_n, block_c = out.shape, 8, 512
+    copy_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(width, block_c))](
+        matrix, out, kept, n, matrix.shape[1], width, *matrix.stride(), out.stride(0), BLOCK_N=block_n, BLOCK_C=block_c
+    )
+
+
+def copied_rows(matrices: Sequence[Tensor], columns: int) -> list[Tensor]:
+    """Of each the first `columns`, and zeros where it has fewer: (N, columns), contiguous."""
+    outs = [matrix.new_empty(matrix.shape[0], columns) for matrix in matrices]
+    if outs:
+        with torch.cuda.device_of(outs[0]):
+            repeated(copy_step, tuple(matrices), columns, fresh=outs)
+    return outs
+
+
+def copy_step(matrices: tuple[Tensor, ...], columns: int, *outs: Tensor) -> None:
+    """`columns` is of outs: a part of what calls are told apart by.
+
+    Entries go as integers of 8, 4 or 2 bytes, the widest that both rows are made of: rows that do not start on 16 bytes
+    cannot be read by more, and ATen moves them number by number.
+    """
+    for matrix, out in zip(matrices, outs):
+        if out.numel():
+            integer = next(integer for integer in INTEGERS if fits(matrix, integer) and fits(out, integer))
+            launch_copy_rows(matrix.view(integer), out.view(integer))
+
+
+def fits(matrix: Tensor, integer: torch.dtype) -> bool:
+    """Whether rows are made of such integers; of the matrix's own size they always are."""
+    size, own = integer.itemsize, matrix.element_size()
+    whole = all(number * own % size == 0 for number in (matrix.shape[1], matrix.stride(0)))
+    return size == own or (matrix.stride(1) == 1 and whole and matrix.data_ptr() % size == 0)
+
+
+@Kernel
+@triton.jit
+def spread_rows_kernel(
+    matrix_ptr,  # (N, D)
+    place_ptr,  # (N,)
+    count_ptr,  # ()
+    N,
+    D,
+    stride_n,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program owns some columns. It reads a block of rows and then writes it: what it reads afterwards lies before
+    the block, and no barrier waits for the writes. Where all tokens are kept there is nothing to do."""
+    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    blocks = tl.where(tl.load(count_ptr) < N, tl.cdiv(N, BLOCK_N), 0)
+    for block in range(0, blocks):
+        rows = (blocks - 1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = tl.load(place_ptr + rows, mask=rows < N, other=-1)
+        values = tl.load(
+            matrix_ptr + place.to(tl.int64)[:, None] * stride_n + cols[None, :],
+            mask=(place >= 0)[:, None] & (cols < D)[None, :],
+            other=0.0,
+        )
+        tl.debug_barrier()  # all of the block is read before any of it is written
+        tl.store(
+            matrix_ptr + rows.to(tl.int64)[:, None] * stride_n + cols[None, :],
+            values,
+            mask=(rows < N)[:, None] & (cols < D)[None, :],
+        )
+
+
+def launch_spread_rows(matrix: Tensor, kept: Kept, place: Tensor) -> None:
+    """Zeros where no token is kept."""
+    assert matrix.stride(1) == 1
+    tokens, columns = matrix.shape
+    # 64 bytes of half numbers; 128 programs at D = 4096, where fewer columns each took 1.5 times as long. Fewer rows at
+    # a time wait for the memory more often: H200, 23 us at 8192x1024, 33 with 256 rows.
+    block_d = 64 if interpreted(matrix) else 32
+    spread_rows_kernel[(triton.cdiv(columns, block_d),)](
+        matrix, place, kept.total, tokens, columns, matrix.stride(0), BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
+    )

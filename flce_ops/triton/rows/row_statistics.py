@@ -1,0 +1,73 @@
+"""By-products of rows whose sums are known, in nats, to where the tokens stand; launched only if one is asked for.
+
+With r the reference, E = 2^(z - r), Z = sum_j E_j and everything in base 2:
+
+    lse               r + log Z
+    entropy           log Z - sum_j E_j (z_j - r) / Z
+    log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
+    mean_logit        sum_j z_j / V
+
+so a large r costs the middle two no digits. The sum of squares is at most Z^2: below 2^120 where Z is below what calls
+for a rescue, 2^60. And it is at least 1, as r is the logit of one of the classes, or 1 / V after a rescue, where r is
+lse.
+"""
+
+import triton
+import triton.language as tl
+
+from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.objectives.in_triton import LN2
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, written_rows
+from flce_ops.triton.steps.exponentials import RowSums
+
+# N tokens, n rows of a chunk, V vocabulary
+
+BLOCK_N = 64
+
+
+def sum_pairs(asked: Statistics) -> int:
+    """Numbers a row and tile that the epilogue sums for them, by twos."""
+    return triton.cdiv(2 * asked.argmax + asked.entropy + asked.log_sum_sq_probs + asked.mean_logit, 2)
+
+
+@Kernel
+@triton.jit
+def row_statistics_kernel(
+    sums,  # RowSums
+    statistics,  # TokenStatistics, out
+    kept,  # Kept
+    n,
+    V,
+    BLOCK_N: tl.constexpr,
+):
+    """0 where ignored, argmax -1."""
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = written_rows(kept, i, n)
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=inside, other=0)
+    if statistics.argmax is not None:
+        tl.store(statistics.argmax + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
+    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    log2_sum = tl.log2(row_sum)
+    if statistics.lse is not None:
+        lse2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0) + log2_sum
+        tl.store(statistics.lse + token, tl.where(mask, lse2 * LN2, 0.0), mask=inside)
+    if statistics.entropy is not None:
+        entropy2 = log2_sum - tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum
+        tl.store(statistics.entropy + token, tl.where(mask, entropy2 * LN2, 0.0), mask=inside)
+    if statistics.log_sum_sq_probs is not None:
+        log2_squares = tl.log2(tl.load(sums.squares + i, mask=mask, other=1.0)) - 2.0 * log2_sum
+        tl.store(statistics.log_sum_sq_probs + token, tl.where(mask, log2_squares * LN2, 0.0), mask=inside)
+    if statistics.mean_logit is not None:
+        mean2 = tl.load(sums.total + i, mask=mask, other=0.0) / V
+        tl.store(statistics.mean_logit + token, tl.where(mask, mean2 * LN2, 0.0), mask=inside)
+
+
+def launch_row_statistics(sums: RowSums, statistics: TokenStatistics, kept: Kept, num_classes: int) -> None:
+    """`statistics` of all tokens, `sums` of those of `kept`."""
+    if any(out is not None for out in statistics):
+        n = kept.order.shape[0]
+        row_statistics_kernel[(triton.cdiv(n, BLOCK_N),)](
+            sums, statistics, kept, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2
+        )

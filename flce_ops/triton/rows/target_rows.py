@@ -1,0 +1,102 @@
+"""Rows of grad_linear_weight that belong to few tokens' targets, made again from c input in two half numbers.
+
+             n                   D
+        ┌─────────┐         ┌─────────┐
+      n │ E[:, y] │ T  @  n │ c x     │  +  the same of what rounding took from c x    one row for each target y_i
+        └─────────┘         └─────────┘
+
+Such a row is often one token's: c x times an entry of E that is exact with its factor (finish_rows.py). Rounding c x
+moves it by a step, where the logits' gradient in half, as plain torch has it, is a power of two or near one. In an
+emulation (benchmarks/NOTES.md) 1.6e-3 becomes 7e-5 at 16 tokens, reduction="sum" and 64000 classes (plain torch
+1.3e-4), 2.3e-3 becomes 1.7e-3 at 60 tokens, "mean" (plain torch 3.8e-3). In the GEMM of all classes the second number
+cost 0.3 of 1.4 ms at 128x4096x151936.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+
+# n tokens, D hidden, V vocabulary
+
+TOKENS_AT_MOST = 128  # each row of the result reads all of them: 19 us at 128x4096, 41 at 256x2048
+
+BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
+
+
+@Kernel
+@triton.jit
+def target_rows_kernel(
+    exponentials_ptr,  # (n, V)
+    rows_ptr,  # (n, D), c input
+    rest_ptr,  # (n, D), what rounding took from it
+    column_ptr,  # (n,) int64, the tokens' targets, -1 where they are not among these V
+    out_ptr,  # (V, D), rows of it
+    outer,  # (V,) and (D,): their outer product is added; None for 1, None for none
+    kept,  # Kept
+    n,
+    D,
+    stride_exponentials_n,
+    stride_rows_n,
+    stride_out_v,
+    BLOCK_M: tl.constexpr,  # targets
+    BLOCK_N: tl.constexpr,  # features
+    BLOCK_K: tl.constexpr,  # tokens
+    PRECISION: tl.constexpr,
+):
+    """Tokens of one class write the same numbers to the same place."""
+    count = kept_rows(kept, n)
+    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.load(column_ptr + i, mask=i < count, other=-1)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(tl.cdiv(count, BLOCK_K)):
+        ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
+        a = load_tile(exponentials_ptr, ks, column, ks < count, column >= 0, stride_exponentials_n)
+        high = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
+        low = load_tile(rest_ptr, ks, features, ks < count, features < D, stride_rows_n)
+        acc = tl.dot(a.T, high, acc, input_precision=PRECISION)
+        acc = tl.dot(a.T, low, acc, input_precision=PRECISION)
+    if outer[1] is not None:
+        product = tl.load(outer[1] + features, mask=features < D, other=0.0)[None, :]
+        if outer[0] is not None:
+            product = product * tl.load(outer[0] + column, mask=column >= 0, other=0.0)[:, None]
+        acc += product
+    places = out_ptr + column[:, None] * stride_out_v + features[None, :]
+    tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(column >= 0)[:, None] & (features < D)[None, :])
+
+
+def launch_target_rows(
+    out: Tensor,  # (V, D)
+    exponentials: Tensor,  # (n, V)
+    rows: Tensor,  # (n, D)
+    rest: Tensor,  # (n, D)
+    column: Tensor,  # (n,)
+    kept: Kept,
+    outer: tuple[Tensor | None, Tensor | None],  # (V,), (D,); None for 1, None for none
+) -> None:
+    assert rest.stride() == rows.stride()
+    n, hidden = rows.shape
+    target_rows_kernel[(triton.cdiv(n, BLOCK_M), triton.cdiv(hidden, BLOCK_N))](
+        exponentials,
+        rows,
+        rest,
+        column,
+        out,
+        outer,
+        kept,
+        n,
+        hidden,
+        exponentials.stride(0),
+        rows.stride(0),
+        out.stride(0),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        PRECISION="ieee" if rows.dtype.itemsize == 4 else "tf32",  # half operands ignore it
+        num_warps=4,
+        num_stages=2,
+    )

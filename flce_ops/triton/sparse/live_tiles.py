@@ -1,0 +1,139 @@
+"""Which tiles of LIVE tokens and LIVE classes the GEMMs of the gradients multiply, where it is not all of them.
+
+                 V, in blocks of LIVE classes                 grad_input     a row block's steps: the blocks of classes
+           ┌──────┬──────┬──────┬──────┐                                     that are live for its tokens
+    n      │  ▓▓  │      │  ▓▓  │      │  Steps: 0 2      grad_linear_weight     a block of classes' steps: the row
+           │      │  ▓▓  │      │  ▓▓  │         1 3                             blocks that are live for it; or only
+           └──────┴──────┴──────┴──────┘                                         some blocks are made at all
+
+The device makes the lists; the host launches the same GEMMs whatever they hold.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.sparse_gradient import LIVE as TILE
+from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, room_for_rows
+
+# n rows of a chunk, V vocabulary, B blocks of a GEMM's output, K blocks of its inner dimension
+
+LIVE = tl.constexpr(TILE)
+
+
+class Steps(NamedTuple):
+    """The blocks of the inner dimension that a block of the output multiplies; without `number` all.
+
+    Or the blocks of the output that are made, with strides of 0. Others are left as they are.
+    """
+
+    number: Tensor | None = None  # (B,) int32; with strides of 0 all blocks have the same
+    which: Tensor | None = None  # (B, K + 1) int32, ascending: the one behind the last is read and not used
+    stride_number: int = 0
+    stride_which: int = 0
+
+
+EVERY_STEP = Steps()
+
+
+class ComparedRows(NamedTuple):
+    """Rows of E whose |p - onehot| are compared with the threshold; one argument of a kernel."""
+
+    exponentials: Tensor  # (n, V), with the target's entries
+    row_sum: Tensor  # (n,)
+    kept: Kept
+    threshold: float
+    V: int
+    stride: int
+
+    @property
+    def n(self) -> int:
+        return self.exponentials.shape[0]
+
+
+def compared_rows(exponentials: Tensor, row_sum: Tensor, kept: Kept, threshold: float) -> ComparedRows:
+    assert exponentials.stride(1) == 1
+    return ComparedRows(exponentials, row_sum, kept, threshold, exponentials.shape[1], exponentials.stride(0))
+
+
+@triton.jit
+def number_of_steps(steps, start, BLOCK_K: tl.constexpr):
+    """Of the main loop, for the block of the output that begins at `start`."""
+    return tl.load(steps.number + start // LIVE * steps.stride_number) * (LIVE // BLOCK_K)
+
+
+@triton.jit
+def step_at(steps, start, k, BLOCK_K: tl.constexpr):
+    """The k-th. A loop takes that of the next turn along: the one that it loads for itself ends its pipelining."""
+    SPLIT: tl.constexpr = LIVE // BLOCK_K
+    k = tl.full((), k, tl.int32)
+    return tl.load(steps.which + start // LIVE * steps.stride_which + k // SPLIT) * SPLIT + k % SPLIT
+
+
+@Kernel
+@triton.jit
+def mark_tiles_kernel(
+    compared,  # ComparedRows
+    column_ptr,  # (n,) int64, the target's
+    live_ptr,  # (row blocks, class blocks) uint8, out
+    n,
+    stride_live,
+    ROWS: tl.constexpr,
+):
+    """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
+    cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
+    count = kept_rows(compared.kept, n)
+    rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
+    column = tl.load(column_ptr + rows, mask=rows < count, other=-1)
+    holds_target = ((column >= 0) & (column // LIVE == tl.program_id(0))).to(tl.int32)
+    live = tl.zeros((ROWS, LIVE), tl.int32)
+    for start in tl.static_range(0, LIVE, ROWS):
+        row = tl.program_id(1) * LIVE + start + tl.arange(0, ROWS)
+        limit = compared.threshold * tl.load(compared.row_sum + row, mask=row < count, other=1.0)
+        e = load_tile(compared.exponentials, row, cols, row < count, cols < compared.V, compared.stride).to(tl.float32)
+        live |= 1 - (tl.abs(e) < limit[:, None]).to(tl.int32)
+    found = tl.maximum(tl.max(tl.max(live, 1), 0), tl.max(holds_target, 0))
+    tl.store(live_ptr + tl.program_id(1) * stride_live + tl.program_id(0), found.to(tl.uint8))
+
+
+@Kernel
+@triton.jit
+def list_live_kernel(
+    live_ptr,  # (B, K) uint8, by strides
+    steps,  # Steps, out
+    K,
+    stride_b,
+    stride_k,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    count = 0
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        live = tl.load(live_ptr + block * stride_b + k * stride_k, mask=k < K, other=0).to(tl.int32)
+        place = count + tl.cumsum(live, 0) - live
+        tl.store(steps.which + block * steps.stride_which + place, k, mask=live > 0)
+        count += tl.sum(live, 0)
+    tl.store(steps.number + block * steps.stride_number, count)
+
+
+def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, Steps]:
+    """Of grad_input, and of grad_linear_weight."""
+    rows, classes = triton.cdiv(compared.n, TILE), triton.cdiv(compared.V, TILE)
+    live = column.new_empty(rows, classes, dtype=torch.uint8)
+    mark_tiles_kernel[(classes, rows)](compared, column, live, compared.n, live.stride(0), ROWS=32, num_warps=4)
+    return list_live(live, 0), list_live(live, 1)
+
+
+def list_live(live: Tensor, of: int) -> Steps:
+    """The steps of each row (0) or column (1) of a matrix of tiles."""
+    blocks, across = live.shape[of], live.shape[1 - of]
+    index = live.new_empty(blocks, room_for_rows(across + 1), dtype=torch.int32)
+    steps = Steps(live.new_empty(blocks, dtype=torch.int32), index, 1, index.stride(0))
+    list_live_kernel[(blocks,)](live, steps, across, live.stride(of), live.stride(1 - of), BLOCK=1024)
+    return steps

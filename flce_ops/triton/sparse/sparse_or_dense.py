@@ -1,0 +1,132 @@
+"""Which blocks of classes GEMMs are faster for than lists, and have their exact gradient: decided on the device.
+
+    kept_b  = sum over a block's classes of min(|p - onehot| / threshold, 1), in the mean over some tokens
+    dense_b = kept_b > LIVE / CLASSES_PER_ENTRY
+
+A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200; a GEMM takes 2 D operations for each class and
+token, at 700 TFLOP/s: 87 classes take as long as an entry. Measured the two ways are equal at 85 (8192x4096x128256) and
+105 (8192x1024x50304). Frequent classes are kept in many rows: where ids are in the order of frequency, as tokenizers
+number them, a tenth of the blocks has half of the entries, and no variance. Where rows are flat, as a model's are
+before it is trained, all blocks are dense; and so they are where lists would save less than they take to be made.
+
+128 kept tokens of the first chunk decide for all, so chunks do not.
+
+What the device finds dense has paid for that finding: 4.5 ms for 4.0 at 8192x1024x50304 and 2^-12. So where lists are
+not to be expected to pay, which D, V and the threshold say, the host launches an exact step in the first place:
+
+    usual entries a token  = USUAL_SHARE / threshold          worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.kept_tokens import kept_rows
+from flce_ops.triton.sparse.live_tiles import LIVE, ComparedRows, Steps
+
+# n rows of the first chunk, V vocabulary, B blocks of LIVE classes
+
+CLASSES_PER_ENTRY = 96
+# Of the time of all classes' GEMMs, what it takes to make and order lists: this over D. They read V numbers a token,
+# the GEMMs make 4 V D operations of them: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
+LISTS_COST = 320
+# Of the 1 / threshold entries that a token keeps at most: 0.07 to 0.09 with the hidden states of trained models
+# (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12), nearly all where rows are flat.
+USUAL_SHARE = 1 / 8
+DECIDING = tl.constexpr(128)  # tokens, evenly spread
+
+
+class DenseClasses(NamedTuple):
+    """Blocks of classes; without `number` none."""
+
+    is_dense: Tensor | None = None  # (B,) int32
+    which: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
+    number: Tensor | None = None  # () int32
+
+    @property
+    def steps(self) -> Steps:
+        return Steps(self.number, self.which)
+
+
+NONE_DENSE = DenseClasses()
+
+
+def empty_dense(num_classes: int, like: Tensor) -> DenseClasses:
+    is_dense, index = like.new_empty(2, triton.cdiv(num_classes, LIVE.value) + 1, dtype=torch.int32).unbind()
+    return DenseClasses(is_dense[:-1], index, like.new_empty((), dtype=torch.int32))
+
+
+def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:
+    return USUAL_SHARE / threshold <= worth(num_classes, hidden)
+
+
+def worth(num_classes: int, hidden: int) -> float:
+    """Entries a token whose lists take as long as the GEMMs of so many classes; none where D is small."""
+    return (1.0 - LISTS_COST / hidden) * num_classes / CLASSES_PER_ENTRY
+
+
+@Kernel
+@triton.jit
+def kept_of_blocks_kernel(
+    compared,  # ComparedRows
+    kept_ptr,  # (B,) float32, out
+    n,
+    ROWS: tl.constexpr,
+):
+    cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
+    count = kept_rows(compared.kept, n)
+    seen = tl.minimum(count, DECIDING)
+    total = tl.zeros((ROWS, LIVE), tl.float32)
+    for start in range(0, seen, ROWS):
+        place = start + tl.arange(0, ROWS)
+        row = (place * count // tl.maximum(seen, 1)).to(tl.int64)
+        scale = 1.0 / (compared.threshold * tl.load(compared.row_sum + row, mask=place < seen, other=1.0))
+        mask = (place < seen)[:, None] & (cols < compared.V)[None, :]
+        e = load_tile(compared.exponentials, row, cols, place < seen, cols < compared.V, compared.stride).to(tl.float32)
+        share = tl.abs(e) * scale[:, None]
+        total += tl.where(share < 1.0, share, tl.where(mask, 1.0, 0.0))
+    tl.store(kept_ptr + tl.program_id(0), tl.sum(tl.sum(total, 1), 0) / tl.maximum(seen, 1))
+
+
+@Kernel
+@triton.jit
+def choose_dense_kernel(
+    kept_ptr,  # (B,)
+    dense,  # DenseClasses, out
+    B,
+    worth,  # of all blocks' GEMMs, in entries a token
+    most,  # entries a token of a block that is not dense
+    BLOCK: tl.constexpr,
+):
+    """One program."""
+    cost = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, B, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        cost += tl.minimum(tl.load(kept_ptr + b, mask=b < B, other=0.0), most)
+    most = tl.where(tl.sum(cost, 0) > worth, -1.0, most)
+    count = 0
+    for start in range(0, B, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        is_dense = (tl.load(kept_ptr + b, mask=b < B, other=-1.0) > most).to(tl.int32)
+        tl.store(dense.is_dense + b, is_dense, mask=b < B)
+        tl.store(dense.which + count + tl.cumsum(is_dense, 0) - 1, b, mask=is_dense > 0)
+        count += tl.sum(is_dense, 0)
+    tl.store(dense.number, count)
+
+
+def launch_sparse_or_dense(
+    compared: ComparedRows,  # of the first chunk
+    hidden: int,
+    dense: DenseClasses,  # out
+) -> None:
+    blocks = dense.is_dense.shape[0]
+    kept_of_blocks = compared.row_sum.new_empty(blocks)
+    kept_of_blocks_kernel[(blocks,)](compared, kept_of_blocks, compared.n, ROWS=32, num_warps=4)
+    most = LIVE.value / CLASSES_PER_ENTRY
+    at_most = worth(blocks * LIVE.value, hidden)
+    choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)

@@ -1,0 +1,80 @@
+"""A step whose gradients are sparse, of with_grad.py or backward.py: by lists of entries or by live tiles.
+
+lists    sparse_step.py
+tiles    a one-pass step whose GEMMs of the gradients leave out tiles of small entries                live_tiles.py
+"""
+
+from torch import Tensor
+
+from flce_ops.math.sparse_gradient import Shard
+from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from flce_ops.triton.gemm.input_gradient import Pieces
+from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
+from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.sparse.live_tiles import EVERY_STEP, compared_rows, launch_live_tiles
+from flce_ops.triton.sparse.sparse_or_dense import lists_may_pay
+from flce_ops.triton.sparse.sparse_step import run_spans
+from flce_ops.triton.steps.cut import cut_beside
+from flce_ops.triton.steps.gradients import Gradients
+from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
+
+NOTES = {
+    "unbiased": "a sparse gradient, dense where its lists are long",
+    "drop": "a sparse gradient",
+    "tiles": "a gradient of live tiles",
+}
+
+EXACT = "an exact gradient: so low a gradient_threshold takes longer at this D and V"
+
+Call = WithGrad | VocabParallelWithGrad | Backward
+
+
+def is_sparse(call: Call) -> bool:
+    """An unbiased gradient may be exact, and is where its lists would take longer; what is to be dropped is dropped."""
+    sparse, linear_weight = call.sparse, call.operands.linear_weight
+    asked = any(sparse.products(call.output_mask))
+    if not asked or sparse.gradient_mode != "unbiased":
+        return asked
+    num_classes = call.vocab_size if isinstance(call, VocabParallelWithGrad) else linear_weight.shape[0]
+    return lists_may_pay(sparse.gradient_threshold, num_classes, linear_weight.shape[1])
+
+
+def sparse_notes(call: Call) -> list[str]:
+    if not any(call.sparse.products(call.output_mask)):
+        return []
+    return [NOTES[call.sparse.gradient_mode] if is_sparse(call) else EXACT]
+
+
+class TileStep(OnePassStep):
+    call: WithGrad | Backward
+
+    def exponentiate(
+        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+    ) -> tuple[Tokens, FinishedRows]:
+        tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
+        ((_, exponentials),) = pieces
+        sparse = self.call.sparse
+        compared = compared_rows(exponentials, self.row_sum, tokens.kept, sparse.gradient_threshold)
+        steps, chosen = launch_live_tiles(compared, tokens.column), sparse.products(self.call.output_mask)
+        self.input_steps, self.weight_steps = (of if wanted else EVERY_STEP for of, wanted in zip(steps, chosen))
+        return tokens, finished
+
+
+def run_sparse(
+    call: Call,
+    kept: Kept,
+    per_token: StepTokens,
+    gradients: Gradients,
+    shard: Shard | None = None,  # of a vocabulary that ranks share
+) -> list[slice]:
+    """The chunks that it takes."""
+    if call.sparse.gradient_mode == "tiles":
+        assert not isinstance(call, VocabParallelWithGrad)  # the entry refuses those
+        # no lead chunk: its exponentials would wait in slices of the vocabulary, whose steps are others
+        operands = call.operands
+        cut = cut_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
+        step = TileStep(operands, call.logits, kept, per_token, gradients, cut)
+        step.call = call
+        step.run_chunks(cut.chunks)
+        return cut.chunks
+    return run_spans(call, kept, per_token, gradients, shard)

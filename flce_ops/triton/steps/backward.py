@@ -1,0 +1,203 @@
+"""CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
+
+    for each range of rows:            the kept tokens of the range                               gather_slots.py
+        for each slice of classes:     G of rows x classes                                       logits_gemm.py
+                                           or, where forward retained logits,             retained_gradient.py
+                                       grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
+                                       sum += G @ linear_weight[classes]                         input_gradient.py
+        grad_input[rows] = sum
+
+All rows take one range where their float32 sum fits half the workspace. Then each slice of grad_linear_weight comes
+whole; over several ranges of rows it is a sum as over chunks. What is added to main_grad needs no sum beside it.
+"""
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.math.options import Cotangents, LogitOptions, Operands
+from flce_ops.meta.arguments import Backward, BackwardInPlace
+from flce_ops.meta.call import takes
+from flce_ops.support.workspace import get_workspace, matrix_bytes
+from flce_ops.triton.gemm.epilogues import Gradient
+from flce_ops.triton.gemm.even_features import with_even_features
+from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
+from flce_ops.triton.gemm.target import tiles_for, weight_tiles_for
+from flce_ops.triton.gemm.weight_gradient import WeightGradient, sum_bytes
+from flce_ops.triton.launch.replay import repeated
+from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.gradient_factors import KnownRows, launch_gradient_factors
+from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.rows.set_entries import launch_set_entries
+from flce_ops.triton.sparse.sparse_backward import sparse_backward_step
+from flce_ops.triton.sparse.sparse_run import is_sparse, sparse_notes
+from flce_ops.triton.steps.chunks import (
+    MULTIPLE,
+    contiguous,
+    padded,
+    record_chunks,
+    slices,
+    with_contiguous_vectors,
+)
+from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
+from flce_ops.triton.steps.logit_codes import LogitCodes, codes_of
+from flce_ops.triton.steps.retained_gradient import launch_retained_gradient
+
+# N tokens, n rows of a range, D hidden, V vocabulary
+
+BLOCK_V = 256  # columns of a tile of the logits GEMM
+PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts, at most: 64 MiB
+
+
+@takes(Backward)
+@with_even_features
+def launch_backward(call: Backward) -> meta.Gradients:
+    outputs = meta.outputs(call)
+    run_over_tokens(call, outputs)
+    return outputs
+
+
+@takes(BackwardInPlace)
+def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
+    outputs = meta.outputs(call)
+    torch.autograd.graph.increment_version(call.main_grad)
+    run_over_tokens(call, outputs)
+    return outputs
+
+
+def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
+    input, linear_weight = call.operands[:2]
+    call.operands = with_contiguous_vectors(call.operands)
+    call.cotangents = Cotangents(*contiguous(*call.cotangents))
+    call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
+        call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
+    )
+    with torch.cuda.device_of(input):
+        row_slices = repeated(backward_step, call, outputs)
+    record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
+
+
+def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
+    if is_sparse(call):
+        return sparse_backward_step(call, outputs)
+    kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
+    gradients = wanted_gradients(outputs, call.output_mask)
+    if isinstance(call, BackwardInPlace):
+        gradients = gradients._replace(linear_weight=call.main_grad)
+    row_slices = run_backward(call, kept, gradients, None)
+    finish_gradients(outputs, gradients, kept, place)
+    return row_slices
+
+
+def run_backward(
+    call: Backward,
+    kept: Kept,
+    gradients: Gradients,  # input: of the tokens of `kept`, in their order
+    weight_gradient: WeightGradient | None,  # one that earlier tokens were added to
+) -> list[slice]:
+    """Of the tokens of `kept`; what `call` has of tokens is (N,), as they stand. The ranges of rows it took."""
+    operands, logit_options = call.operands, call.logits
+    input, linear_weight, _, _, weight = operands
+    grad_input, grad_weight, bias_sum = gradients
+    (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
+    size, count = input.dtype.itemsize, kept.order.shape[0]
+    beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
+    row_slices, column_slices = pieces(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
+    most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
+    if weight_gradient is None and grad_weight is not None:
+        adds = isinstance(call, BackwardInPlace)
+        weight_gradient = WeightGradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
+    class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
+    known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
+    memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
+    apart = input.new_empty(most_rows, hidden) if grad_input is None else None
+    product = None
+    if grad_input is not None:
+        numbers = most_rows * hidden
+        left = matrix_bytes(count) - memory.numel() * size - beside * (len(row_slices) > 1)
+        parts = product_parts(numbers, len(column_slices), left)
+        product = torch.empty(parts * numbers, dtype=torch.float32, device=input.device)
+    for chunk in row_slices:
+        n, here = chunk.stop - chunk.start, kept.of(chunk)
+        rows = grad_input[chunk] if apart is None else apart[:n]
+        at_target = launch_gather_targets(
+            here, operands, logit_options, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
+        )
+        factors, entry, residual, largest = launch_gradient_factors(
+            known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
+        )
+        column, codes, input_gradient = at_target.column, None, None
+        if call.retained is not None:
+            codes = codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
+        if grad_input is not None:
+            finish = Finish(None, largest, residual)
+            input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
+        for cols in column_slices:
+            width = cols.stop - cols.start
+            gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
+            own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
+            launch_logit_gradient(rows, operands, cols, own, codes, logit_options, here, out=gradient)
+            launch_set_entries(gradient, column, entry, here, start=cols.start)
+            if bias_sum is not None:
+                bias_sum[cols] += weighted_column_sum(gradient, None, here)
+            if weight_gradient is not None:
+                weight_gradient.add(cols, gradient, rows, here, first=here.start == 0, last=here.start + n == tokens)
+            if input_gradient is not None:
+                input_gradient.add(cols, gradient)
+        if input_gradient is not None:
+            input_gradient.close()
+    return row_slices
+
+
+def launch_logit_gradient(
+    rows: Tensor,  # (n, D)
+    operands: Operands,
+    cols: slice,
+    factors: Gradient,  # of the rows; class weights those of `cols`
+    codes: LogitCodes | None,  # of the first rows, those whose logits were retained
+    logit_options: LogitOptions,
+    kept: Kept,
+    *,
+    out: Tensor,  # (n, v)
+) -> None:
+    """G of rows x classes: of retained logits, and behind them of logits that are made again."""
+    linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
+    first_new = 0 if codes is None else codes.numbers.shape[0]
+    if first_new:
+        given, tile = slice(0, first_new), tiles_for(rows).block_n
+        launch_retained_gradient(codes, cols, factors.of(given), kept.of(given), out=out[given], tile=tile)
+    if first_new < count:
+        others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
+        factors = factors.of(others)
+        launch_logits_gemm(rows[others], linear_weight, bias, factors, logit_options, kept.of(others), out=out[others])
+
+
+def pieces(
+    rows: int,
+    hidden: int,
+    num_classes: int,
+    itemsize: int,
+    beside: int,  # bytes beside grad_linear_weight where it is a sum over ranges of rows
+    *,
+    want_input: bool,
+) -> tuple[list[slice], list[slice]]:
+    """Row slices that take at most half the workspace, and column slices that fill what is left.
+
+    A row takes grad_input's float32 sum, or where that is not wanted the token itself.
+    """
+    row_bytes = 4 * hidden if want_input else itemsize * hidden
+    half = get_workspace() // 2
+    most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
+    row_slices = slices(rows, min(most_rows, rows))
+    count = row_slices[0].stop
+    left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
+    most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
+    return row_slices, slices(num_classes, most_columns, BLOCK_V)  # whole tiles: a maximum of retained logits each
+
+
+def product_parts(numbers: int, column_slices: int, left: int) -> int:
+    """How often a range's float32 product of so many numbers is held in `left` bytes: of one slice, so that V can be
+    split."""
+    return 1 if column_slices > 1 else min(max(min(PARTS_NUMBERS, left // 4) // numbers, 1), 8)

@@ -1,0 +1,143 @@
+"""The gradient by a number a class that multiplies logits, of the exponentials that the two GEMMs read too.
+
+    u_ij = c_j t_ij + b_j          E_ij = c_j exp(z_ij - r_i), z = s u          f_i E_ij = c_j dL/du_ij
+
+    dL/dc_j = sum_i dL/du_ij t_ij = sum_i f_i E_ij (z_ij / s - b_j) / c_j^2      z_ij = log(E_ij / c_j) + r_i
+
+What rounding E to bfloat16 takes from z is 2^-9 at most, from t that over s c_j. The target's entry is no exponential:
+its logit is known. It is one more read of E. A block with |c_j| < 1/8 makes its products t again, for those classes:
+
+    dL/dc_j = sum_i f_i E_ij t_ij / c_j
+
+The step computes with |c_j| of 2^-40 at least, so that c_j = 0 leaves something of E, too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.objectives.in_triton import LN2, log2_within_2_22
+from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.columns import sum_over_rows
+from flce_ops.triton.rows.finish_rows import Tokens
+from flce_ops.triton.rows.kept_tokens import kept_rows
+from flce_ops.triton.steps.low_rank_pair import Pair, add_pair_product
+
+# n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
+
+SMALL = tl.constexpr(0.125)  # below it rounding E would take more from t than a product of bfloat16 numbers has wrong
+LEAST = 2.0**-40
+
+
+@Kernel
+@triton.jit
+def logit_products_kernel(
+    exponentials_ptr,  # (n, V)
+    partial_ptr,  # (S, V) out
+    n,
+    V,
+    rows_per_split,
+    factor_ptr,  # (n,) f
+    reference_ptr,  # (n,) r in base 2
+    tokens,  # Tokens
+    rows_ptr,  # (n, D) the chunk's tokens
+    weight_ptr,  # (V, D)
+    pair,  # Pair, of the chunk
+    D,
+    stride_n,
+    stride_rows_n,
+    weight_stride,  # of classes and features
+    RANK: tl.constexpr,  # of the pair
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """sum_i f_i E_ij z_ij, or t_ij for z_ij where |c_j| < SMALL.
+
+    One program owns BLOCK_C classes of one of S slices of the rows.
+    """
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split = tl.program_id(1)
+    first = split * rows_per_split
+    last = tl.minimum(first + rows_per_split, kept_rows(tokens.kept, n))
+    col_mask = cols < V
+    class_scale = tl.load(pair.class_scale + cols, mask=col_mask, other=1.0)[None, :]
+    small = tl.abs(class_scale) < SMALL
+    any_small = tl.max(small.to(tl.int32)) > 0
+    acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        row_mask = rows < last
+        entry = load_tile(exponentials_ptr, rows, cols, row_mask, col_mask, stride_n).to(tl.float32)
+        exponential = entry / class_scale
+        reference = tl.load(reference_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        logit = log2_within_2_22(tl.where(exponential > 0.0, exponential, 1.0)) + reference
+        logit = tl.where(exponential > 0.0, logit, 0.0)
+        column = tl.load(tokens.column + rows, mask=row_mask, other=-1)[:, None]
+        target_logit = tl.load(tokens.target_logit + rows, mask=row_mask, other=0.0)[:, None]
+        logit = tl.where(column == cols[None, :], target_logit, logit)
+        if any_small:
+            product = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+            for d in range(0, D, BLOCK_D):
+                ks = d + tl.arange(0, BLOCK_D)
+                x = load_tile(rows_ptr, rows, ks, row_mask, ks < D, stride_rows_n)
+                w = load_tile(weight_ptr, cols, ks, col_mask, ks < D, *weight_stride)
+                product = tl.dot(x, w.T, product, input_precision=PRECISION)
+            product = add_pair_product(
+                product, pair.input, pair.weight, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
+            )
+            logit = tl.where(small, product, logit)
+        acc += tl.load(factor_ptr + rows, mask=row_mask, other=0.0)[:, None] * entry * logit
+    tl.store(partial_ptr + split.to(tl.int64) * V + cols, tl.sum(acc, 0), mask=cols < V)
+
+
+def logit_products(
+    exponentials: Tensor,  # (n, V)
+    input: Tensor,  # (n, D), the chunk's
+    linear_weight: Tensor,  # (V, D)
+    pair: Pair,  # of the chunk
+    factor: Tensor,  # (n,)
+    reference: Tensor,  # (n,)
+    tokens: Tokens,
+) -> Tensor:  # (V,), for `gradient_of_scale`
+    assert input.stride(1) == 1
+    return sum_over_rows(
+        logit_products_kernel,
+        exponentials,
+        factor,
+        reference,
+        tokens,
+        input,
+        linear_weight,
+        pair,
+        input.shape[1],
+        exponentials.stride(0),
+        input.stride(0),
+        linear_weight.stride(),
+        RANK=pair.rank,
+        BLOCK_D=64,
+        PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
+    )
+
+
+def away_from_zero(class_scale: Tensor) -> Tensor:  # (V,)
+    """float32, LEAST in absolute value."""
+    return class_scale.float().abs().clamp(min=LEAST).copysign(class_scale).contiguous()
+
+
+def gradient_of_scale(
+    products: Tensor,  # (V,), of logit_products
+    gradient_sum: Tensor,  # (V,), sum_i f_i E_ij, read only with linear_bias
+    class_scale: Tensor,  # (V,)
+    linear_bias: Tensor | None,  # (V,)
+    logit_scale: Tensor | None,  # ()
+) -> Tensor:  # (V,)
+    of_logits = products * LN2.value
+    if logit_scale is not None:
+        of_logits /= logit_scale
+    if linear_bias is not None:
+        of_logits -= linear_bias * gradient_sum
+    return torch.where(class_scale.abs() < SMALL.value, products, of_logits / class_scale) / class_scale

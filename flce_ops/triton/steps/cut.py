@@ -1,0 +1,252 @@
+"""How a one-pass step takes its tokens: a lead chunk or none, then chunks or a recomputing step. CUTS says which.
+
+lead chunk          where it is larger than an ordinary one: up to D tokens                        lead.py
+chunks              E of n tokens fills the workspace; one after another                            with_grad.py
+recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from flce_ops.support.table import Condition, Path, choose
+from flce_ops.support.workspace import get_workspace, reserved
+from flce_ops.triton.gemm.parts import steps_and_parts
+from flce_ops.triton.gemm.target import input_tiles_for, multiprocessors, weight_tiles_for
+from flce_ops.triton.gemm.tiles import WEIGHT_TILES, Tiles
+from flce_ops.triton.gemm.weight_gradient import sum_bytes
+from flce_ops.triton.steps.chunks import MULTIPLE, padded, product_bytes, rows_of_chunks, slices
+from flce_ops.triton.steps.lead import Lead, lead_chunk
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
+CHUNKS_MORE = 2  # than the fewest, at most
+PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
+LEAD_STEP = 512  # tokens between the lead chunks that are compared
+# Of its main loop that adding to a tile of grad_linear_weight counts for: 1 by its time apart, the rest for what each
+# chunk launches and reads once.
+ADDITION_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    lead: Lead | None
+    chunks: list[slice]  # of the other tokens
+    recompute: bool
+    product_bytes: int  # workspace for float32 products with linear_weight
+    few: int = 0  # of no more kept tokens one chunk is made instead of these (choose_cut)
+
+    @property
+    def most_chunks(self) -> int:
+        """Ranges of rows that a recomputing step takes have at least MULTIPLE rows, but for the last."""
+        count = len(self.chunks)
+        if self.recompute:
+            (rows,) = self.chunks
+            count = triton.cdiv(rows.stop - rows.start, MULTIPLE)
+        return count + (self.lead is not None)
+
+    @property
+    def notes(self) -> list[str]:
+        """For flce_ops.last_path()."""
+        lead = "the first chunk's exponentials wait in grad_linear_weight"
+        few = f"up to {self.few} kept tokens in one chunk"
+        recompute = "recomputing the logits: the workspace is small"
+        return [lead] * (self.lead is not None) + [few] * bool(self.few) + [recompute] * self.recompute
+
+
+def cut_tokens(
+    input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, sum_pairs: int = 0
+) -> Cut:
+    return best_cut(problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, sum_pairs=sum_pairs))
+
+
+def problem_of(
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, sum_pairs: int
+) -> "Problem":
+    want_input, want_weight, _ = output_mask
+    vocab, hidden = linear_weight.shape
+    return Problem(
+        tokens,
+        vocab,
+        hidden,
+        linear_weight.dtype.itemsize,
+        want_input,
+        want_weight,
+        smoothed,
+        sum_pairs,
+        get_workspace(),
+        RECOMPUTE_BELOW,
+        multiprocessors(linear_weight),
+        input_tiles_for(linear_weight),
+        weight_tiles_for(linear_weight),
+    )
+
+
+class Problem(NamedTuple):
+    """What a cut depends on."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    itemsize: int
+    want_input: bool
+    want_weight: bool
+    smoothed: bool
+    sum_pairs: int
+    workspace: int
+    recompute_below: int
+    programs: int
+    tiles: Tiles  # of the input gradient's GEMM
+    weight_tiles: Tiles
+
+    def sum_bytes(self) -> int:
+        """Of a sum of grad_linear_weight over several chunks."""
+        return sum_bytes(self.vocab, self.hidden, self.weight_tiles) if self.want_weight else 0
+
+    def fitting(self) -> int:
+        return rows_of_chunks(
+            self.tokens,
+            self.vocab,
+            self.hidden,
+            self.itemsize,
+            want_input=self.want_input,
+            sum_bytes=self.sum_bytes(),
+            sum_pairs=self.sum_pairs,
+        )
+
+    def product_bytes(self, rows: int) -> int:
+        """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
+        if not self.want_input:
+            return 0
+        room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
+        _, parts = self.input_steps(rows, room // 4)
+        return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
+
+    def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
+        depth = triton.cdiv(self.vocab, self.tiles.block_k)
+        return steps_and_parts(rows, self.hidden, depth, numbers, self.programs, self.tiles)
+
+    def steps(self, rows: int, numbers: int) -> float:
+        """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
+        steps = 0.0
+        if self.want_input:
+            steps += self.input_steps(rows, numbers)[0]
+        if self.want_weight:
+            steps += ADDITION_STEPS * self.vocab * self.hidden / (128 * 256) / self.programs
+        return steps
+
+    def chunks(self, start: int) -> tuple[float, list[slice]]:
+        """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
+        tokens, fitting = self.tokens - start, self.fitting()
+        if not tokens:
+            return 0.0, []
+        fewest = triton.cdiv(tokens, fitting)
+        counts = range(fewest, fewest + CHUNKS_MORE + 1)
+        cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
+        cuts[1:] = [cut for cut in cuts[1:] if cut[0].stop >= self.recompute_below]  # a fourth GEMM pass
+        steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
+        best = min(range(len(cuts)), key=steps.__getitem__)
+        return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
+
+
+def cut_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Cut:
+    """Of some tokens, without a lead chunk, beside memory for something else."""
+    with reserved(nbytes):
+        tokens = span.stop - span.start
+        problem = problem_of(tokens, linear_weight, output_mask, smoothed=False, sum_pairs=0)
+        _, chunks = problem.chunks(0)
+        products = problem.product_bytes(chunks[0].stop)
+    return Cut(None, [slice(span.start + c.start, span.start + c.stop) for c in chunks], False, products)
+
+
+def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Cut:
+    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
+    (count, hidden), size = input.shape, input.dtype.itemsize
+    want_input, want_weight, _ = output_mask
+    beside = sum_bytes(shard, hidden, WEIGHT_TILES["hopper"]) if want_weight else 0  # on any device
+    fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, sum_bytes=beside, sum_pairs=sum_pairs)
+    chunks = slices(count, fitting)
+    return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, hidden, size))
+
+
+@functools.lru_cache(maxsize=256)
+def fewest_steps(problem: Problem) -> tuple[Lead | None, list[slice]]:
+    """A lead chunk and the chunks of the other tokens that take the fewest steps."""
+    tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
+    steps, chunks = problem.chunks(0)
+    lead = None
+    if all(condition.holds(problem) for condition in LEAD):
+        most = min(tokens, hidden + fitting)
+        for rows in sorted({min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}):
+            rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
+            if not rows:
+                continue
+            found = lead_chunk(
+                rows,
+                tokens,
+                hidden,
+                problem.vocab,
+                problem.itemsize,
+                sum_bytes=problem.sum_bytes() if rows < tokens else 0,
+                sum_pairs=problem.sum_pairs,
+                want_input=problem.want_input,
+            )
+            if found is None:
+                continue
+            scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2
+            steps_after, chunks_after = problem.chunks(rows)
+            total = problem.steps(rows, scratch) + steps_after
+            if found.rows > fitting and total < steps:
+                steps, chunks, lead = total, chunks_after, found
+    return lead, chunks
+
+
+def recomputes(problem: Problem) -> bool:
+    _, chunks = fewest_steps(problem)
+    return len(chunks) > 1 and chunks[0].stop - chunks[0].start < problem.recompute_below
+
+
+LEAD = (
+    Condition("more tokens than a chunk holds", lambda problem: problem.fitting() < problem.tokens),
+    Condition("a gradient of linear_weight", lambda problem: problem.want_weight),
+)
+SAVES_STEPS = Condition("a larger chunk that saves steps", lambda problem: fewest_steps(problem)[0] is not None)
+# a lead chunk would add label smoothing's part of all tokens
+NOT_SMOOTHED = Condition(
+    "no label smoothing if the others recompute", lambda problem: not (problem.smoothed and recomputes(problem))
+)
+FEW_ROWS = Condition(f"several chunks of fewer than {RECOMPUTE_BELOW} tokens", recomputes)
+CUTS = {
+    "the first tokens of a step in Triton": (
+        Path("lead chunk", (*LEAD, SAVES_STEPS, NOT_SMOOTHED), why="their exponentials wait in grad_linear_weight"),
+        Path("as others", ()),
+    ),
+    "the other tokens of a step in Triton": (
+        Path("recompute", (FEW_ROWS,), why="a fourth GEMM pass, and `reason` says that the workspace is small"),
+        Path("chunks", (), why="as many at a time as fill the workspace"),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def best_cut(problem: Problem) -> Cut:
+    first, others = (choose(paths, problem).name for paths in CUTS.values())
+    lead, chunks = fewest_steps(problem)
+    if first != "lead chunk":
+        lead = None
+    if others == "recompute":
+        return Cut(lead, [slice(lead.rows if lead else 0, problem.tokens)], True, 0)
+    room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
+    return Cut(lead, chunks, False, room, few_rows(problem, lead, chunks))
+
+
+def few_rows(problem: Problem, lead: Lead | None, chunks: list[slice]) -> int:
+    """Of a chunk that takes no more memory than these."""
+    if lead is None:
+        return 0
+    in_workspace = lead.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE
+    return max(in_workspace, chunks[0].stop - chunks[0].start if chunks else 0)

@@ -1,0 +1,169 @@
+"""Exponentials of a chunk of logits against a reference per row, and the rescue of rows whose reference was too low.
+
+    1. E = exp(z - reference), row sums Z                       the reference is one of the row's own logits, so Z >= 1
+    2. largest_sum = max_i Z_i                                  one number on the device; the host never reads it
+    3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
+           lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
+
+exp(z - reference) overflows where some logit is far above the reference: for tokens whose loss exceeds 40 nats, or that
+have no target here and whose column 0 is that unlikely. The kernels of step 3 are always launched and leave at once
+(a few microseconds) when they are not needed, which costs no host synchronisation and works in CUDA graphs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.math.options import LogitOptions
+from flce_ops.triton.gemm.epilogues import ExpSum, MaxSum, ReferenceClass
+from flce_ops.triton.gemm.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
+from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.tile_sums import BLOCKS, launch_sum_tiles, max_and_sum
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, room_for_rows
+from flce_ops.triton.steps.logit_codes import LogitCodes, coding
+from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
+
+# n rows of a chunk, V vocabulary, T tiles along the vocabulary
+
+
+@Kernel
+@triton.jit
+def combine_kernel(
+    guard_ptr,  # ()
+    partial_max_ptr,  # (T, n) base 2
+    partial_ptr,  # (T, n)
+    row_sum_ptr,  # (n,)
+    reference_ptr,  # (n,) out: lse2, only of rows that need it
+    kept,  # Kept
+    n,
+    T,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """reference = log2 sum_t partial_t exp2(partial_max_t); the other rows of the chunk keep theirs, bit for bit."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    count = kept_rows(kept, n)
+    end = tl.where(exceeds(guard_ptr), T, 0)
+    running_max, running_sum = max_and_sum(partial_max_ptr, partial_ptr, rows, count, n, end, BLOCK_N, BLOCK_T)
+    row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
+    rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
+    # a row whose classes are all at -inf: any finite reference makes its exponentials 0
+    lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
+    tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, count, 0)) & rescued)
+
+
+class RowSums(NamedTuple):
+    """(n,) each, base 2; None where not asked for."""
+
+    exponentials: Tensor  # of exp2(z2 - reference_logit)
+    reference_logit: Tensor
+    logit_sum: Tensor | None  # of w z2
+    expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
+    max_logit: Tensor | None  # z2
+    argmax: Tensor | None  # int64, the first of equals
+    squares: Tensor | None = None  # of exp2(z2 - reference_logit)^2
+    total: Tensor | None = None  # of z2
+
+
+def launch_exponentials(
+    input: Tensor,  # (n, D) of the kept tokens
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    kept: Kept,
+    *,
+    reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
+    guard: Tensor,  # () int32, 0
+    pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
+    codes: LogitCodes | None = None,  # out, where E itself is not asked for
+    logit_sum: bool = False,
+    class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
+    expected: bool = False,
+    reference_class: ReferenceClass | None = None,  # whose logits are taken from it
+    argmax: bool = False,
+    squares: bool = False,
+    total: bool = False,
+    logit_options: LogitOptions,
+    scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
+    pair: Pair = NO_PAIR,
+) -> RowSums:
+    rows, room = input.shape[0], room_for_rows(input.shape[0])
+    block_v = tiles_for(input).block_n
+    tiles = triton.cdiv(linear_weight.shape[0], block_v)
+    if scratch is None or scratch.shape[0] < 2 * tiles * room:
+        scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
+    partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
+
+    def per_tile_if(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(tiles, room, dtype=dtype, device=input.device) if wanted else None
+
+    sums = ExpSum(
+        reference_logit,
+        class_weight if logit_sum else None,
+        partial,
+        logit_sum=per_tile_if(logit_sum),
+        expected=per_tile_if(expected),
+        row_max=per_tile_if(argmax),
+        argmax=per_tile_if(argmax, torch.int32),
+        squares=per_tile_if(squares),
+        total=per_tile_if(total),
+        coding=None if codes is None else coding(codes, input.dtype),
+        reference_class=reference_class,
+    )
+
+    def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
+        for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
+            of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
+            launch_logits_gemm(
+                input,
+                linear_weight[cols],
+                None if linear_bias is None else linear_bias[cols],
+                sums.of(of_tiles, cols),
+                logit_options,
+                kept,
+                out=out if sums.coding is None else codes.numbers,
+                guard=guarded,
+                pair=pair.of(cols),
+            )
+            if sums.argmax is not None and cols.start:
+                sums.argmax[of_tiles] += cols.start
+
+    row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
+    exponentiate(sums)
+    launch_sum_tiles(partial, row_sum, kept, raises=guard)
+
+    launch_logits_gemm(
+        input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
+    )
+    combine_kernel[(triton.cdiv(rows, BLOCKS["BLOCK_N"]),)](
+        guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **BLOCKS
+    )
+    again = ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares)
+    exponentiate(again._replace(reference_class=reference_class), guard)
+    launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
+    max_logit, columns = argmax_over_tiles(sums, rows, linear_weight.shape[0]) if argmax else (None, None)
+    return RowSums(
+        row_sum,
+        reference_logit,
+        over_tiles(sums.logit_sum, rows),
+        over_tiles(sums.expected, rows),
+        max_logit,
+        columns,
+        over_tiles(sums.squares, rows),
+        over_tiles(sums.total, rows),
+    )
+
+
+def over_tiles(part: Tensor | None, n: int) -> Tensor | None:  # (T, n') -> (n,)
+    return None if part is None else weighted_column_sum(part, None)[:n]
+
+
+def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
+    """The largest logit and its class, the first of equals; the last class where the maximum is nan."""
+    row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
+    max_logit = row_max.amax(0)
+    return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)

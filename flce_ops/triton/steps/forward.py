@@ -1,0 +1,191 @@
+"""CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.math.options import TokenStatistics
+from flce_ops.meta.arguments import Forward
+from flce_ops.meta.call import takes
+from flce_ops.objectives.in_triton import LN2
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.support.workspace import get_workspace
+from flce_ops.triton.gemm.even_features import with_even_features
+from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.launch.replay import Kernel, repeated
+from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.gather_tokens import AtTarget
+from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens, kept_rows
+from flce_ops.triton.rows.row_statistics import launch_row_statistics
+from flce_ops.triton.rows.slots import slots_at_a_time
+from flce_ops.triton.rows.two_sum import in_two_float32
+from flce_ops.triton.steps.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
+from flce_ops.triton.steps.exponentials import RowSums, launch_exponentials
+from flce_ops.triton.steps.logit_codes import clear_unused, codes_of
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
+
+FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
+
+
+@Kernel
+@triton.jit
+def finish_forward_kernel(
+    target_logit2_ptr,  # (n,); of several classes a token the largest
+    column_ptr,  # (n,)
+    sums,  # RowSums
+    outputs,  # seven of (N,), out; None for those not asked for, or stored elsewhere
+    kept,  # Kept
+    n,
+    BLOCK_N: tl.constexpr,
+):
+    """From base 2 to nats, to where the tokens stand. Ignored tokens get 0, their argmax -1."""
+    target_logit_out, lse_out, logit_sum_out, expected_out, max_logit_out, argmax_out, lse_rest_out = outputs
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < n
+    mask = i < kept_rows(kept, n)
+    token = tl.load(kept.order + i, mask=inside, other=0)
+    target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
+    reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
+    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    # the sum holds the target's exponential, which was summed from another order of the same products
+    row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
+    ln2 = tl.full((BLOCK_N,), 0.6931471805599453, tl.float64)
+    lse64 = (reference2.to(tl.float64) + tl.log2(row_sum).to(tl.float64)) * ln2
+    lse, rest = in_two_float32(lse64)
+    if target_logit_out is not None:
+        hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
+        tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
+    tl.store(lse_out + token, tl.where(mask, lse, 0.0), mask=inside)
+    tl.store(lse_rest_out + token, tl.where(mask, rest.to(tl.float32), 0.0), mask=inside)
+    if logit_sum_out is not None:
+        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
+        tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)
+    if expected_out is not None:
+        expected = (tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum - tl.log2(row_sum)) * LN2
+        tl.store(expected_out + token, tl.where(mask, expected, 0.0), mask=inside)
+    if argmax_out is not None:
+        tl.store(max_logit_out + token, tl.load(sums.max_logit + i, mask=mask, other=0.0) * LN2, mask=inside)
+        tl.store(argmax_out + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
+
+
+@Kernel
+@triton.jit
+def store_slot_logits_kernel(
+    logit2_ptr,  # (n, K)
+    column_ptr,  # (n, K)
+    largest_ptr,  # (n,) out, base 2; -inf where no class of the row is here
+    out_ptr,  # (N, K) out, nats
+    kept,  # Kept
+    n,
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One program a row. Slots without a class here and those of ignored tokens get 0."""
+    row = tl.program_id(0)
+    counts = row < kept_rows(kept, n)
+    token = tl.load(kept.order + row).to(tl.int64)
+    largest = float("-inf")
+    for start in range(0, SLOTS, BLOCK_S):
+        slot = start + tl.arange(0, BLOCK_S)
+        inside = slot < SLOTS
+        hit = tl.load(column_ptr + row.to(tl.int64) * SLOTS + slot, mask=inside & counts, other=-1) >= 0
+        logit2 = tl.load(logit2_ptr + row.to(tl.int64) * SLOTS + slot, mask=hit, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.where(hit, logit2, float("-inf")), 0))
+        tl.store(out_ptr + token * SLOTS + slot, tl.where(hit, logit2 * LN2, 0.0), mask=inside)
+    tl.store(largest_ptr + row, largest)
+
+
+def launch_store_slot_logits(at_target: AtTarget, out: Tensor, kept: Kept) -> Tensor:  # (n,)
+    n, slots = at_target.column.shape
+    largest = at_target.logit.new_empty(n)
+    blocks = {"SLOTS": slots, "BLOCK_S": slots_at_a_time(slots), "num_warps": 1}
+    store_slot_logits_kernel[(n,)](at_target.logit, at_target.column, largest, out, kept, n, **blocks)
+    return largest
+
+
+@takes(Forward)
+@with_even_features
+def launch_forward(call: Forward) -> meta.Outputs:
+    if call.retain and call.logits.softcap is not None:
+        raise NotImplementedError(
+            "linear_cross_entropy_forward: expected retain=0 under a softcap, whose slope the retained logits do not "
+            f"tell, got {call.retain}"
+        )
+    outputs = meta.outputs(call)
+    input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
+    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(input):
+        chunks = repeated(forward_step, call, num_classes, in_range, outputs)
+        assert_in_range(in_range, target, num_classes, call.ignore_index)
+    record_chunks(call, linear_weight, chunks)
+    return outputs
+
+
+def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
+    kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
+    return run_forward(call, kept, outputs)
+
+
+def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]:
+    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
+    operands = call.operands
+    input, linear_weight, target, linear_bias, weight = operands
+    tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
+    sums_a_tile = 2 + call.logit_sum + call.expected_log_prob + 2 * call.argmax
+    sums_a_tile += call.log_sum_sq_probs + call.mean_logit
+    row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
+    *results, squares, mean_logit, lse_rest, retained = outputs
+    statistics = TokenStatistics(
+        log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
+        mean_logit=mean_logit if call.mean_logit else None,
+    )
+    codes = codes_of(retained, linear_weight.shape[0])
+    chunks = forward_chunks(kept.order.shape[0], row_bytes, retained.shape[0])
+    class_weight = weight.float() if weight is not None and call.logit_sum else None
+    memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
+    wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
+    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
+    for chunk in chunks:
+        n, here = chunk.stop - chunk.start, kept.of(chunk)
+        rows = memory[:n]
+        at_target = launch_gather_targets(
+            here, operands, call.logits, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
+        )
+        sums: RowSums = launch_exponentials(
+            rows,
+            linear_weight,
+            linear_bias,
+            here,
+            reference_logit=at_target.reference,
+            guard=at_target.guard,
+            codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
+            expected=call.expected_log_prob,
+            reference_class=at_target.reference_class if call.expected_log_prob else None,
+            logit_options=call.logits,
+            logit_sum=call.logit_sum,
+            class_weight=class_weight,
+            argmax=call.argmax,
+            squares=call.log_sum_sq_probs,
+            total=call.mean_logit,
+        )
+        largest, own = at_target.logit, wanted
+        if target.dim() == 2:
+            largest, own = launch_store_slot_logits(at_target, wanted[0], here), (None, *wanted[1:])
+        finish_forward_kernel[(triton.cdiv(n, 64),)](
+            largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
+        )
+        launch_row_statistics(sums, statistics, here, num_classes)
+    clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, kept)
+    return chunks
+
+
+def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
+    """Of rows that hold so many bytes each: partial sums and the gathered token. Those that are retained come first."""
+    rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
+    at_most, first = min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS), min(retained, tokens)
+    others = [slice(first + rows.start, first + rows.stop) for rows in slices(tokens - first, at_most)]
+    return slices(first, at_most) + others

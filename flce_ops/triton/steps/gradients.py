@@ -1,0 +1,35 @@
+"""Which gradients a step makes, and what is left to do when it has run over all tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.triton.rows.copy_rows import launch_spread_rows
+from flce_ops.triton.rows.kept_tokens import Kept
+
+# N tokens, D hidden, V vocabulary
+
+
+class Gradients(NamedTuple):
+    """None where not asked for."""
+
+    input: Tensor | None  # (N, D), written
+    linear_weight: Tensor | None  # (V, D), written
+    bias_sum: Tensor | None  # (V,) float32, added to
+
+
+def wanted_gradients(grads: Sequence[Tensor], output_mask: list[bool]) -> Gradients:
+    """Of grad_input, grad_linear_weight and grad_linear_bias. The bias is summed apart from its result."""
+    grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, output_mask))
+    bias_sum = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=torch.float32)
+    return Gradients(grad_input, grad_weight, bias_sum)
+
+
+def finish_gradients(grads: Sequence[Tensor], gradients: Gradients, kept: Kept, place: Tensor) -> None:
+    """The bias's sum into its result, rounded; rows of grad_input to where their tokens are."""
+    if gradients.bias_sum is not None:
+        grads[2].copy_(gradients.bias_sum)
+    if gradients.input is not None:
+        launch_spread_rows(gradients.input, kept, place)

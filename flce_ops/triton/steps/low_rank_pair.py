@@ -1,0 +1,87 @@
+"""A low-rank pair beside a head, inside the kernels that make logits of it.
+
+                D              r
+           ┌─────────┐      ┌───┐
+         n │    x    │  @   │ h │  @        product = x @ W.T + h @ B.T        r = 16, 32, or a multiple of 64
+           └─────────┘      └───┘
+                V              V
+
+By tensor maps the main loop of the logits GEMM runs on over h and B: a step takes the address of one pair of maps or of
+the other, and columns behind the last are zeros. A product of its own behind the loop would wait for its loads, and
+ptxas serialises the loop's own products where another adds to the same registers.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flce_ops.triton.gemm.gemm_operands import load_tile
+
+# N tokens, n rows of a chunk, V vocabulary, r rank of the pair
+
+BLOCK_R = tl.constexpr(64)
+
+
+class Pair(NamedTuple):
+    """Contiguous; one argument of a kernel."""
+
+    input: Tensor | None = None  # (N, r), or (n, r) of the kept tokens
+    weight: Tensor | None = None  # (V, r)
+    class_scale: Tensor | None = None  # (V,) float32, of the logits before the bias
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.weight is None else self.weight.shape[1]
+
+    def of(self, classes: slice) -> "Pair":
+        if self.weight is None:
+            return self
+        class_scale = None if self.class_scale is None else self.class_scale[classes]
+        return Pair(self.input, self.weight[classes], class_scale)
+
+
+NO_PAIR = Pair()
+
+
+def even_rank(matrix: Tensor) -> Tensor:
+    """(rows, r) with zeros behind its columns up to a number that tiles divide; itself where there are so many."""
+    rank = matrix.shape[1]
+    wanted = max(16, triton.next_power_of_2(rank)) if rank <= BLOCK_R.value else -(-rank // 64) * 64
+    return pad(matrix, (0, wanted - rank)) if wanted > rank else matrix.contiguous()
+
+
+@triton.jit
+def add_pair_product(
+    acc,
+    input_ptr,  # (n, r)
+    weight_ptr,  # (V, r)
+    rows,
+    cols,
+    row_mask,
+    col_mask,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + h @ B.T of a tile, by pointers."""
+    for start in tl.range(0, RANK, BLOCK_R, num_stages=1):  # unrolled, two steps take more shared memory than there is
+        ks = start + tl.arange(0, BLOCK_R)
+        h = load_tile(input_ptr, rows, ks, row_mask, ks < RANK, RANK)
+        b = load_tile(weight_ptr, cols, ks, col_mask, ks < RANK, RANK)
+        acc = tl.dot(h, b.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def pair_logit(pair, token, column, RANK: tl.constexpr):
+    """h_token . B_column"""
+    WIDTH: tl.constexpr = min(RANK, BLOCK_R)
+    acc = tl.zeros((WIDTH,), tl.float32)
+    for start in tl.static_range(0, RANK, WIDTH):
+        ks = start + tl.arange(0, WIDTH)
+        h = tl.load(pair.input + token * RANK + ks)
+        acc += h.to(tl.float32) * tl.load(pair.weight + column * RANK + ks).to(tl.float32)
+    return tl.sum(acc, 0)

@@ -1,0 +1,84 @@
+"""CUDA kernel of linear_cross_entropy_low_rank_with_grad: with_grad.py for a frozen head with a low-rank pair."""
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.math.options import LowRankOperands, Operands
+from flce_ops.math.reduction import Reduction, class_weight_of
+from flce_ops.meta.arguments import LowRankWithGrad
+from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import CrossEntropy
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.launch.replay import repeated
+from flce_ops.triton.rows.kept_tokens import keep_tokens
+from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.steps.chunks import contiguous, record_chunks
+from flce_ops.triton.steps.class_scale_gradient import away_from_zero
+from flce_ops.triton.steps.cut import best_cut, problem_of
+from flce_ops.triton.steps.gradients import finish_gradients, wanted_gradients
+from flce_ops.triton.steps.low_rank_pair import even_rank
+from flce_ops.triton.steps.low_rank_step import LowRankStep
+from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
+
+# N tokens, D hidden, V vocabulary, r rank of the pair
+
+
+@takes(LowRankWithGrad)
+def launch_low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
+    outputs = loss, losses, grad_input, *of_pair, grad_bias, grad_scale = meta.outputs(call)
+    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, class_scale = call.operands
+    target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
+    pair = even_rank(pair_input), even_rank(pair_weight)
+    made = [even_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
+    class_scale = None if class_scale is None else away_from_zero(class_scale)
+    call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias, class_scale=class_scale)
+    call.reduction = Reduction(row_scale, call.reduction.denominator)
+    in_range = target.new_empty((), dtype=torch.bool)
+    with torch.cuda.device_of(input):
+        target_weight = None if weight is None else class_weight_of(target, weight, torch.float32)
+        fresh = in_range, loss, losses, grad_input, *made, grad_bias, grad_scale
+        chunks = repeated(low_rank_step, call, target_weight, fresh=fresh)
+        assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
+    for grad, of_even_rank in zip(of_pair, made):
+        if of_even_rank is not grad:
+            grad.copy_(of_even_rank[:, : pair_weight.shape[1]])
+    record_chunks(call, linear_weight, chunks)
+    return outputs
+
+
+def low_rank_step(
+    call: LowRankWithGrad,
+    target_weight: Tensor | None,  # (N,) float32, w_y
+    in_range: Tensor,  # () bool, out
+    *outputs: Tensor,  # of the operator
+) -> list[slice]:
+    """The chunks it took."""
+    loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias, grad_scale = outputs
+    input, linear_weight, pair_input, pair_weight, target, *_, class_scale = call.operands
+    want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
+    reduction, logit_options, num_classes = call.reduction, call.logits, linear_weight.shape[0]
+    mask = [want_input, False, want_bias]
+    problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
+    cut = best_cut(problem._replace(recompute_below=0))  # backward's kernels know no pair
+    kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
+    objective = CrossEntropy(call.loss, None, target_weight, num_classes)
+    per_token = StepTokens(objective, reduction, losses)
+    nothing = input.new_empty(0)
+    of_head = [grad_input, nothing, grad_bias]
+    of_pair = [grad_pair_input, grad_pair_weight, nothing]
+    gradients = wanted_gradients(of_head, mask)
+    pair_gradients = wanted_gradients(of_pair, [want_pair_input, want_pair_weight, False])
+    shared = logit_options, kept, per_token
+    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, cut)
+    of_head_step = call.operands.head, *shared, gradients, cut
+    step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
+    step.run_chunks(cut.chunks)
+    if want_scale:
+        grad_scale.copy_(step.scale_gradient())
+    if class_scale is not None and gradients.bias_sum is not None:
+        gradients.bias_sum.div_(class_scale)
+    finish_gradients(of_head, gradients, kept, place)
+    finish_gradients(of_pair, pair_gradients, kept, place)
+    launch_sum_losses(losses, reduction, kept.total, loss)
+    return cut.chunks

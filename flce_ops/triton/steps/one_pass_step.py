@@ -1,0 +1,262 @@
+"""Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
+
+    rows = the chunk's kept tokens, target logits                                 gather_tokens.py, gather_slots.py
+    E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
+    losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
+    grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
+    grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
+    grad_input to where its tokens are                                                               copy_rows.py
+
+The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.options import LogitOptions, Operands, TokenStatistics
+from flce_ops.math.reduction import Reduction
+from flce_ops.math.shards import argmax_of_shards
+from flce_ops.objectives.row import RowObjective
+from flce_ops.triton.gemm.input_gradient import Finish, InputGradient, Pieces
+from flce_ops.triton.gemm.parts import float32_memory
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
+from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.kept_tokens import Kept, choose_cut
+from flce_ops.triton.rows.row_statistics import launch_row_statistics
+from flce_ops.triton.rows.scale_rows import launch_scale_rows
+from flce_ops.triton.rows.set_entries import launch_set_entries
+from flce_ops.triton.rows.smoothing import SmoothingTerms
+from flce_ops.triton.rows.target_rows import TOKENS_AT_MOST, launch_target_rows
+from flce_ops.triton.sparse.live_tiles import EVERY_STEP
+from flce_ops.triton.steps.chunks import MULTIPLE, padded, slices
+from flce_ops.triton.steps.cut import Cut
+from flce_ops.triton.steps.exponentials import RowSums, launch_exponentials
+from flce_ops.triton.steps.gradients import Gradients
+from flce_ops.triton.steps.lead import Lead, places, scratch_of
+from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
+
+# Of tokens, their gradients and the sum that earlier ones were added to: the ranges of rows it took.
+Recompute = Callable[[Kept, Gradients, WeightGradient | None], list[slice]]
+
+
+class StepTokens(NamedTuple):
+    """What a step makes of every token, (N,) as the tokens stand."""
+
+    objective: RowObjective
+    reduction: Reduction | None  # None for a scale of 1
+    losses: Tensor | None  # out, as the next two
+    statistics: TokenStatistics = TokenStatistics()
+    log_probs: Tensor | None = None
+    gather: Callable[[Tensor], Tensor] | None = None  # (k, n) -> (R, k, n), of ranks that share the vocabulary
+
+
+class OnePassStep:
+    """What the chunks of a step share."""
+
+    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_step.py
+    pair_of_chunk: Pair = NO_PAIR
+
+    def __init__(
+        self,
+        operands: Operands,
+        logit_options: LogitOptions,
+        kept: Kept,
+        per_token: StepTokens,
+        gradients: Gradients,
+        cut: Cut,
+        smoothing: SmoothingTerms | None = None,
+        ignore_index: int = -100,
+        vocab_start: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
+        self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
+        self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
+        self.tokens = operands.input.shape[0]  # that the chunks are cut of
+        self.gradients = gradients
+        self.grad_input, grad_weight, self.bias_sum = gradients
+        self.cut, self.smoothing = cut, smoothing
+        self.input_steps = self.weight_steps = EVERY_STEP
+        self.weight_gradient = None
+        if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
+            outer = None if smoothing is None else smoothing.weight_terms()
+            self.weight_gradient = WeightGradient(grad_weight, chunks=cut.most_chunks, outer=outer)
+
+    def run(self, recompute: Recompute) -> list[slice]:
+        """The lead chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
+        lead, chunks = [], self.cut.chunks
+        if self.cut.few:
+            few, self.kept = choose_cut(self.kept, self.cut.few)
+            self.run_only(few)
+        if self.cut.lead is not None:
+            self.run_lead(self.cut.lead)
+            lead = [slice(0, self.cut.lead.rows)]
+        if self.cut.recompute:
+            (rows,) = chunks
+            own = self.gradients._replace(input=None if self.grad_input is None else self.grad_input[rows])
+            chunks = recompute(self.kept.of(rows), own, self.weight_gradient)
+        else:
+            self.run_chunks(chunks)
+        return lead + chunks
+
+    def run_only(self, few: Kept) -> None:
+        """All kept tokens in one chunk, where they are few."""
+        only = copy.copy(self)
+        only.tokens, only.kept = self.cut.few, few
+        gradient = self.weight_gradient
+        only.weight_gradient = WeightGradient(gradient.out, chunks=1, outer=(gradient.class_factor, gradient.outer))
+        only.run_chunks([slice(0, self.cut.few)])
+
+    def run_chunks(self, chunks: list[slice]) -> None:
+        if not chunks:
+            return
+        input, linear_weight = self.operands[:2]
+        count = chunks[0].stop - chunks[0].start
+        num_classes, size = linear_weight.shape[0], input.dtype.itemsize
+        exponentials = input.new_empty(count, padded(num_classes, size))
+        # the kept tokens wait in the rows of grad_input, which are written after their last use
+        apart = input.new_empty(count, input.shape[1]) if self.grad_input is None else None
+        for chunk in chunks:
+            n = chunk.stop - chunk.start
+            pieces = [(slice(0, num_classes), exponentials[:n, :num_classes])]
+            rows = self.grad_input[chunk] if apart is None else apart[:n]
+            tokens, finished = self.exponentiate(chunk, rows, pieces)
+            self.add_to_weight(tokens, rows, pieces, finished)
+            self.write_input(chunk, tokens, pieces, finished, self.product_memory(chunk))
+
+    def run_lead(self, lead: Lead) -> None:
+        chunk, input, grad_weight = slice(0, lead.rows), self.operands.input, self.weight_gradient.out
+        pieces = list(zip(lead.columns, places(lead, grad_weight, input.new_empty(lead.workspace_numbers))))
+        scratch = scratch_of(lead, grad_weight)
+        apart = input.new_empty(lead.rows, input.shape[1]) if lead.rows_apart else None
+        rows = self.grad_input[lead.rows : 2 * lead.rows] if apart is None else apart
+        tokens, finished = self.exponentiate(chunk, rows, pieces, scratch)
+        self.write_input(chunk, tokens, pieces, finished, scratch)  # first, because add_to_weight overwrites E
+        self.add_to_weight(tokens, rows, pieces[::-1], finished)
+
+    def exponentiate(
+        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+    ) -> tuple[Tokens, FinishedRows]:
+        """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
+        kept, of_tokens = self.kept.of(chunk), self.per_token
+        statistics = of_tokens.statistics
+        at_target = launch_gather_targets(
+            kept,
+            self.operands,
+            self.logit_options,
+            rows,
+            ignore_index=self.ignore_index,
+            vocab_start=self.vocab_start,
+            class_sum=None if self.smoothing is None else self.smoothing.class_sum,
+            pair=self.pair,
+        )
+        tokens = Tokens(
+            kept,
+            at_target.logit,
+            at_target.dz_du,
+            at_target.column,
+            of_tokens.reduction,
+            of_tokens.losses,
+            of_tokens.log_probs,
+        )
+        sums = launch_exponentials(
+            rows,
+            self.operands.linear_weight,
+            self.operands.linear_bias,
+            kept,
+            reference_logit=at_target.reference,
+            guard=at_target.guard,
+            pieces=pieces,
+            expected=statistics.entropy is not None,
+            argmax=statistics.argmax is not None,
+            squares=statistics.log_sum_sq_probs is not None,
+            total=statistics.mean_logit is not None,
+            logit_options=self.logit_options,
+            scratch=scratch,
+            pair=self.pair_of_chunk,
+        )
+        self.row_sum, self.reference = sums.exponentials, sums.reference_logit
+        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
+        launch_row_statistics(sums, statistics, kept, self.vocab_size)
+        for cols, piece in pieces:
+            launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
+            if self.bias_sum is not None:
+                self.bias_sum[cols] += weighted_column_sum(piece, finished.weight_factor, kept)
+        if finished.column is not None:  # what follows takes one entry of a row
+            tokens = tokens._replace(column=finished.column)
+        return tokens, finished
+
+    def finish_rows(self, tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, RowSums]:
+        """Ranks that share the vocabulary tell each other their sums here; the argmax is the whole row's then."""
+        gathered, gather = None, self.per_token.gather
+        if gather is not None:
+            numbers = launch_shard_numbers(tokens, sums)
+            if sums.argmax is not None:
+                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.vocab_start
+            gathered = gather(numbers)
+        scale, dtype = self.logit_options.logit_scale, self.operands.input.dtype
+        objective = self.per_token.objective
+        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_scale=scale, gathered=gathered)
+        if gathered is not None and sums.argmax is not None:
+            sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
+        return finished, sums
+
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
+        """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
+        if self.weight_gradient is None:
+            return
+        start, count = tokens.kept.start, self.tokens
+        last = start + rows.shape[0] == count
+        few = count <= TOKENS_AT_MOST and start == 0 and last and len(pieces) == 1
+        rest = torch.empty_like(rows) if few else None
+        launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=rest)
+        for cols, piece in pieces:
+            self.weight_gradient.add(
+                cols, piece, rows, tokens.kept, first=start == 0, last=last, live=self.weight_steps
+            )
+        if few:
+            ((_, piece),) = pieces
+            gradient = self.weight_gradient
+            outer = gradient.class_factor, gradient.outer
+            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
+
+    def write_input(
+        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
+    ) -> None:
+        """grad_input = c (E' @ linear_weight) and the residual, in the order of the kept tokens."""
+        if self.grad_input is None:
+            return
+        outer = (None, None) if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
+        finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
+        out, columns = self.grad_input[chunk], [cols for cols, _ in pieces]
+        at_once, hidden = out.shape
+        if len(pieces) > 1:  # the product waits in float32; where its memory is short, rows take turns
+            if product.shape[0] < MULTIPLE * hidden:
+                product = torch.empty(MULTIPLE * hidden, dtype=torch.float32, device=out.device)
+            at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
+        for rows in slices(out.shape[0], at_once):
+            kept = tokens.kept.of(rows)
+            gradient = InputGradient(
+                out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product, self.input_steps
+            )
+            for cols, piece in pieces:
+                gradient.add(cols, piece[rows])
+            gradient.close()
+
+    def product_memory(self, chunk: slice) -> Tensor:
+        """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""
+        if self.grad_input is None:
+            return self.float32(0)
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
+        return later if later.shape[0] >= numbers else self.float32(numbers)
+
+    def float32(self, numbers: int) -> Tensor:
+        return torch.empty(numbers, dtype=torch.float32, device=self.kept.order.device)

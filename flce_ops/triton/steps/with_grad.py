@@ -1,0 +1,182 @@
+"""CUDA kernels of the operators that make loss and gradients in one pass over the logits, three GEMMs.
+
+one_pass_step.py says what is done for each chunk of n tokens, an objective (flce_ops/objectives) what is made of a row.
+The first chunk is larger where its exponentials can wait in grad_linear_weight (lead.py). cut.py says which tokens go
+how; ignored ones cost nothing (kept_tokens.py).
+
+Over a vocabulary that ranks share, the ranks exchange two numbers a row between the GEMMs of each chunk, three with
+label smoothing, two more with argmax. Chunks are as large as the workspace allows, so there are few exchanges.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_ops import meta
+from flce_ops.math.options import Operands, TokenStatistics
+from flce_ops.math.reduction import Reduction
+from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard
+from flce_ops.math.sparse_gradient import Shard
+from flce_ops.meta.arguments import PolicyWithGrad, VocabParallelWithGrad, WithGrad
+from flce_ops.meta.call import takes
+from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, weight_of_slots
+from flce_ops.objectives.policy import Policy
+from flce_ops.objectives.row import RowObjective
+from flce_ops.support.target_range import assert_in_range
+from flce_ops.triton.gemm.even_features import with_even_features
+from flce_ops.triton.launch.replay import repeated
+from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
+from flce_ops.triton.rows.row_statistics import sum_pairs
+from flce_ops.triton.rows.smoothing import SmoothingTerms
+from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.sparse.sparse_run import is_sparse, run_sparse, sparse_notes
+from flce_ops.triton.steps.chunks import contiguous, record_chunks, with_contiguous_vectors
+from flce_ops.triton.steps.cut import Cut, cut_shard, cut_tokens
+from flce_ops.triton.steps.gradients import finish_gradients, wanted_gradients
+from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
+from flce_ops.triton.steps.recompute import recompute_step
+
+# N tokens, D hidden, V vocabulary
+
+
+@takes(WithGrad)
+@with_even_features
+def launch_with_grad(call: WithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
+    call.operands = with_contiguous_vectors(call.operands)
+    if call.reduction.row_scale is not None:
+        call.reduction = Reduction(call.reduction.row_scale.contiguous())
+    with torch.cuda.device_of(outputs[0]):
+        launch_step(call, objective_of(call), outputs[:5], outputs[5:])
+    return outputs
+
+
+@takes(PolicyWithGrad)
+@with_even_features
+def launch_policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, ...]:
+    outputs = meta.outputs(call)
+    operands = with_contiguous_vectors(Operands(*call.operands))
+    (row_scale,) = contiguous(call.reduction.row_scale)
+    reduction = Reduction(row_scale, call.reduction.denominator)
+    options = {"ignore_index": call.ignore_index, **call.logits._asdict(), "output_mask": call.output_mask}
+    of_tokens = WithGrad.bind(*operands, *reduction, **options)
+    tokens = call.tokens.map(lambda values: values.float().contiguous())
+    with torch.cuda.device_of(outputs[0]):
+        launch_step(of_tokens, Policy(call.policy, tokens), outputs[:5], (), log_probs=outputs[5], recorded=call)
+    return outputs
+
+
+def objective_of(call: WithGrad) -> CrossEntropy:
+    slot_weight = call.target_weight
+    if slot_weight is not None:
+        slot_weight = weight_of_slots(call.operands.target, slot_weight, call.ignore_index, torch.float32)
+    target, weight = call.operands.target, call.operands.weight
+    objective = cross_entropy_of(target, weight, call.operands.num_classes, call.loss, torch.float32, slot_weight)
+    return objective._replace(weight=None if objective.weight is None else objective.weight.contiguous())
+
+
+def launch_step(
+    call: WithGrad,
+    objective: RowObjective,
+    results: tuple[Tensor, ...],  # loss, losses, and the gradients
+    statistics: tuple[Tensor, ...],  # all of TokenStatistics, or none
+    log_probs: Tensor | None = None,  # (N,) out
+    recorded: Any = None,  # the call that last_path() names; None for `call`
+) -> None:
+    weight = call.operands.weight
+    class_weight = None if weight is None else weight.to(torch.float32, copy=True)  # what shares memory is not repeated
+    in_range = call.operands.target.new_empty((), dtype=torch.bool)
+    by_token = statistics if log_probs is None else (log_probs,)
+    chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *results, *by_token))
+    assert_in_range(in_range, call.operands.target, call.operands.num_classes, call.ignore_index)
+    record_chunks(call if recorded is None else recorded, call.operands.linear_weight, chunks, *notes)
+
+
+def one_pass_step(
+    call: WithGrad,
+    objective: RowObjective,
+    class_weight: Tensor | None,  # (V,) float32
+    in_range: Tensor,  # () bool, out
+    loss: Tensor,
+    losses: Tensor,
+    *outputs: Tensor,  # the gradients, then statistics or log-probabilities
+) -> tuple[list[slice], list[str]]:
+    """The chunks it took, and notes on them."""
+    grads, by_token = outputs[:3], outputs[3:]
+    log_probs = by_token[0] if len(by_token) == 1 else None
+    statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
+    input, linear_weight, target, _, _ = call.operands
+    cut = cut_tokens(
+        input,
+        linear_weight,
+        call.output_mask,
+        smoothed=objective.d_sum is not None,
+        sum_pairs=sum_pairs(call.statistics),
+    )
+    kept, place = keep_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
+    per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
+    return step_over_tokens(call, per_token, class_weight, kept, place, (loss, *grads), cut, None)
+
+
+def step_over_tokens(
+    call: Any,  # WithGrad, or with a shard VocabParallelWithGrad
+    per_token: StepTokens,
+    class_weight: Tensor | None,  # (v,) float32
+    kept: Kept,
+    place: Tensor,  # (N,)
+    results: tuple[Tensor, ...],  # loss, and the gradients
+    cut: Cut,
+    shard: Shard | None,
+) -> tuple[list[slice], list[str]]:
+    """The chunks it took, and notes on them."""
+    loss, *grads = results
+    gradients, objective = wanted_gradients(grads, call.output_mask), per_token.objective
+    smoothing = None
+    if objective.d_sum is not None and not cut.recompute:  # which makes it with the rest of G
+        smoothing = SmoothingTerms(
+            call.operands, class_weight, kept, per_token.reduction, objective.d_sum, call.logits.logit_scale
+        )
+    if is_sparse(call):
+        chunks = run_sparse(call, kept, per_token, gradients, shard)
+        cut = Cut(None, chunks, False, 0)
+    else:
+        first, size = (0, None) if shard is None else (call.vocab_start, call.vocab_size)
+        step = OnePassStep(
+            call.operands, call.logits, kept, per_token, gradients, cut, smoothing, call.ignore_index, first, size
+        )
+        chunks = step.run(partial(recompute_step, call, place, per_token))
+    if smoothing is not None and gradients.bias_sum is not None:
+        smoothing.add_to_bias(gradients.bias_sum)
+    finish_gradients(grads, gradients, kept, place)
+    launch_sum_losses(per_token.losses, per_token.reduction, kept.total, loss)
+    return chunks, cut.notes + sparse_notes(call)
+
+
+@takes(VocabParallelWithGrad)
+def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
+    outputs = meta.outputs(call)
+    loss, losses, *grads, columns = outputs[:6]
+    call.operands = with_contiguous_vectors(call.operands)
+    input, linear_weight, target, _, weight = call.operands
+    rows = shard_rows(call.vocab_size, call.ranks)
+    with torch.cuda.device_of(input):
+        in_range = target.new_empty((), dtype=torch.bool)
+        kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
+        assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
+        exchange = Exchange(call.group, call.ranks)
+        objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, torch.float32)
+        own_weight = None
+        if weight is not None:
+            own_weight = weight.float()[call.vocab_start : call.vocab_start + linear_weight.shape[0]]
+        own = statistics_of_shard(call.statistics, losses)
+        statistics = own._replace(argmax=columns if call.statistics.argmax else None)
+        reduction = Reduction(call.row_scale.contiguous())
+        per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
+        cut = cut_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+        shard = Shard(call.vocab_start, rows, exchange.gather)
+        chunks, notes = step_over_tokens(call, per_token, own_weight, kept, place, (loss, *grads), cut, shard)
+        exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
+    record_chunks(call, linear_weight, chunks, *notes)
+    return outputs
