@@ -106,6 +106,13 @@ def test_default_workspace_makes_large_chunks(device):
     assert path.chunks == -(-300 // path.rows_per_chunk), path
 
 
+def test_the_smallest_workspace_holds_128_rows_and_64_on_a_cpu(device):
+    inputs = make_inputs((300, 8, 600), device=device)
+    with flce_ops.workspace(1):
+        run(flce_ops.linear_cross_entropy, inputs)
+    assert flce_ops.last_path().rows_per_chunk == (64 if device == "cpu" else 128)
+
+
 def test_last_path_tells_what_ran(device):
     inputs = make_inputs(device=device)
     run(flce_ops.linear_cross_entropy, inputs)

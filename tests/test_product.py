@@ -358,6 +358,10 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
     return refused, accepted
 
 
+def test_every_function_has_its_cells():
+    assert CELLS.keys() == FUNCTIONS.keys()
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_every_option_of_every_cell_has_the_results_of_its_formula_or_is_refused(name):
     refused, accepted = walk(name, lambda name, tensor: tensor, SINKS, "one process")
