@@ -168,27 +168,33 @@ KERNELS = {
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": kernels(
         (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
-        ".with_grad:launch_vocab_parallel_with_grad",
+        ".steps.with_grad:launch_vocab_parallel_with_grad",
         ".with_grad:vocab_parallel_with_grad",
     ),
     "linear_cross_entropy_low_rank_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
-        ".low_rank_with_grad:launch_low_rank_with_grad",
+        ".steps.low_rank_with_grad:launch_low_rank_with_grad",
         ".low_rank:low_rank_with_grad",
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
-    "cross_entropy_forward": kernels(TRITON_OF_LOGITS, ".cross_entropy:launch_forward", ".cross_entropy:forward"),
-    "cross_entropy_backward": kernels(TRITON_OF_LOGITS, ".cross_entropy:launch_backward", ".cross_entropy:backward"),
-    "cross_entropy_with_grad": kernels(TRITON_OF_LOGITS, ".cross_entropy:launch_with_grad", ".cross_entropy:with_grad"),
+    "cross_entropy_forward": kernels(
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_forward", ".cross_entropy:forward"
+    ),
+    "cross_entropy_backward": kernels(
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_backward", ".cross_entropy:backward"
+    ),
+    "cross_entropy_with_grad": kernels(
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_with_grad", ".cross_entropy:with_grad"
+    ),
     "cross_entropy_with_grad_": kernels(
-        TRITON_OF_LOGITS, ".cross_entropy:launch_with_grad_in_place", ".cross_entropy:with_grad_in_place"
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_with_grad_in_place", ".cross_entropy:with_grad_in_place"
     ),
     "linear_policy_loss_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16), ".with_grad:launch_policy_with_grad", ".with_grad:policy_with_grad"
+        (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_policy_with_grad", ".with_grad:policy_with_grad"
     ),
-    "linear_kl_div_forward": kernels(KL_DIV, ".kl_div:launch_kl_div_forward", ".kl_div:forward"),
-    "linear_kl_div_backward": kernels(KL_DIV, ".kl_div:launch_kl_div_backward", ".kl_div:backward"),
-    "linear_kl_div_with_grad": kernels(KL_DIV, ".kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
+    "linear_kl_div_forward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_forward", ".kl_div:forward"),
+    "linear_kl_div_backward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_backward", ".kl_div:backward"),
+    "linear_kl_div_with_grad": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
 }
 
 
