@@ -94,7 +94,7 @@ def source(
     attributes = {
         (place,): ALIGNED for place, kind in enumerate(signature.values()) if kind == "i32" or str(kind).startswith("*")
     }
-    return ASTSource(fn=kernel.function, signature=signature, constexprs=values, attrs=attributes)
+    return ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
 def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Variant]:

@@ -8,7 +8,7 @@ a step on CUDA still fails with the name of what is missing.
 import contextlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from flce_ops.support.vendor import has_triton
@@ -26,6 +26,7 @@ def stand_ins() -> dict[str, ModuleType]:
         language=language,
         jit=lambda kernel: kernel,
         cdiv=lambda a, b: -(-a // b),
+        knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
         next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
     )
     return {"triton": triton, "triton.language": language}
@@ -42,6 +43,7 @@ def chunk_sizes_of_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.startswith(("triton", "flce_ops.triton"))]:
+        forgotten = ("triton", "flce_ops.triton", "flce_ops.objectives.in_triton")
+        for name in [name for name in sys.modules if name.startswith(forgotten)]:
             del sys.modules[name]
         sys.modules.update({name: module for name, module in before.items() if name.startswith("triton")})

@@ -128,6 +128,8 @@ def check_value(holds: torch.Tensor, message: str) -> None:
     compiling = torch.compiler.is_compiling()
     if compiling and functorch_is_active():  # an assert has no batching rule, and Dynamo does not unwrap
         return
+    if holds.is_meta:  # it has no value
+        return
     while not compiling and torch._C._functorch.is_functorch_wrapped_tensor(holds):  # vmap neither reads nor asserts
         holds = torch._C._functorch.get_unwrapped(holds)
     if compiling or holds.device.type == "cuda" or torch._C._len_torch_dispatch_stack():
