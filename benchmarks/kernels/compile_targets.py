@@ -37,7 +37,7 @@ from flce_ops.triton.sparse.live_tiles import LIVE, Steps
 from flce_ops.triton.steps.logit_codes import Coding
 
 # the pointers of each epilogue, what may be absent being absent
-EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 7)
+EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 8, "i32")
 OPERANDS = {
     "exp_sum": EXP_SUM,
     "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32", total="*fp32"),
