@@ -6,6 +6,7 @@
 Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -167,6 +168,7 @@ class LogitNumbers(NamedTuple):
     temperature: Scalar = 1.0
 
 
+@functools.cache
 def numbers_of(group: Any) -> tuple[str, ...]:
     """The options of a group that the inner operators take as 0-d tensors."""
     return tuple(name for name, hint in get_type_hints(group).items() if hint in (Tensor, Tensor | None))
