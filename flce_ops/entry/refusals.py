@@ -102,7 +102,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
 
 def refuse(op: str, call: Any, *found: str) -> None:
     """`found` are features that the arguments alone do not show."""
-
     for feature, rows in REFUSED.items():
         for others, text in rows.items() if FEATURES[feature](call) else ():
             if all(other in found or FEATURES[other](call) for other in others):

@@ -245,35 +245,13 @@ class WeightGradient:
             self.launch(*arguments, first=first, last=last)
             return
         every = live.number is None and self.blocks.number is None
+        added = self.sum[columns], self.exponents[:, columns], self.guard, exponentials, rows, kept
         if every and fits_turned_tiles(rows, self.tiles):
-            self.launch_turned(columns, exponentials, rows, kept)
+            launch_turned_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
         else:
             self.launch(*arguments)
         if self.tiles.tma:
-            launch_outgrown_rows(
-                self.sum[columns],
-                self.exponents[:, columns],
-                self.guard,
-                exponentials,
-                rows,
-                kept,
-                blocks=self.blocks,
-                live=live,
-                tiles=self.tiles,
-            )
-
-    def launch_turned(self, columns: slice, exponentials: Tensor, rows: Tensor, kept: Kept) -> None:
-        launch_turned_tiles(
-            self.sum[columns],
-            self.exponents[:, columns],
-            self.guard,
-            exponentials,
-            rows,
-            kept,
-            room=self.room,
-            first_rows=self.first_rows,
-            tiles=self.tiles,
-        )
+            launch_outgrown_rows(*added, blocks=self.blocks, live=live, tiles=self.tiles)
 
     def launch(
         self,

@@ -13,9 +13,9 @@ launch (launch_graphs.py).
 The first call of a kind is not captured, because tokens of ever new numbers would be slower with it.
 
 A launch is in the graph whoever made it: Triton, a library of CUDA, ctypes. Only what is given to another stream than
-torch's current one is not, which no step may do. Only a step of launches that can be made
-again, allocations and views is repeated. One that runs anything else of ATen, as class weights or a bias's gradient do,
-or copies memory, or gives a kernel memory that is neither the arguments' nor its own, is run as it is written.
+torch's current one is not, which no step may do. Only a step of launches that can be made again, allocations and views
+is repeated. One that runs anything else of ATen, as class weights or a bias's gradient do, or copies memory, or gives a
+kernel memory that is neither the arguments' nor its own, is run as it is written.
 """
 
 import functools
