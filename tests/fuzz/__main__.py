@@ -1,6 +1,7 @@
-"""python -m tests.fuzz --cases 20000 --seed S [--device cpu|cuda|interpreter] [--only SEED:INDEX] [--out report.md]"""
+"""python -m tests.fuzz --cases 20000 --seed S [--device cpu|cuda|interpreter] [--seconds T] [--only SEED:INDEX]"""
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -13,6 +14,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
     parser.add_argument("--device", choices=["cpu", "cuda", "interpreter"], default="cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes (default: 12 on cuda, else 1)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins later")
     parser.add_argument("--only", metavar="SEED:INDEX", help="one case, with every number")
     parser.add_argument("--out", metavar="FILE", help="also write the report here")
     arguments = parser.parse_args()
@@ -29,7 +31,7 @@ def main() -> int:
         return report.show(int(seed), int(index), arguments.device)
     indices = range(arguments.first, arguments.first + arguments.cases)
     workers = arguments.workers or (12 if arguments.device == "cuda" else 1)
-    return report.campaign(arguments.seed, indices, arguments.device, workers, arguments.out)
+    return report.campaign(arguments.seed, indices, arguments.device, workers, arguments.out, arguments.seconds)
 
 
 if __name__ == "__main__":

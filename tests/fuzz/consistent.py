@@ -58,6 +58,8 @@ def with_its_options(case: Case) -> Case:
         new["z_loss"] = case.z_loss or 0.01
     elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
         new["teacher_scale"] = 1.0  # the teacher's may not be learnt
+    if case.teacher in ("probs", "sparse probs"):
+        new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they are of the teacher's logits
     return replace(case, **new)
 
 

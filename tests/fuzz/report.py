@@ -44,8 +44,11 @@ def prepare(device: str) -> None:
         triton_on_cpu.install()
 
 
-def results(seed: int, indices: range, device: str) -> Iterator[Result]:
+def results(seed: int, indices: range, device: str, until: float) -> Iterator[Result]:
+    """Cases that begin before `until`, in seconds of time.time()."""
     for index in indices:
+        if time.time() > until:
+            return
         case = draw(seed, index, device)
         began = time.process_time()
         try:
@@ -59,21 +62,22 @@ def results(seed: int, indices: range, device: str) -> Iterator[Result]:
         yield Result(index, case, verdict, time.process_time() - began)
 
 
-def part(seed: int, indices: range, device: str) -> list[Result]:
+def part(seed: int, indices: range, device: str, until: float) -> list[Result]:
     """A worker's share."""
     prepare(device)
-    return list(results(seed, indices, device))
+    return list(results(seed, indices, device, until))
 
 
-def campaign(seed: int, indices: range, device: str, workers: int, out: str | None) -> int:
+def campaign(seed: int, indices: range, device: str, workers: int, out: str | None, seconds: float) -> int:
     """`workers` processes take every so many-th case each: on CUDA that is whole families of kernels (draw.py)."""
     began = time.perf_counter()
+    until = time.time() + seconds
     if workers == 1:
-        found = shown_as_they_come(results(seed, indices, device), seed)
+        found = shown_as_they_come(results(seed, indices, device, until), seed)
     else:
         shares = [indices[k::workers] for k in range(workers)]
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            found = list(chain(*pool.map(part, [seed] * workers, shares, [device] * workers)))
+            found = list(chain(*pool.map(part, [seed] * workers, shares, [device] * workers, [until] * workers)))
     lines = summary(seed, device, found, len(indices), time.perf_counter() - began)
     groups: dict[Group, list[Result]] = defaultdict(list)
     for result in sorted(found, key=lambda result: result.index):
@@ -174,7 +178,7 @@ def summary(seed: int, device: str, found: list[Result], planned: int, wall: flo
         f"Modes: {', '.join(f'{mode} {count}' for mode, count in sorted(modes.items()))}.",
     ]
     if len(found) < planned:
-        lines.append(f"**{planned - len(found)} cases did not run**: a worker lost its device.")
+        lines.append(f"**{planned - len(found)} cases did not run**: the time was up, or a worker lost its device.")
     return lines
 
 
