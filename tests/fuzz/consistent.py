@@ -78,7 +78,7 @@ def newer_options(case: Case) -> dict:
         new["shift"] = False
     if slots and case.function == "metrics":
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
-    if slots:
+    if slots or case.label_smoothing:
         new["V"] = max(case.V, 2)  # of one class the gradient is a rounding of 0
     if case.function == "low_rank":
         new["poison"] = ""  # the pair's features would have to hold it too
