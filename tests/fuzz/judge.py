@@ -115,8 +115,8 @@ def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int
     if case.short_chunks:
         modules = (backward, chunks, cut, forward, one_pass_step)
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
-        if device == "interpreter":  # its tiles are 64 wide
-            found += [(module, "BLOCK_V", 64) for module in (lead, backward)]
+        if device == "interpreter":  # the tiles of its logits are 128 wide
+            found += [(module, "BLOCK_V", 128) for module in (lead, backward)]
     if not case.recompute:
         found.append((cut, "RECOMPUTE_BELOW", 0))
     return found
