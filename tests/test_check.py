@@ -1,0 +1,49 @@
+"""`python -m flce_ops.check` passes what is right, and says what is not."""
+
+import pytest
+import torch
+
+import flce_ops
+from flce_ops import check
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(check, "SHAPES", {"cpu": (20, 8, 67), "cuda": (100, 72, 1031)})
+    monkeypatch.setattr(check, "TIMED", (1000, 256, 32003))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_exact_is_as_promised(device, capsys, monkeypatch):
+    monkeypatch.setattr(check, "step", lambda head: [])  # which is of seconds
+    assert check.main(["--device", device]) == 0
+    shown = capsys.readouterr().out
+    assert f"flce_ops {flce_ops.__version__}, torch {torch.__version__}" in shown
+    assert shown.count("| yes |") == 4 * len(check.DTYPES) and shown.endswith("all as promised\n")
+
+
+def test_a_gradient_that_is_off_by_a_thousandth_is_told(capsys, monkeypatch):
+    exact = flce_ops.linear_cross_entropy
+    monkeypatch.setattr(check, "linear_cross_entropy", lambda *operands: Off.apply(exact(*operands)))
+    assert check.main(["--device", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "| loss, gradients, error in float32 | 1.0e-03 |" in shown and "**NO**" in shown
+    assert "lines are worse than promised" in shown
+
+
+class Off(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 1.001 * gradient
+
+
+@pytest.mark.gpu
+def test_a_step_is_measured(capsys):
+    head = check.make_head(check.TIMED, torch.device("cuda")).to(torch.bfloat16)
+    lines = check.step(head)
+    assert [line.what for line in lines][-1] == "workspace" and lines[-1].promised
+    assert {line.path for line in lines} <= {"triton", "aten"}
