@@ -28,7 +28,6 @@ from flce_ops.triton.divergence.kl_div_cut import RowCut, cut_rows, fits_in_logi
 from flce_ops.triton.divergence.softmax_rows import (
     Linear,
     Softmax,
-    find_shift,
     share_denominators,
     store_logits,
     take_shift,
@@ -36,6 +35,7 @@ from flce_ops.triton.divergence.softmax_rows import (
 from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
 from flce_ops.triton.gemm.parts import float32_memory
 from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.tile_sums import launch_max_and_sum
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.columns import weighted_column_sum
 from flce_ops.triton.rows.copy_rows import launch_copy_rows
@@ -165,7 +165,7 @@ class KlDivStep:
             store_logits(model, softmax, tile_sum, kept)
         for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
             if shifts is None:
-                find_shift(softmax, tile_sum, kept)
+                launch_max_and_sum(softmax.tile_max, tile_sum, softmax.shift, kept)
             else:
                 take_shift(softmax, shifts[k], kept)
         if shifts is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flce_ops.triton.rows.kept_tokens import row_distance
 from flce_ops.triton.steps.logit_codes import Coding, encoded, largest_places
 
-# n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
+# n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
 
 @triton.jit
@@ -55,6 +55,9 @@ class ReferenceClass(NamedTuple):
     logit: Tensor  # a rescue leaves it as it is
 
 
+PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "total"  # of what follows
+
+
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
@@ -70,20 +73,9 @@ class ExpSum(NamedTuple):
     first_column: int = 0  # of these classes
 
     def of(self, tiles: slice, columns: slice) -> "ExpSum":
-        def part(numbers: Tensor | None, of: slice = tiles) -> Tensor | None:
-            return None if numbers is None else numbers[of]
-
-        return self._replace(
-            class_weight=part(self.class_weight, columns),
-            partial=self.partial[tiles],
-            logit_sum=part(self.logit_sum),
-            expected=part(self.expected),
-            row_max=part(self.row_max),
-            argmax=part(self.argmax),
-            squares=part(self.squares),
-            total=part(self.total),
-            first_column=columns.start,
-        )
+        own = {name: part[tiles] for name in PER_TILE if (part := getattr(self, name)) is not None}
+        class_weight = None if self.class_weight is None else self.class_weight[columns]
+        return self._replace(class_weight=class_weight, first_column=columns.start, **own)
 
 
 @triton.jit

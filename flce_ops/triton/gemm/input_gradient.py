@@ -13,7 +13,6 @@ where it is made and needs no memory.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -103,7 +102,6 @@ def input_gradient_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     count = kept_rows(kept, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -137,7 +135,7 @@ def input_gradient_kernel(
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(exponentials_ptr, rows, ks, row_mask, ks < v, stride_exponentials_n)
                 b = load_tile(classes_ptr, ks, cols, ks < v, col_mask, stride_weight_v, stride_weight_d)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc)
             if live.number is not None:
                 step = step_at(live, row_start, k + 1, BLOCK_K)
         mask = row_mask[:, None] & col_mask[None, :]
@@ -243,13 +241,8 @@ class InputGradient:
             WHOLE=self.whole,
             FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
             PROGRAMS=self.programs,
-            PRECISION="ieee" if piece.dtype == torch.float32 else "tf32",  # half operands ignore it
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.options,
         )
 
     def close(self) -> None:

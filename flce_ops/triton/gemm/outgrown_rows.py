@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.gemm.gemm_operands import descriptors
-from flce_ops.triton.gemm.sum_units import ROOM, exponent_of, largest_of_rows, power_of_two
+from flce_ops.triton.gemm.sum_units import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
 from flce_ops.triton.gemm.target import multiprocessors
 from flce_ops.triton.gemm.tiles import Tiles
 from flce_ops.triton.launch.replay import Kernel
@@ -48,7 +48,6 @@ def outgrown_rows_kernel(
     BLOCK_M: tl.constexpr,  # classes
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
-    PRECISION: tl.constexpr,
 ):
     """A program has one block of features, and every so many of classes."""
     SPLIT: tl.constexpr = LIVE // BLOCK_M
@@ -90,7 +89,7 @@ def outgrown_rows_kernel(
                             step = k
                         a = exponentials_map.load([step * BLOCK_K, class_start])
                         b = rows_map.load([step * BLOCK_K, feature_block * BLOCK_N])
-                        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+                        acc = tl.dot(a.T, b, acc)
                         if live.number is not None:
                             step = step_at(live, class_start, k + 1, BLOCK_K)
                     places = sum_ptr + classes.to(tl.int64)[:, None] * stride_sum_v + features[None, :]
@@ -102,9 +101,7 @@ def outgrown_rows_kernel(
 
 
 def launch_outgrown_rows(
-    total: Tensor,  # (V, D) float16, of which the marked rows are added to
-    exponents: Tensor,  # (features' blocks, V)
-    guard: Tensor,  # ()
+    total: Sum,  # of which the marked rows are added to
     exponentials: Tensor,  # (n, V)
     rows: Tensor,  # (n, D)
     kept: Kept,
@@ -119,22 +116,15 @@ def launch_outgrown_rows(
     tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
     outgrown_rows_kernel[(feature_blocks * stride,)](
         *descriptors([exponentials, rows], tile_shapes),
-        total,
-        exponents,
-        guard,
+        *total,
         kept,
         blocks,
         live,
         n,
         hidden,
         num_classes,
-        total.stride(0),
-        exponents.stride(0),
+        total.numbers.stride(0),
+        total.exponents.stride(0),
         LOOK=LOOK,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        PRECISION="ieee" if rows.element_size() == 4 else "tf32",  # half operands ignore it
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )

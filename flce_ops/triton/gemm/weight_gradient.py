@@ -39,6 +39,7 @@ from flce_ops.triton.gemm.sum_units import (
     LARGEST_SUM,
     NO_ROOM,
     ROOM,
+    Sum,
     exponent_of,
     in_units,
     largest_of_rows,
@@ -89,7 +90,6 @@ def weight_gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -148,7 +148,7 @@ def weight_gradient_kernel(
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
                 b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a.T, b, acc)
             if live.number is not None:
                 step = step_at(live, class_start, k + 1, BLOCK_K)
 
@@ -219,12 +219,11 @@ class WeightGradient:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
         self.class_factor, self.outer = outer or (None, None)
         self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
-        self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
-        self.exponents = self.guard = None
+        self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
         if chunks > 1:
             num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
-            self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
-            self.guard = out.new_empty((), dtype=torch.int32)
+            exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
+            self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))
 
     def add(
         self,
@@ -245,7 +244,7 @@ class WeightGradient:
             self.launch(*arguments, first=first, last=last)
             return
         every = live.number is None and self.blocks.number is None
-        added = self.sum[columns], self.exponents[:, columns], self.guard, exponentials, rows, kept
+        added = self.sum.of(columns), exponentials, rows, kept
         if every and fits_turned_tiles(rows, self.tiles):
             launch_turned_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
         else:
@@ -265,25 +264,26 @@ class WeightGradient:
         last: bool = False,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
-        out, total, tiles = self.out[columns], self.sum[columns], self.tiles
+        out, total, tiles = self.out[columns], self.sum.of(columns), self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
-            matrices[2:] = None if self.adds else out if last else total, total if last and not first else None
+            stored = total.numbers
+            matrices[2:] = None if self.adds else out if last else stored, stored if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if first and last else self.exponents[:, columns]
+        if first and last:
+            total = Sum(total.numbers)
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = multiprocessors(rows)
         weight_gradient_kernel[(min(grid_tiles, programs),)](
             *matrices,
-            total,
+            total.numbers,
             out,
-            exponents,
-            None if exponents is None else self.guard,
+            *total[1:],
             None if self.class_factor is None else self.class_factor[columns],
             self.outer if first else None,
             kept,
@@ -297,20 +297,15 @@ class WeightGradient:
             exponentials.stride(0),
             rows.stride(0),
             out.stride(0),
-            0 if exponents is None else exponents.stride(0),
+            0 if total.exponents is None else total.exponents.stride(0),
             FIRST=first,
             LAST=last,
             ADDS=self.adds,
             USE_TMA=tiles.tma,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
             FLATTEN=tiles.flatten and live.number is None,
-            PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.options,
         )
 
 

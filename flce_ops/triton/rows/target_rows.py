@@ -45,7 +45,6 @@ def target_rows_kernel(
     BLOCK_M: tl.constexpr,  # targets
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
-    PRECISION: tl.constexpr,
 ):
     """Tokens of one class write the same numbers to the same place."""
     count = kept_rows(kept, n)
@@ -58,8 +57,8 @@ def target_rows_kernel(
         a = load_tile(exponentials_ptr, ks, column, ks < count, column >= 0, stride_exponentials_n)
         high = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
         low = load_tile(rest_ptr, ks, features, ks < count, features < D, stride_rows_n)
-        acc = tl.dot(a.T, high, acc, input_precision=PRECISION)
-        acc = tl.dot(a.T, low, acc, input_precision=PRECISION)
+        acc = tl.dot(a.T, high, acc)
+        acc = tl.dot(a.T, low, acc)
     if outer[1] is not None:
         product = tl.load(outer[1] + features, mask=features < D, other=0.0)[None, :]
         if outer[0] is not None:
@@ -96,7 +95,6 @@ def launch_target_rows(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
-        PRECISION="ieee" if rows.dtype.itemsize == 4 else "tf32",  # half operands ignore it
         num_warps=4,
         num_stages=2,
     )

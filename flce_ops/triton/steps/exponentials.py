@@ -14,47 +14,19 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from flce_ops.triton.gemm.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
+from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.gemm.target import tiles_for
-from flce_ops.triton.gemm.tile_sums import BLOCKS, launch_sum_tiles, max_and_sum
-from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from flce_ops.triton.rows.columns import weighted_column_sum
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, room_for_rows
+from flce_ops.triton.rows.kept_tokens import Kept, room_for_rows
 from flce_ops.triton.steps.logit_codes import LogitCodes, coding
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
-
-
-@Kernel
-@triton.jit
-def combine_kernel(
-    guard_ptr,  # ()
-    partial_max_ptr,  # (T, n) base 2
-    partial_ptr,  # (T, n)
-    row_sum_ptr,  # (n,)
-    reference_ptr,  # (n,) out: lse2, only of rows that need it
-    kept,  # Kept
-    n,
-    T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """reference = log2 sum_t partial_t exp2(partial_max_t); the other rows of the chunk keep theirs, bit for bit."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    count = kept_rows(kept, n)
-    end = tl.where(exceeds(guard_ptr), T, 0)
-    running_max, running_sum = max_and_sum(partial_max_ptr, partial_ptr, rows, count, n, end, BLOCK_N, BLOCK_T)
-    row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
-    rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
-    # a row whose classes are all at -inf: any finite reference makes its exponentials 0
-    lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
-    tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, count, 0)) & rescued)
 
 
 class RowSums(NamedTuple):
@@ -139,9 +111,7 @@ def launch_exponentials(
     launch_logits_gemm(
         input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
     )
-    combine_kernel[(triton.cdiv(rows, BLOCKS["BLOCK_N"]),)](
-        guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **BLOCKS
-    )
+    launch_max_and_sum(partial_max, partial, reference_logit, kept, row_sum=row_sum, guarded_by=guard)
     again = ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares)
     exponentiate(again._replace(reference_class=reference_class), guard)
     launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
