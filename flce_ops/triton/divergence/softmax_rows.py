@@ -52,7 +52,6 @@ class Linear(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def known_shift_kernel(
     known_ptr,  # (2, N) nats
     shift_ptr,  # (2, n) out

@@ -76,7 +76,6 @@ def finished_tile(
 
 
 @Kernel
-@triton.jit
 def input_gradient_kernel(
     exponentials_ptr,  # (n, v): tensor descriptor with USE_TMA, else a pointer
     classes_ptr,  # (v, D): likewise, rows of linear_weight
@@ -153,7 +152,6 @@ def input_gradient_kernel(
 
 
 @Kernel
-@triton.jit
 def finish_product_kernel(
     product_ptr,  # (S, count, D) float32
     weight_ptr,  # (V, D)

@@ -82,7 +82,6 @@ def exceeds(guard_ptr):
 
 
 @Kernel
-@triton.jit
 def logits_gemm_kernel(
     input_ptr,  # (n, D): tensor descriptor with USE_TMA, else a pointer
     weight_ptr,  # (V, D): likewise

@@ -29,7 +29,6 @@ LOOK = 16  # blocks of classes
 
 
 @Kernel
-@triton.jit
 def outgrown_rows_kernel(
     exponentials_map,  # (n, V)
     rows_map,  # (n, D), c input

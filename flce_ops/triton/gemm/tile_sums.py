@@ -18,7 +18,6 @@ BLOCKS = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
 
 
 @Kernel
-@triton.jit
 def sum_tiles_kernel(
     partial_ptr,  # (s, T, n)
     row_sum_ptr,  # (s, n) out
@@ -66,7 +65,6 @@ def launch_sum_tiles(
 
 
 @Kernel
-@triton.jit
 def max_and_sum_kernel(
     guard_ptr,  # () int32: whether the sum of any row is too large; None for what "out" says of all rows
     partial_max_ptr,  # (T, n) base 2

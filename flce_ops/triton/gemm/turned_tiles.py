@@ -34,7 +34,6 @@ BLOCKS_AT_MOST = 3
 
 
 @Kernel
-@triton.jit
 def turned_tiles_kernel(
     exponentials_map,  # (n, V) in tiles of BLOCK_M columns
     rows_map,  # (n, D) of BLOCK_N, c input

@@ -56,7 +56,6 @@ from flce_ops.triton.sparse.live_tiles import EVERY_STEP, LIVE, Steps, number_of
 
 
 @Kernel
-@triton.jit
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
     rows_ptr,  # (n, D): likewise, c input

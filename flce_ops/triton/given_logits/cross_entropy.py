@@ -135,8 +135,16 @@ def loss_step(
     objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
     numbers = LossResults(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
-    by_loss = {"objective": objective, "reduction": call.reduction, "kept": kept}
-    launch_rows(call, numbers, gradient, **by_loss, logit_sum=objective.d_sum is not None, argmax=call.argmax)
+    launch_rows(
+        call,
+        numbers,
+        gradient,
+        objective=objective,
+        reduction=call.reduction,
+        kept=kept,
+        logit_sum=objective.d_sum is not None,
+        argmax=call.argmax,
+    )
     launch_sum_losses(losses, call.reduction, kept.total, loss)
 
 

@@ -15,7 +15,6 @@ A row whose target is ignored is not read; its gradient is zeros.
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -72,7 +71,6 @@ class LossResults(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def rows_kernel(
     logits,  # Matrix
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone

@@ -28,7 +28,6 @@ INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 @Kernel
-@triton.jit
 def copy_rows_kernel(
     matrix_ptr,  # (N, C)
     out_ptr,  # (n, columns of its own)
@@ -95,7 +94,6 @@ def fits(matrix: Tensor, integer: torch.dtype) -> bool:
 
 
 @Kernel
-@triton.jit
 def spread_rows_kernel(
     matrix_ptr,  # (N, D)
     place_ptr,  # (N,)

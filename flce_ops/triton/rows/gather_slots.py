@@ -33,7 +33,6 @@ BLOCK_S = 4  # slots at a time: 4 x 1024 products are 32 registers of a thread
 
 
 @Kernel
-@triton.jit
 def slot_logits_kernel(
     kept,  # Kept
     rows_ptr,  # (n, D) of the kept tokens

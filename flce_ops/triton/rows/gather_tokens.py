@@ -44,7 +44,6 @@ class AtTarget(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def gather_tokens_kernel(
     kept,  # Kept
     operands,  # Operands; without a target column 0 (of several classes a token, gather_slots.py)

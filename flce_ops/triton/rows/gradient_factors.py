@@ -48,7 +48,6 @@ def of_tokens(pointer, token, mask):
 
 
 @Kernel
-@triton.jit
 def gradient_factors_kernel(
     tokens,  # KnownRows
     target_logit2_ptr,  # (n,)

@@ -6,7 +6,6 @@ The factors are those of the epilogue, times logit_scale; a is the cotangent of 
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from flce_ops.triton.rows.slots import larger_entry, slots_at_a_time, sum_of_equ
 
 
 @Kernel
-@triton.jit
 def slot_entries_kernel(
     rows,  # Gradient
     at_target,  # AtTarget, (n, K)

@@ -28,7 +28,6 @@ BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 
 
 @Kernel
-@triton.jit
 def target_rows_kernel(
     exponentials_ptr,  # (n, V)
     rows_ptr,  # (n, D), c input

@@ -76,7 +76,6 @@ def step_at(steps, start, k, BLOCK_K: tl.constexpr):
 
 
 @Kernel
-@triton.jit
 def mark_tiles_kernel(
     compared,  # ComparedRows
     column_ptr,  # (n,) int64, the target's
@@ -102,7 +101,6 @@ def mark_tiles_kernel(
 
 
 @Kernel
-@triton.jit
 def list_live_kernel(
     live_ptr,  # (B, K) uint8, by strides
     steps,  # Steps, out

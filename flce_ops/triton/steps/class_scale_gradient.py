@@ -13,7 +13,6 @@ The step computes with |c_j| of 2^-40 at least, so that c_j = 0 leaves something
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -32,7 +31,6 @@ LEAST = 2.0**-40
 
 
 @Kernel
-@triton.jit
 def logit_products_kernel(
     exponentials_ptr,  # (n, V)
     partial_ptr,  # (S, V) out

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands, TokenStatistics
+from flce_ops.math.options import LogitOptions, Operands, Statistics, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import argmax_of_shards
 from flce_ops.objectives.row import RowObjective
@@ -28,7 +28,7 @@ from flce_ops.triton.rows.columns import weighted_column_sum
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
 from flce_ops.triton.rows.gather_slots import launch_gather_targets
 from flce_ops.triton.rows.kept_tokens import Kept, choose_cut
-from flce_ops.triton.rows.row_statistics import launch_row_statistics
+from flce_ops.triton.rows.row_statistics import launch_row_statistics, sums_for
 from flce_ops.triton.rows.scale_rows import launch_scale_rows
 from flce_ops.triton.rows.set_entries import launch_set_entries
 from flce_ops.triton.rows.smoothing import SmoothingTerms
@@ -175,10 +175,7 @@ class OnePassStep:
             reference_logit=at_target.reference,
             guard=at_target.guard,
             pieces=pieces,
-            expected=statistics.entropy is not None,
-            argmax=statistics.argmax is not None,
-            squares=statistics.log_sum_sq_probs is not None,
-            total=statistics.mean_logit is not None,
+            asked=sums_for(Statistics(*(out is not None for out in statistics))),
             logit_options=self.logit_options,
             scratch=scratch,
             pair=self.pair_of_chunk,

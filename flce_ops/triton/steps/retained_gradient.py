@@ -20,7 +20,6 @@ from flce_ops.triton.steps.logit_codes import Coding, LogitCodes, coding, decode
 
 
 @Kernel
-@triton.jit
 def retained_gradient_kernel(
     codes_ptr,  # (n, V) int16, from the slice's first column
     out_ptr,  # (n, v) out, zeros behind the kept rows up to a multiple of 128
