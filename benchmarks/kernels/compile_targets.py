@@ -159,7 +159,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "rows_ptr": ("bf16", of_rows),
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
-    types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
+    types = {"outer": ("constexpr", "constexpr"), "kept": KEPT}
     types |= {"live": LIVE_STEPS if chunk == "live" else EVERY_STEP}
     types |= {"blocks": LIVE_STEPS if chunk == "dense" else EVERY_STEP}
     types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}

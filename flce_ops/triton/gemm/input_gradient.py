@@ -117,13 +117,9 @@ def input_gradient_kernel(
         row_mask = rows < count
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total = depth
-        if live.number is not None:
-            total = number_of_steps(live, row_start, BLOCK_K)
+        total = number_of_steps(live, row_start, depth, BLOCK_K)
         steps = tl.cdiv(total, parts)
-        step = part * steps
-        if live.number is not None:
-            step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
+        step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
         for k in range(part * steps, min(part * steps + steps, total)):
             if live.number is None:
                 step = k

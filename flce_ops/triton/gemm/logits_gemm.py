@@ -31,7 +31,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.divergence.fixed_point import to_fixed_point
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import block_of_tile, descriptors, fits_tma, load_tile
 from flce_ops.triton.gemm.target import multiprocessors, tiles_for
 from flce_ops.triton.gemm.tiles import LogitsTiles
 from flce_ops.triton.launch.replay import Kernel
@@ -129,11 +129,7 @@ def logits_gemm_kernel(
     if guard_ptr is not None:
         tiles = tl.where(exceeds(guard_ptr), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
-        group_tiles = GROUP * vocab_blocks
-        first = (tile // group_tiles) * GROUP
-        height = min(row_blocks - first, GROUP)
-        row_block = first + tile % height
-        vocab_block = (tile % group_tiles) // height
+        row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
         row_start = row_block * BLOCK_M
         col_start = vocab_block * BLOCK_N
 

@@ -53,9 +53,7 @@ def outgrown_rows_kernel(
     feature_blocks = tl.cdiv(D, BLOCK_N)
     feature_block = tl.program_id(0) % feature_blocks
     stride = tl.num_programs(0) // feature_blocks
-    class_blocks = tl.cdiv(V, BLOCK_M)
-    if blocks.number is not None:
-        class_blocks = tl.load(blocks.number) * SPLIT
+    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
     end = tl.where(tl.load(guard_ptr) > 0, class_blocks, 0)
     depth = tl.cdiv(kept_rows(kept, n), BLOCK_K)
     exponent_ptr += feature_block.to(tl.int64) * stride_exponent
@@ -78,12 +76,8 @@ def outgrown_rows_kernel(
                     units = tl.load(unit_places, mask=(classes < V)[:, None], other=0).to(tl.int32)
                     mask = (units & 1) > 0
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    steps = depth
-                    step = 0
-                    if live.number is not None:
-                        steps = number_of_steps(live, class_start, BLOCK_K)
-                        step = step_at(live, class_start, 0, BLOCK_K)
-                    for k in range(steps):
+                    step = step_at(live, class_start, 0, BLOCK_K)
+                    for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
                         if live.number is None:
                             step = k
                         a = exponentials_map.load([step * BLOCK_K, class_start])

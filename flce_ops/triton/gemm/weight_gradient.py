@@ -33,7 +33,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import (
+    NO_OUTER,
+    Outer,
+    block_of_tile,
+    descriptors,
+    fits_tma,
+    load_tile,
+    outer_product,
+)
 from flce_ops.triton.gemm.outgrown_rows import launch_outgrown_rows
 from flce_ops.triton.gemm.sum_units import (
     LARGEST_SUM,
@@ -50,7 +58,7 @@ from flce_ops.triton.gemm.tiles import Tiles
 from flce_ops.triton.gemm.turned_tiles import fits_turned_tiles, launch_turned_tiles
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
-from flce_ops.triton.sparse.live_tiles import EVERY_STEP, LIVE, Steps, number_of_steps, step_at
+from flce_ops.triton.sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -65,8 +73,7 @@ def weight_gradient_kernel(
     result_ptr,  # (V, D) out, the same memory
     exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a later chunk's products exceed its room
     guard_ptr,  # () int32: whether any do
-    class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
-    outer_ptr,
+    outer,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
     kept,  # Kept
     blocks,  # Steps, the blocks of classes that are made
     live,  # Steps
@@ -96,9 +103,7 @@ def weight_gradient_kernel(
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = kept_rows(kept, n)
-    class_blocks = tl.cdiv(V, BLOCK_M)
-    if blocks.number is not None:
-        class_blocks = tl.load(blocks.number) * (LIVE // BLOCK_M)
+    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
@@ -115,29 +120,18 @@ def weight_gradient_kernel(
         if tl.program_id(0) == 0:
             tl.store(guard_ptr, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        group_tiles = GROUP * feature_blocks
-        first = (tile // group_tiles) * GROUP
-        height = min(class_blocks - first, GROUP)
-        class_block = first + tile % height
-        if blocks.number is not None:
-            class_block = step_at(blocks, 0, class_block, BLOCK_M)
-        class_start = class_block * BLOCK_M
-        feature_block = (tile % group_tiles) // height
+        class_block, feature_block = block_of_tile(tile, class_blocks, feature_blocks, GROUP)
+        class_start = step_at(blocks, 0, class_block, BLOCK_M) * BLOCK_M
         feature_start = feature_block * BLOCK_N
         classes = class_start + tl.arange(0, BLOCK_M)
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
-        steps = depth
-        if live.number is not None:
-            steps = number_of_steps(live, class_start, BLOCK_K)
         if not (FIRST and LAST):
             exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        step = 0
-        if live.number is not None:
-            step = step_at(live, class_start, 0, BLOCK_K)
-        for k in range(steps):
+        step = step_at(live, class_start, 0, BLOCK_K)
+        for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
             if live.number is None:
                 step = k
             if USE_TMA:
@@ -152,11 +146,8 @@ def weight_gradient_kernel(
                 step = step_at(live, class_start, k + 1, BLOCK_K)
 
         if FIRST:
-            if outer_ptr is not None:
-                outer = tl.load(outer_ptr + features, mask=features < D, other=0.0)[None, :]
-                if class_factor_ptr is not None:
-                    outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
-                acc += outer
+            if outer[1] is not None:
+                acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
             acc = in_units(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
         elif not FIRST:
@@ -212,11 +203,11 @@ class WeightGradient:
         *,
         chunks: int,  # at most, in which tokens come; 1 where it adds
         adds: bool = False,  # to what `out` holds
-        outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
+        outer: Outer = NO_OUTER,
         blocks: Steps = EVERY_STEP,
     ) -> None:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
-        self.class_factor, self.outer = outer or (None, None)
+        self.outer = outer
         self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
         self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
         if chunks > 1:
@@ -267,6 +258,8 @@ class WeightGradient:
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
+        of_classes, of_features = self.outer
+        outer = None if of_classes is None else of_classes[columns], of_features
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
@@ -283,8 +276,7 @@ class WeightGradient:
             total.numbers,
             out,
             *total[1:],
-            None if self.class_factor is None else self.class_factor[columns],
-            self.outer if first else None,
+            outer if first else NO_OUTER,
             kept,
             self.blocks,
             live,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.gemm_operands import Outer, load_tile, outer_product
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 
@@ -59,10 +59,7 @@ def target_rows_kernel(
         acc = tl.dot(a.T, high, acc)
         acc = tl.dot(a.T, low, acc)
     if outer[1] is not None:
-        product = tl.load(outer[1] + features, mask=features < D, other=0.0)[None, :]
-        if outer[0] is not None:
-            product = product * tl.load(outer[0] + column, mask=column >= 0, other=0.0)[:, None]
-        acc += product
+        acc += outer_product(outer, column, features, column >= 0, features < D)
     places = out_ptr + column[:, None] * stride_out_v + features[None, :]
     tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(column >= 0)[:, None] & (features < D)[None, :])
 
@@ -74,7 +71,7 @@ def launch_target_rows(
     rest: Tensor,  # (n, D)
     column: Tensor,  # (n,)
     kept: Kept,
-    outer: tuple[Tensor | None, Tensor | None],  # (V,), (D,); None for 1, None for none
+    outer: Outer,
 ) -> None:
     assert rest.stride() == rows.stride()
     n, hidden = rows.shape

@@ -21,6 +21,7 @@ from flce_ops.math.options import LogitOptions, Operands, Statistics, TokenStati
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import argmax_of_shards
 from flce_ops.objectives.row import RowObjective
+from flce_ops.triton.gemm.gemm_operands import NO_OUTER
 from flce_ops.triton.gemm.input_gradient import Finish, InputGradient, Pieces
 from flce_ops.triton.gemm.parts import float32_memory
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
@@ -87,7 +88,7 @@ class OnePassStep:
         self.input_steps = self.weight_steps = EVERY_STEP
         self.weight_gradient = None
         if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
-            outer = None if smoothing is None else smoothing.weight_terms()
+            outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
             self.weight_gradient = WeightGradient(grad_weight, chunks=cut.most_chunks, outer=outer)
 
     def run(self, recompute: Recompute) -> list[slice]:
@@ -112,7 +113,7 @@ class OnePassStep:
         only = copy.copy(self)
         only.tokens, only.kept = self.cut.few, few
         gradient = self.weight_gradient
-        only.weight_gradient = WeightGradient(gradient.out, chunks=1, outer=(gradient.class_factor, gradient.outer))
+        only.weight_gradient = WeightGradient(gradient.out, chunks=1, outer=gradient.outer)
         only.run_chunks([slice(0, self.cut.few)])
 
     def run_chunks(self, chunks: list[slice]) -> None:
@@ -222,8 +223,7 @@ class OnePassStep:
         if few:
             ((_, piece),) = pieces
             gradient = self.weight_gradient
-            outer = gradient.class_factor, gradient.outer
-            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
+            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, gradient.outer)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
@@ -231,7 +231,7 @@ class OnePassStep:
         """grad_input = c (E' @ linear_weight) and the residual, in the order of the kept tokens."""
         if self.grad_input is None:
             return
-        outer = (None, None) if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
+        outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
         out, columns = self.grad_input[chunk], [cols for cols, _ in pieces]
         at_once, hidden = out.shape
