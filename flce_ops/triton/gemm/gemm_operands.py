@@ -25,6 +25,13 @@ def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col
 
 
 @triton.jit
+def store_tile(matrix_ptr, values, rows, cols, row_mask, col_mask, stride_row):
+    """By pointers, columns contiguous; rounded."""
+    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    tl.store(places, values.to(matrix_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+
+
+@triton.jit
 def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
     """GROUP blocks sweep those across together: (which of `blocks`, which of `across`)."""
     group_tiles = GROUP * across

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile, store_tile
 from flce_ops.triton.gemm.parts import parts_of
 from flce_ops.triton.gemm.target import input_tiles_for, multiprocessors
 from flce_ops.triton.launch.replay import Kernel
@@ -55,19 +55,13 @@ def finished_tile(
     stride_weight_v,
     stride_weight_d,
 ):
-    mask = row_mask[:, None] & col_mask[None, :]
     if finish.row_factor is not None:
         product *= tl.load(finish.row_factor + rows, mask=row_mask, other=0.0)[:, None]
     if finish.column is not None:
         column = tl.load(finish.column + rows, mask=row_mask, other=-1)
         residual = tl.where(column >= 0, tl.load(finish.residual + rows, mask=row_mask, other=0.0), 0.0)
-        weight = tl.load(
-            weight_ptr
-            + tl.where(column >= 0, column, 0)[:, None] * stride_weight_v
-            + cols.to(tl.int64)[None, :] * stride_weight_d,
-            mask=mask & (column >= 0)[:, None],
-            other=0.0,
-        )
+        there = row_mask & (column >= 0)
+        weight = load_tile(weight_ptr, column, cols, there, col_mask, stride_weight_v, stride_weight_d)
         product += residual[:, None] * weight.to(tl.float32)
     if finish.outer_row is not None:
         outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
@@ -133,14 +127,13 @@ def input_gradient_kernel(
             acc = tl.dot(a, b, acc)
             if live.number is not None:
                 step = step_at(live, row_start, k + 1, BLOCK_K)
-        mask = row_mask[:, None] & col_mask[None, :]
-        places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
         if WHOLE and parts == 1:
             grad = finished_tile(
                 acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d
             )
-            tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), mask=mask)
+            store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
         else:
+            mask = row_mask[:, None] & col_mask[None, :]
             product = product_ptr + (part.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
             if not FIRST:
                 acc += tl.load(product, mask=mask, other=0.0)
@@ -185,8 +178,7 @@ def finish_product_kernel(
             product = product_ptr + (part * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
             acc += tl.load(product, mask=mask, other=0.0)
         grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d)
-        places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
-        tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), mask=mask)
+        store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
 
 
 class InputGradient:

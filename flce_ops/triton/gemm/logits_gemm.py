@@ -31,7 +31,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.divergence.fixed_point import to_fixed_point
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.gemm.gemm_operands import block_of_tile, descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import block_of_tile, descriptors, fits_tma, load_tile, store_tile
 from flce_ops.triton.gemm.target import multiprocessors, tiles_for
 from flce_ops.triton.gemm.tiles import LogitsTiles
 from flce_ops.triton.launch.replay import Kernel
@@ -181,11 +181,8 @@ def logits_gemm_kernel(
                 else:
                     out_ptr.store([row_start, col_start], rounded)
             else:
-                tl.store(
-                    out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
-                    result.to(out_ptr.dtype.element_ty),
-                    mask=(rows < n)[:, None] & col_mask[None, :],  # zeros behind the kept rows, as TMA stores them
-                )
+                # zeros behind the kept rows, as TMA stores them
+                store_tile(out_ptr, result, rows, cols, rows < n, col_mask, stride_out_n)
 
 
 def launch_logits_gemm(

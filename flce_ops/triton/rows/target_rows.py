@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import Outer, load_tile, outer_product
+from flce_ops.triton.gemm.gemm_operands import Outer, load_tile, outer_product, store_tile
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 
@@ -60,8 +60,7 @@ def target_rows_kernel(
         acc = tl.dot(a.T, low, acc)
     if outer[1] is not None:
         acc += outer_product(outer, column, features, column >= 0, features < D)
-    places = out_ptr + column[:, None] * stride_out_v + features[None, :]
-    tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(column >= 0)[:, None] & (features < D)[None, :])
+    store_tile(out_ptr, acc, column, features, column >= 0, features < D, stride_out_v)
 
 
 def launch_target_rows(
