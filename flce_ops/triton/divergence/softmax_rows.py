@@ -26,8 +26,9 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.math.shards import lse_of_shards
 from flce_ops.objectives.in_triton import LN2
 from flce_ops.support.exchange import all_gather
+from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.epilogues import MaxSum
-from flce_ops.triton.gemm.logits_gemm import LOG2E, launch_logits_gemm
+from flce_ops.triton.gemm.logits_gemm import LOG2E
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 from flce_ops.triton.rows.two_sum import rescaled
@@ -90,7 +91,7 @@ def store_shift(
 
 def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
     """Logits and tile maxima of `softmax`; (T, n) sums of exp(u)."""
-    launch_logits_gemm(
+    backend_for(model.rows).logits(
         model.rows,
         model.weight,
         model.bias,

@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
+from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.gemm.target import tiles_for
 from flce_ops.triton.gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from flce_ops.triton.rows.columns import weighted_column_sum
@@ -78,6 +78,7 @@ def launch_exponentials(
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
     pair: Pair = NO_PAIR,
 ) -> RowSums:
+    backend = backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
@@ -99,7 +100,7 @@ def launch_exponentials(
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
         for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
-            launch_logits_gemm(
+            backend.logits(
                 input,
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
@@ -117,7 +118,7 @@ def launch_exponentials(
     exponentiate(sums)
     launch_sum_tiles(partial, row_sum, kept, raises=guard)
 
-    launch_logits_gemm(
+    backend.logits(
         input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
     )
     launch_max_and_sum(partial_max, partial, reference_logit, kept, row_sum=row_sum, guarded_by=guard)

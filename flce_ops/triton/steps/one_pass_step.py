@@ -21,8 +21,9 @@ from flce_ops.math.options import LogitOptions, Operands, Statistics, TokenStati
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import argmax_of_shards
 from flce_ops.objectives.row import RowObjective
+from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.gemm_operands import NO_OUTER
-from flce_ops.triton.gemm.input_gradient import Finish, InputGradient, Pieces
+from flce_ops.triton.gemm.input_gradient import Finish, Pieces
 from flce_ops.triton.gemm.parts import float32_memory
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.columns import weighted_column_sum
@@ -86,10 +87,10 @@ class OnePassStep:
         self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.smoothing = cut, smoothing
         self.input_steps = self.weight_steps = EVERY_STEP
-        self.weight_gradient = None
+        self.backend, self.weight_gradient = backend_for(operands.input), None
         if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
             outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
-            self.weight_gradient = WeightGradient(grad_weight, chunks=cut.most_chunks, outer=outer)
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=cut.most_chunks, outer=outer)
 
     def run(self, recompute: Recompute) -> list[slice]:
         """The lead chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
@@ -113,7 +114,7 @@ class OnePassStep:
         only = copy.copy(self)
         only.tokens, only.kept = self.cut.few, few
         gradient = self.weight_gradient
-        only.weight_gradient = WeightGradient(gradient.out, chunks=1, outer=gradient.outer)
+        only.weight_gradient = self.backend.weight_gradient(gradient.out, chunks=1, outer=gradient.outer)
         only.run_chunks([slice(0, self.cut.few)])
 
     def run_chunks(self, chunks: list[slice]) -> None:
@@ -241,7 +242,7 @@ class OnePassStep:
             at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
         for rows in slices(out.shape[0], at_once):
             kept = tokens.kept.of(rows)
-            gradient = InputGradient(
+            gradient = self.backend.input_gradient(
                 out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product, self.input_steps
             )
             for cols, piece in pieces:
