@@ -63,7 +63,7 @@ class StepTokens(NamedTuple):
 class OnePassStep:
     """What the chunks of a step share."""
 
-    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_step.py
+    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
     pair_of_chunk: Pair = NO_PAIR
 
     def __init__(
