@@ -1,6 +1,6 @@
 """CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
 
-    for each range of rows:            the kept tokens of the range                               gather_slots.py
+    for each range of rows:            the kept tokens of the range                              gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
                                            or, where forward retained logits,             retained_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
@@ -31,7 +31,7 @@ from flce_ops.triton.gemm.target import tiles_for, weight_tiles_for
 from flce_ops.triton.gemm.weight_gradient import WeightGradient, sum_bytes
 from flce_ops.triton.launch.replay import repeated
 from flce_ops.triton.rows.columns import weighted_column_sum
-from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.gradient_factors import KnownRows, launch_gradient_factors
 from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.rows.set_entries import launch_set_entries

@@ -15,8 +15,7 @@ from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.gemm.even_features import with_even_features
 from flce_ops.triton.gemm.target import tiles_for
 from flce_ops.triton.launch.replay import Kernel, repeated
-from flce_ops.triton.rows.gather_slots import launch_gather_targets
-from flce_ops.triton.rows.gather_tokens import AtTarget
+from flce_ops.triton.rows.gather_tokens import AtTarget, launch_gather_targets
 from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.rows.row_statistics import launch_row_statistics
 from flce_ops.triton.rows.slots import slots_at_a_time

@@ -1,6 +1,6 @@
 """Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
 
-    rows = the chunk's kept tokens, target logits                                 gather_tokens.py, gather_slots.py
+    rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
     E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
@@ -28,7 +28,7 @@ from flce_ops.triton.gemm.parts import float32_memory
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.columns import weighted_column_sum
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
-from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.kept_tokens import Kept, choose_cut
 from flce_ops.triton.rows.row_statistics import launch_row_statistics, sums_for
 from flce_ops.triton.rows.scale_rows import launch_scale_rows
