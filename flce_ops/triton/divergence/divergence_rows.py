@@ -22,7 +22,6 @@ from flce_ops.objectives.divergence import Divergence, Forward
 from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.triton.divergence.fixed_point import from_fixed_point
 from flce_ops.triton.divergence.softmax_rows import Softmax, store_shift
-from flce_ops.triton.gemm.gemm_operands import load_tile, store_tile
 from flce_ops.triton.gemm.logits_gemm import base2_logits
 from flce_ops.triton.gemm.target import interpreted
 from flce_ops.triton.gemm.tile_sums import launch_sum_tiles
@@ -56,7 +55,8 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
     come at a time whatever V is.
     """
-    logits = load_tile(softmax.logits, rows, cols, row_mask, cols < stride, stride)
+    places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
     if softmax.logits.dtype.element_ty == tl.int16:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
@@ -107,10 +107,9 @@ def divergence_kernel(
             teacher = distributions.teacher
             log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
         else:
-            probs = load_tile(
-                distributions.teacher_probs, token, cols, row_mask, cols < V, stride_probs_n, stride_probs_v
-            )
-            log2_p = probs.to(tl.float32)
+            places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
+            mask = row_mask[:, None] & (cols < V)[None, :]
+            log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
             if not OF_GIVEN_P:
                 log2_p = tl.log2(log2_p)
         beta = number(beta_ptr)
@@ -131,7 +130,12 @@ def divergence_kernel(
             if student.softcap is not None:
                 gradient *= dz_du
             gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
-            store_tile(gradient_ptr, gradient, rows, cols, rows < n, cols < stride_student, stride_student)
+            places = rows.to(tl.int64)[:, None] * stride_student + cols[None, :]
+            tl.store(
+                gradient_ptr + places,
+                gradient.to(gradient_ptr.dtype.element_ty),
+                mask=(rows < n)[:, None] & (cols < stride_student)[None, :],
+            )
 
 
 class RowResults(NamedTuple):
