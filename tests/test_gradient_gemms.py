@@ -212,3 +212,40 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
     for ours, exact in zip(found[:4], truth[:4]):
         assert ours.shape == exact.shape and ours.is_contiguous()
         assert error(ours, exact) <= 2e-6
+
+
+@interpreter
+def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
+    """The steps have their products from the first row that takes the operands, and from nowhere else."""
+    from flce_ops.triton import launch_backward, launch_forward
+    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
+    from flce_ops.triton.gemm import backends
+
+    (own,), made = backends.BACKENDS, []
+
+    def counted(name):
+        def product(*args, **options):
+            made.append(name)
+            return getattr(own, name)(*args, **options)
+
+        return product
+
+    other = own._replace(takes=lambda matrix: False, logits=None, weight_gradient=None, input_gradient=None)
+    row = own._replace(**{name: counted(name) for name in own._fields[1:]})
+    monkeypatch.setattr(backends, "BACKENDS", [other, row, other])
+    x, w, target, per_token = torch.randn(20, 16), torch.randn(67, 16), torch.arange(20), torch.rand(20)
+    every, all_three = {"output_mask": [True, True, False]}, set(own._fields[1:])
+    logits = x @ w.T
+    lse = logits.logsumexp(1)
+
+    _, _, grad_input, *_ = launch_with_grad(x, w, target, None, None, per_token, **every)
+    dense = per_token[:, None] * (logits.softmax(1) - torch.eye(67)[:20])
+    assert set(made) == all_three and error(grad_input, dense @ w) <= 1e-5
+    made.clear()
+    assert error(launch_forward(x, w, target, None, None)[1], lse) <= 1e-5 and set(made) == {"logits"}
+    made.clear()
+    grad_input, _, _ = launch_backward(-per_token, per_token, None, x, w, target, None, None, lse, **every)
+    assert set(made) == all_three and error(grad_input, dense @ w) <= 1e-5
+    made.clear()
+    launch_kl_div_with_grad(x, w, None, x, w, None, None, None, per_token, **every)
+    assert set(made) == all_three

@@ -139,7 +139,9 @@ def test_few_kept_tokens_take_one_chunk(more, smoothing, poisoned_memory, monkey
 def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more):
     size, rows = 2, min(tokens, hidden + more)
     with flce_ops.workspace(workspace):
-        found = lead_chunk(rows, tokens, hidden, vocab, size, sum_bytes=0, sum_pairs=0, want_input=True)
+        weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+        problem = cut.problem_of(tokens, weight, [True, False, False], smoothed=False, sum_pairs=0)
+        found = lead_chunk(problem, rows)
     if found is None:
         # the tokens themselves take 128 MiB at 8192 x 8192
         assert workspace < 128 * MiB or tokens < 2 * rows or more * 2 * vocab > workspace / 4

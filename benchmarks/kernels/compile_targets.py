@@ -76,7 +76,7 @@ def source(
     types: Mapping[str, Any],  # of the other arguments but integers; "constexpr" for what is absent
 ) -> ASTSource:
     unit = {name: 1 for name in kernel.arg_names if name.startswith("stride_") and name.endswith("_d")}
-    usual = {"USE_TMA": tiles.tma, "PROGRAMS": 132, "PRECISION": "tf32"}
+    usual = {"USE_TMA": tiles.tma, "PROGRAMS": 132, **tiles.options}
     values = {**constants, **unit, **{name: value for name, value in usual.items() if name in kernel.arg_names}}
     signature: dict[str, Any] = {}
     for place, name in enumerate(kernel.arg_names):
@@ -103,9 +103,6 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         "SLOPED": False,
         "BEFORE_SOFTCAP": False,
         "FIXED_POINT": False,
-        "BLOCK_N": tiles.block_m,
-        "BLOCK_V": tiles.block_n,
-        "BLOCK_D": tiles.block_k,
         "GROUP": tiles.group,
         "FLATTEN": tiles.flatten,
         "WARP_SPECIALIZE": tiles.warp_specialize,
@@ -140,10 +137,6 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
 
-def gradient_blocks(tiles: Tiles) -> dict[str, int]:
-    return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
-
-
 # Of several chunks of tokens: FIRST, LAST; "main_grad" adds to a float32 buffer, "live" multiplies live tiles,
 # "dense" makes some blocks of classes
 WEIGHT_CHUNKS = {
@@ -166,7 +159,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "rows_ptr": ("bf16", of_rows),
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
-    types = {"class_factor_ptr": "constexpr", "outer_ptr": "constexpr", "kept": KEPT}
+    types = {"outer": ("constexpr", "constexpr"), "kept": KEPT}
     types |= {"live": LIVE_STEPS if chunk == "live" else EVERY_STEP}
     types |= {"blocks": LIVE_STEPS if chunk == "dense" else EVERY_STEP}
     types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
@@ -186,7 +179,6 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "LAST": last,
         "ADDS": adds,
         "GROUP": tiles.group,
-        **gradient_blocks(tiles),
     }
     constants["FLATTEN"] = tiles.flatten and chunk != "live"
     name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
@@ -200,7 +192,7 @@ def outgrown_variant(tiles: Tiles, *, live: bool) -> Variant:
     }
     types = {"sum_ptr": "*fp16", "exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
     types |= dict.fromkeys(("live", "blocks"), LIVE_STEPS if live else EVERY_STEP)
-    of_kernel = source(outgrown_rows_kernel, tiles, {"LOOK": LOOK, **gradient_blocks(tiles)}, blocks, types)
+    of_kernel = source(outgrown_rows_kernel, tiles, {"LOOK": LOOK}, blocks, types)
     name = f"weight, outgrown, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, of_kernel, tiles, tiles.num_stages)
 
@@ -217,8 +209,6 @@ def turned_variant(tiles: Tiles) -> Variant:
     types = {"exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
     constants = {
         "WHOLE": 3,
-        "BLOCK": tiles.block_m,
-        "BLOCK_K": tiles.block_k,
         "GROUP": tiles.group,
         "FLATTEN": tiles.flatten,
     }
@@ -234,7 +224,7 @@ def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
     }
     types = {"weight_ptr": "*bf16", "product_ptr": "*fp32", "out_ptr": "*bf16", "finish": FINISH, "kept": KEPT}
     types["live"] = LIVE_STEPS if live else EVERY_STEP
-    constants = {"WHOLE": whole, "FIRST": whole, **gradient_blocks(tiles)}
+    constants = {"WHOLE": whole, "FIRST": whole}
     name = f"input, {'live' if live else 'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(input_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 

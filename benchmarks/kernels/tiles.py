@@ -116,8 +116,8 @@ def input_step(tiles: Tiles, e, w):
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
     gradient, kept = WeightGradient(grad, chunks=3), all_kept(e.shape[0])
     gradient.tiles = tiles
-    gradient.exponents.fill_(140)  # 2^13: sums of all rounds stay finite
-    gradient.guard.zero_()
+    gradient.sum.exponents.fill_(140)  # 2^13: sums of all rounds stay finite
+    gradient.sum.guard.zero_()
     return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first, last=False)
 
 

@@ -24,7 +24,7 @@ def stand_ins() -> dict[str, ModuleType]:
     vars(language).update(constexpr=Constexpr, __getattr__=lambda name: object)  # other types annotate arguments
     vars(triton).update(
         language=language,
-        jit=lambda kernel: kernel,
+        jit=lambda kernel, **options: kernel,
         cdiv=lambda a, b: -(-a // b),
         knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
         next_power_of_2=lambda n: 1 << (n - 1).bit_length(),

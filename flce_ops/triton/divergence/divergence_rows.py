@@ -72,7 +72,6 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
 
 
 @Kernel
-@triton.jit
 def divergence_kernel(
     distributions,  # Distributions
     beta_ptr,  # (), of "jsd"
@@ -149,7 +148,6 @@ class RowResults(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def finish_divergence_kernel(
     totals_ptr,  # (s, n)
     beta_ptr,  # (), of "jsd"
@@ -184,7 +182,6 @@ def finish_divergence_kernel(
 
 
 @Kernel
-@triton.jit
 def known_number_kernel(
     student_kl_ptr,  # (N,) nats
     row_number_ptr,  # (n,) out

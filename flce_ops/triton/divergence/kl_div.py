@@ -37,13 +37,7 @@ def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]:
-    divergence, shift, teacher_shift, student_kl = outputs
-    results = RowResults(
-        divergence,
-        shift,
-        teacher_shift if teacher_shift.numel() else None,
-        student_kl if student_kl.numel() else None,
-    )
+    results = RowResults(*(out if out.numel() else None for out in outputs))
     kept, _ = kept_tokens(call.operands)
     return run_chunks(call.operands, call.options, kept, NO_GRADIENTS, results)
 

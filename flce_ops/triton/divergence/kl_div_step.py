@@ -28,15 +28,15 @@ from flce_ops.triton.divergence.kl_div_cut import RowCut, cut_rows, fits_in_logi
 from flce_ops.triton.divergence.softmax_rows import (
     Linear,
     Softmax,
-    find_shift,
     share_denominators,
     store_logits,
     take_shift,
 )
-from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.backends import backend_for
+from flce_ops.triton.gemm.input_gradient import Finish
 from flce_ops.triton.gemm.parts import float32_memory
 from flce_ops.triton.gemm.target import tiles_for
-from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from flce_ops.triton.gemm.tile_sums import launch_max_and_sum
 from flce_ops.triton.rows.columns import weighted_column_sum
 from flce_ops.triton.rows.copy_rows import launch_copy_rows
 from flce_ops.triton.rows.kept_tokens import Kept, room_for_rows
@@ -95,7 +95,9 @@ class KlDivStep:
             most = max(part.stop - part.start for parts in cut.parts for part in parts)
             self.teacher_rows = teacher_input.new_empty(most * teacher_input.shape[1])
         self.apart = input.new_empty(cut.chunks[0].stop, hidden) if self.grad_input is None else None
-        self.weight_gradient = None if grad_weight is None else WeightGradient(grad_weight, chunks=len(cut.chunks))
+        self.backend, self.weight_gradient = backend_for(input), None
+        if grad_weight is not None:
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=len(cut.chunks))
 
     def run(
         self,
@@ -165,7 +167,7 @@ class KlDivStep:
             store_logits(model, softmax, tile_sum, kept)
         for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
             if shifts is None:
-                find_shift(softmax, tile_sum, kept)
+                launch_max_and_sum(softmax.tile_max, tile_sum, softmax.shift, kept)
             else:
                 take_shift(softmax, shifts[k], kept)
         if shifts is None:
@@ -195,7 +197,8 @@ class KlDivStep:
             return
         columns = slice(0, self.classes)
         memory = self.product_memory(chunk)
-        product = InputGradient(self.grad_input[chunk], self.operands.linear_weight, Finish(), kept, [columns], memory)
+        out, linear_weight = self.grad_input[chunk], self.operands.linear_weight
+        product = self.backend.input_gradient(out, linear_weight, Finish(), kept, [columns], memory)
         product.add(columns, gradient)
         product.close()
 

@@ -26,9 +26,9 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.math.shards import lse_of_shards
 from flce_ops.objectives.in_triton import LN2
 from flce_ops.support.exchange import all_gather
+from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.epilogues import MaxSum
-from flce_ops.triton.gemm.logits_gemm import LOG2E, launch_logits_gemm
-from flce_ops.triton.gemm.tile_sums import BLOCKS, max_and_sum
+from flce_ops.triton.gemm.logits_gemm import LOG2E
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 from flce_ops.triton.rows.two_sum import rescaled
@@ -53,29 +53,6 @@ class Linear(NamedTuple):
 
 
 @Kernel
-@triton.jit
-def find_shift_kernel(
-    tile_max_ptr,  # (T, n)
-    tile_sum_ptr,  # (T, n)
-    shift_ptr,  # (2, n) out
-    kept,  # Kept
-    n,
-    T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    count = kept_rows(kept, n)
-    end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
-    row_max, row_sum = max_and_sum(tile_max_ptr, tile_sum_ptr, rows, count, n, end, BLOCK_N, BLOCK_T)
-    # a rank whose classes are all at -inf: its probabilities are 0, not nan
-    row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-    tl.store(shift_ptr + rows, row_max, mask=rows < count)
-    tl.store(shift_ptr + n + rows, tl.log2(row_sum), mask=rows < count)
-
-
-@Kernel
-@triton.jit
 def known_shift_kernel(
     known_ptr,  # (2, N) nats
     shift_ptr,  # (2, n) out
@@ -114,7 +91,7 @@ def store_shift(
 
 def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
     """Logits and tile maxima of `softmax`; (T, n) sums of exp(u)."""
-    launch_logits_gemm(
+    backend_for(model.rows).logits(
         model.rows,
         model.weight,
         model.bias,
@@ -123,13 +100,6 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) 
         kept,
         out=softmax.logits,
         before_softcap=softmax.softcap is not None,
-    )
-
-
-def find_shift(softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
-    tiles, n = tile_sum.shape[0], softmax.shift.shape[1]
-    find_shift_kernel[(triton.cdiv(n, BLOCKS["BLOCK_N"]),)](
-        softmax.tile_max, tile_sum, softmax.shift, kept, n, tiles, **BLOCKS
     )
 
 

@@ -1,5 +1,6 @@
 """The three GEMMs: logits, the gradient of the weight, the gradient of the input.
 
+backends.py              who makes them
 logits_gemm.py           a chunk of logits, consumed tile by tile in an epilogue: epilogues.py
 tile_sums.py             numbers of a row for each tile, added up
 weight_gradient.py       E.T @ (c input), summed over chunks

@@ -19,7 +19,7 @@ from torch import Tensor
 from flce_ops.triton.rows.kept_tokens import row_distance
 from flce_ops.triton.steps.logit_codes import Coding, encoded, largest_places
 
-# n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
+# n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
 
 @triton.jit
@@ -44,6 +44,13 @@ def reference_logits(pointer, rows, row_mask):
     return tl.load(pointer + rows, mask=row_mask, other=float("inf"))
 
 
+@triton.jit
+def store_sum(out_ptr, values, offsets, row_mask):
+    """Of each row's values in a tile; nothing where there is no place for it."""
+    if out_ptr is not None:
+        tl.store(out_ptr + offsets, tl.sum(values, 1), mask=row_mask)
+
+
 class ReferenceClass(NamedTuple):
     """The class of each row whose logit is the reference, (n,) each.
 
@@ -53,6 +60,9 @@ class ReferenceClass(NamedTuple):
 
     column: Tensor  # int64, -1 for 0
     logit: Tensor  # a rescue leaves it as it is
+
+
+PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "total"  # of what follows
 
 
 class ExpSum(NamedTuple):
@@ -70,20 +80,9 @@ class ExpSum(NamedTuple):
     first_column: int = 0  # of these classes
 
     def of(self, tiles: slice, columns: slice) -> "ExpSum":
-        def part(numbers: Tensor | None, of: slice = tiles) -> Tensor | None:
-            return None if numbers is None else numbers[of]
-
-        return self._replace(
-            class_weight=part(self.class_weight, columns),
-            partial=self.partial[tiles],
-            logit_sum=part(self.logit_sum),
-            expected=part(self.expected),
-            row_max=part(self.row_max),
-            argmax=part(self.argmax),
-            squares=part(self.squares),
-            total=part(self.total),
-            first_column=columns.start,
-        )
+        own = {name: part[tiles] for name in PER_TILE if (part := getattr(self, name)) is not None}
+        class_weight = None if self.class_weight is None else self.class_weight[columns]
+        return self._replace(class_weight=class_weight, first_column=columns.start, **own)
 
 
 @triton.jit
@@ -96,11 +95,9 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         own_logit = tl.load(operands.reference_class.logit + rows, mask=row_mask, other=0.0)
         is_own = (cols + operands.first_column)[None, :] == tl.maximum(own, 0)[:, None]
         z = tl.where(is_own, own_logit[:, None], z)
-    if operands.logit_sum is not None:
-        weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
-        tl.store(operands.logit_sum + partial_offset, tl.sum(weighted, 1), mask=row_mask)
-    if operands.total is not None:
-        tl.store(operands.total + partial_offset, tl.sum(in_vocabulary(z, col_mask, 0.0, EVEN_V), 1), mask=row_mask)
+    weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
+    store_sum(operands.logit_sum, weighted, partial_offset, row_mask)
+    store_sum(operands.total, in_vocabulary(z, col_mask, 0.0, EVEN_V), partial_offset, row_mask)
     if operands.argmax is not None:
         candidates = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
         row_max = tl.max(candidates, 1)
@@ -108,13 +105,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
         tl.store(operands.argmax + partial_offset, column, mask=row_mask)
     result = in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V)
-    tl.store(operands.partial + partial_offset, tl.sum(result, 1), mask=row_mask)
-    if operands.expected is not None:
-        # a bias of -inf has exponential 0, whose product is 0
-        shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
-        tl.store(operands.expected + partial_offset, tl.sum(shifted, 1), mask=row_mask)
-    if operands.squares is not None:
-        tl.store(operands.squares + partial_offset, tl.sum(result * result, 1), mask=row_mask)
+    store_sum(operands.partial, result, partial_offset, row_mask)
+    # a bias of -inf has exponential 0, whose product is 0
+    shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
+    store_sum(operands.expected, shifted, partial_offset, row_mask)
+    store_sum(operands.squares, result * result, partial_offset, row_mask)
     if operands.coding is not None:
         largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
         largest = tl.where(largest == float("-inf"), 0.0, largest)
@@ -135,7 +130,7 @@ def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     row_max = tl.max(z, 1)
     finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only: sum 0, not nan
     z -= finite[:, None]
-    tl.store(operands.partial + partial_offset, tl.sum(tl.exp2(z), 1), mask=row_mask)
+    store_sum(operands.partial, tl.exp2(z), partial_offset, row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
     return z
 

@@ -1,10 +1,16 @@
-"""Matrices as the GEMMs take them: by tensor maps (TMA) where all of them allow it, else tiles of them by pointers."""
+"""Matrices as the GEMMs take them: by tensor maps (TMA) where all of them allow it, else tiles of them by pointers.
+
+And the order of a GEMM's tiles, and matrices of rank 1 that are added to a tile.
+"""
 
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+Outer = tuple[Tensor | None, Tensor | None]  # vectors whose outer product is added; None for 1, None for none
+NO_OUTER: Outer = (None, None)
 
 
 @triton.jit
@@ -16,6 +22,31 @@ def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col
     else:
         places += cols.to(tl.int64)[None, :] * stride_col
     return tl.load(places, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(matrix_ptr, values, rows, cols, row_mask, col_mask, stride_row):
+    """By pointers, columns contiguous; rounded."""
+    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    tl.store(places, values.to(matrix_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+
+
+@triton.jit
+def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
+    """GROUP blocks sweep those across together: (which of `blocks`, which of `across`)."""
+    group_tiles = GROUP * across
+    first = (tile // group_tiles) * GROUP
+    height = min(blocks - first, GROUP)
+    return first + tile % height, (tile % group_tiles) // height
+
+
+@triton.jit
+def outer_product(outer, rows, cols, row_mask, col_mask):
+    """Of two vectors, the first None for 1."""
+    product = tl.load(outer[1] + cols, mask=col_mask, other=0.0)[None, :]
+    if outer[0] is not None:
+        product = product * tl.load(outer[0] + rows, mask=row_mask, other=0.0)[:, None]
+    return product
 
 
 def fits_tma(tensor: Tensor | None) -> bool:

@@ -13,12 +13,11 @@ where it is made and needs no memory.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile, store_tile
 from flce_ops.triton.gemm.parts import parts_of
 from flce_ops.triton.gemm.target import input_tiles_for, multiprocessors
 from flce_ops.triton.launch.replay import Kernel
@@ -56,19 +55,13 @@ def finished_tile(
     stride_weight_v,
     stride_weight_d,
 ):
-    mask = row_mask[:, None] & col_mask[None, :]
     if finish.row_factor is not None:
         product *= tl.load(finish.row_factor + rows, mask=row_mask, other=0.0)[:, None]
     if finish.column is not None:
         column = tl.load(finish.column + rows, mask=row_mask, other=-1)
         residual = tl.where(column >= 0, tl.load(finish.residual + rows, mask=row_mask, other=0.0), 0.0)
-        weight = tl.load(
-            weight_ptr
-            + tl.where(column >= 0, column, 0)[:, None] * stride_weight_v
-            + cols.to(tl.int64)[None, :] * stride_weight_d,
-            mask=mask & (column >= 0)[:, None],
-            other=0.0,
-        )
+        there = row_mask & (column >= 0)
+        weight = load_tile(weight_ptr, column, cols, there, col_mask, stride_weight_v, stride_weight_d)
         product += residual[:, None] * weight.to(tl.float32)
     if finish.outer_row is not None:
         outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
@@ -77,7 +70,6 @@ def finished_tile(
 
 
 @Kernel
-@triton.jit
 def input_gradient_kernel(
     exponentials_ptr,  # (n, v): tensor descriptor with USE_TMA, else a pointer
     classes_ptr,  # (v, D): likewise, rows of linear_weight
@@ -103,7 +95,6 @@ def input_gradient_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     count = kept_rows(kept, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -120,13 +111,9 @@ def input_gradient_kernel(
         row_mask = rows < count
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total = depth
-        if live.number is not None:
-            total = number_of_steps(live, row_start, BLOCK_K)
+        total = number_of_steps(live, row_start, depth, BLOCK_K)
         steps = tl.cdiv(total, parts)
-        step = part * steps
-        if live.number is not None:
-            step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
+        step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
         for k in range(part * steps, min(part * steps + steps, total)):
             if live.number is None:
                 step = k
@@ -137,17 +124,16 @@ def input_gradient_kernel(
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(exponentials_ptr, rows, ks, row_mask, ks < v, stride_exponentials_n)
                 b = load_tile(classes_ptr, ks, cols, ks < v, col_mask, stride_weight_v, stride_weight_d)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc)
             if live.number is not None:
                 step = step_at(live, row_start, k + 1, BLOCK_K)
-        mask = row_mask[:, None] & col_mask[None, :]
-        places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
         if WHOLE and parts == 1:
             grad = finished_tile(
                 acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d
             )
-            tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), mask=mask)
+            store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
         else:
+            mask = row_mask[:, None] & col_mask[None, :]
             product = product_ptr + (part.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
             if not FIRST:
                 acc += tl.load(product, mask=mask, other=0.0)
@@ -155,7 +141,6 @@ def input_gradient_kernel(
 
 
 @Kernel
-@triton.jit
 def finish_product_kernel(
     product_ptr,  # (S, count, D) float32
     weight_ptr,  # (V, D)
@@ -193,8 +178,7 @@ def finish_product_kernel(
             product = product_ptr + (part * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
             acc += tl.load(product, mask=mask, other=0.0)
         grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d)
-        places = rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :]
-        tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), mask=mask)
+        store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
 
 
 class InputGradient:
@@ -243,13 +227,8 @@ class InputGradient:
             WHOLE=self.whole,
             FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
             PROGRAMS=self.programs,
-            PRECISION="ieee" if piece.dtype == torch.float32 else "tf32",  # half operands ignore it
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.options,
         )
 
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
                      D               V
                ┌───────────┐    ┌──┬──┬──┬──┐    persistent programs walk the tiles of (n, V);
-    n  BLOCK_N │   input   │  @ │  │▓▓│  │  │    GROUP row blocks sweep V together, so that a tile
+    n  BLOCK_M │   input   │  @ │  │▓▓│  │  │    GROUP row blocks sweep V together, so that a tile
                └───────────┘    └──┴──┴──┴──┘    of linear_weight is read from HBM once a group
-                                 BLOCK_V
+                                 BLOCK_N
 
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
                         + the product of a low-rank pair, if there is one              (low_rank_pair.py)
@@ -31,14 +31,14 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.divergence.fixed_point import to_fixed_point
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import block_of_tile, descriptors, fits_tma, load_tile, store_tile
 from flce_ops.triton.gemm.target import multiprocessors, tiles_for
 from flce_ops.triton.gemm.tiles import LogitsTiles
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 
-# n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_V) tiles along the vocabulary
+# n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, where w < 2.5: minimax, relative to tanh(y)
@@ -82,7 +82,6 @@ def exceeds(guard_ptr):
 
 
 @Kernel
-@triton.jit
 def logits_gemm_kernel(
     input_ptr,  # (n, D): tensor descriptor with USE_TMA, else a pointer
     weight_ptr,  # (V, D): likewise
@@ -106,15 +105,14 @@ def logits_gemm_kernel(
     EPILOGUE: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # tokens
+    BLOCK_N: tl.constexpr,  # classes
+    BLOCK_K: tl.constexpr,  # features
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
     STORE_HALVES: tl.constexpr,
-    PRECISION: tl.constexpr,
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
     FIXED_POINT: tl.constexpr,
@@ -123,44 +121,38 @@ def logits_gemm_kernel(
     logit_scale = number(logit_options.logit_scale)
     softcap = number(logit_options.softcap)
     count = kept_rows(kept, n)
-    row_blocks = tl.cdiv(count, BLOCK_N)
-    vocab_blocks = tl.cdiv(V, BLOCK_V)
-    depth = tl.cdiv(D, BLOCK_D)
-    pair_depth: tl.constexpr = tl.cdiv(RANK, BLOCK_D) if USE_TMA else 0
+    row_blocks = tl.cdiv(count, BLOCK_M)
+    vocab_blocks = tl.cdiv(V, BLOCK_N)
+    depth = tl.cdiv(D, BLOCK_K)
+    pair_depth: tl.constexpr = tl.cdiv(RANK, BLOCK_K) if USE_TMA else 0
     tiles = row_blocks * vocab_blocks
     if guard_ptr is not None:
         tiles = tl.where(exceeds(guard_ptr), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
-        group_tiles = GROUP * vocab_blocks
-        first = (tile // group_tiles) * GROUP
-        height = min(row_blocks - first, GROUP)
-        row_block = first + tile % height
-        vocab_block = (tile % group_tiles) // height
-        row_start = row_block * BLOCK_N
-        col_start = vocab_block * BLOCK_V
+        row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
+        row_start = row_block * BLOCK_M
+        col_start = vocab_block * BLOCK_N
 
-        rows = row_start + tl.arange(0, BLOCK_N)
-        cols = col_start + tl.arange(0, BLOCK_V)
+        rows = row_start + tl.arange(0, BLOCK_M)
+        cols = col_start + tl.arange(0, BLOCK_N)
         row_mask = rows < count
         col_mask = cols < V
-        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(depth + pair_depth):
             if USE_TMA:
                 inputs, weights, step = input_ptr, weight_ptr, k
                 if RANK > 0:
                     if k >= depth:  # one address or the other of a tensor map: the loop stays one
                         inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
-                a = inputs.load([row_start, step * BLOCK_D])
-                b = weights.load([col_start, step * BLOCK_D])
+                a = inputs.load([row_start, step * BLOCK_K])
+                b = weights.load([col_start, step * BLOCK_K])
             else:
-                ks = k * BLOCK_D + tl.arange(0, BLOCK_D)
+                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(input_ptr, rows, ks, row_mask, ks < D, stride_input_n, stride_input_d)
                 b = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
-            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+            acc = tl.dot(a, b.T, acc)
         if RANK > 0 and not USE_TMA:
-            acc = add_pair_product(
-                acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
-            )
+            acc = add_pair_product(acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
         if class_scale_ptr is not None:
             class_scale = tl.load(class_scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
             acc = acc * class_scale
@@ -182,18 +174,15 @@ def logits_gemm_kernel(
                 rounded = result.to(out_ptr.dtype)
                 if STORE_HALVES:
                     # half the staging buffer in shared memory: room for one more stage of the main loop
-                    halves = tl.permute(tl.reshape(rounded, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1))
+                    halves = tl.permute(tl.reshape(rounded, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
                     left, right = tl.split(halves)
                     out_ptr.store([row_start, col_start], left)
-                    out_ptr.store([row_start, col_start + BLOCK_V // 2], right)
+                    out_ptr.store([row_start, col_start + BLOCK_N // 2], right)
                 else:
                     out_ptr.store([row_start, col_start], rounded)
             else:
-                tl.store(
-                    out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
-                    result.to(out_ptr.dtype.element_ty),
-                    mask=(rows < n)[:, None] & col_mask[None, :],  # zeros behind the kept rows, as TMA stores them
-                )
+                # zeros behind the kept rows, as TMA stores them
+                store_tile(out_ptr, result, rows, cols, rows < n, col_mask, stride_out_n)
 
 
 def launch_logits_gemm(
@@ -214,14 +203,13 @@ def launch_logits_gemm(
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
-    block_n, block_v, block_d = tiles.block_m, tiles.block_n, tiles.block_k
     matrices = [input, linear_weight, out, pair.input, pair.weight]
     use_tma = tiles.tma and all(map(fits_tma, matrices))
     if use_tma:
-        of_rows, of_classes = [block_n, block_d], [block_v, block_d]
-        of_out = [block_n, block_v // 2 if tiles.store_halves else block_v]
+        of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
+        of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
         matrices = descriptors(matrices, (of_rows, of_classes, of_out, of_rows, of_classes))
-    grid_tiles = triton.cdiv(n, block_n) * triton.cdiv(num_classes, block_v)
+    grid_tiles = triton.cdiv(n, tiles.block_m) * triton.cdiv(num_classes, tiles.block_n)
     programs = tiles.programs_per_sm * multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],
@@ -240,20 +228,15 @@ def launch_logits_gemm(
         0 if out is None else out.stride(0),
         EPILOGUE=EPILOGUES[type(epilogue)],
         USE_TMA=use_tma,
-        EVEN_V=num_classes % block_v == 0,
-        BLOCK_N=block_n,
-        BLOCK_V=block_v,
-        BLOCK_D=block_d,
+        EVEN_V=num_classes % tiles.block_n == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
         FLATTEN=tiles.flatten,
         WARP_SPECIALIZE=tiles.warp_specialize,
         STORE_HALVES=tiles.store_halves,
-        PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
         BEFORE_SOFTCAP=before_softcap,
         FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
         RANK=pair.rank,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.gemm.gemm_operands import descriptors
-from flce_ops.triton.gemm.sum_units import ROOM, exponent_of, largest_of_rows, power_of_two
+from flce_ops.triton.gemm.sum_units import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
 from flce_ops.triton.gemm.target import multiprocessors
 from flce_ops.triton.gemm.tiles import Tiles
 from flce_ops.triton.launch.replay import Kernel
@@ -29,7 +29,6 @@ LOOK = 16  # blocks of classes
 
 
 @Kernel
-@triton.jit
 def outgrown_rows_kernel(
     exponentials_map,  # (n, V)
     rows_map,  # (n, D), c input
@@ -48,16 +47,13 @@ def outgrown_rows_kernel(
     BLOCK_M: tl.constexpr,  # classes
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
-    PRECISION: tl.constexpr,
 ):
     """A program has one block of features, and every so many of classes."""
     SPLIT: tl.constexpr = LIVE // BLOCK_M
     feature_blocks = tl.cdiv(D, BLOCK_N)
     feature_block = tl.program_id(0) % feature_blocks
     stride = tl.num_programs(0) // feature_blocks
-    class_blocks = tl.cdiv(V, BLOCK_M)
-    if blocks.number is not None:
-        class_blocks = tl.load(blocks.number) * SPLIT
+    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
     end = tl.where(tl.load(guard_ptr) > 0, class_blocks, 0)
     depth = tl.cdiv(kept_rows(kept, n), BLOCK_K)
     exponent_ptr += feature_block.to(tl.int64) * stride_exponent
@@ -80,17 +76,13 @@ def outgrown_rows_kernel(
                     units = tl.load(unit_places, mask=(classes < V)[:, None], other=0).to(tl.int32)
                     mask = (units & 1) > 0
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    steps = depth
-                    step = 0
-                    if live.number is not None:
-                        steps = number_of_steps(live, class_start, BLOCK_K)
-                        step = step_at(live, class_start, 0, BLOCK_K)
-                    for k in range(steps):
+                    step = step_at(live, class_start, 0, BLOCK_K)
+                    for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
                         if live.number is None:
                             step = k
                         a = exponentials_map.load([step * BLOCK_K, class_start])
                         b = rows_map.load([step * BLOCK_K, feature_block * BLOCK_N])
-                        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+                        acc = tl.dot(a.T, b, acc)
                         if live.number is not None:
                             step = step_at(live, class_start, k + 1, BLOCK_K)
                     places = sum_ptr + classes.to(tl.int64)[:, None] * stride_sum_v + features[None, :]
@@ -102,9 +94,7 @@ def outgrown_rows_kernel(
 
 
 def launch_outgrown_rows(
-    total: Tensor,  # (V, D) float16, of which the marked rows are added to
-    exponents: Tensor,  # (features' blocks, V)
-    guard: Tensor,  # ()
+    total: Sum,  # of which the marked rows are added to
     exponentials: Tensor,  # (n, V)
     rows: Tensor,  # (n, D)
     kept: Kept,
@@ -119,22 +109,15 @@ def launch_outgrown_rows(
     tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
     outgrown_rows_kernel[(feature_blocks * stride,)](
         *descriptors([exponentials, rows], tile_shapes),
-        total,
-        exponents,
-        guard,
+        *total,
         kept,
         blocks,
         live,
         n,
         hidden,
         num_classes,
-        total.stride(0),
-        exponents.stride(0),
+        total.numbers.stride(0),
+        total.exponents.stride(0),
         LOOK=LOOK,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        PRECISION="ieee" if rows.element_size() == 4 else "tf32",  # half operands ignore it
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )

@@ -1,7 +1,10 @@
 """What the sum of grad_linear_weight between chunks is stored in: a unit for a row of a tile (weight_gradient.py)."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # A unit is at most 2^ROOM times the largest number of its row. With more room small numbers lose bits; with less,
 # classes that are a target in a later chunk first outgrow their unit more often.
@@ -9,6 +12,18 @@ ROOM = tl.constexpr(6)
 # Where each chunk chooses anew: the largest is below 2^15, whatever is above 2^-27 of it has 11 bits.
 NO_ROOM = tl.constexpr(-13)
 LARGEST_SUM = 2**15  # in units: half of float16's largest number
+
+
+class Sum(NamedTuple):
+    """grad_linear_weight, or some of its classes, between chunks."""
+
+    numbers: Tensor  # (V, D) float16, for float32 results float32
+    exponents: Tensor | None = None  # (features' blocks, V) uint8, of the units; and 1 where a row of a tile is marked
+    guard: Tensor | None = None  # () int32: whether any is
+
+    def of(self, columns: slice) -> "Sum":
+        exponents = None if self.exponents is None else self.exponents[:, columns]
+        return Sum(self.numbers[columns], exponents, self.guard)
 
 
 @triton.jit

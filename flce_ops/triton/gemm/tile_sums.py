@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.logits_gemm import exceeds
+from flce_ops.triton.gemm.logits_gemm import LARGEST_SUM, exceeds
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, row_distance
 
@@ -18,7 +18,6 @@ BLOCKS = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
 
 
 @Kernel
-@triton.jit
 def sum_tiles_kernel(
     partial_ptr,  # (s, T, n)
     row_sum_ptr,  # (s, n) out
@@ -65,24 +64,32 @@ def launch_sum_tiles(
     sum_tiles_kernel[grid](partial, row_sum, guard, kept, n, tiles, GUARDED=guarded_by is not None, **BLOCKS)
 
 
-@triton.jit
-def max_and_sum(
+@Kernel
+def max_and_sum_kernel(
+    guard_ptr,  # () int32: whether the sum of any row is too large; None for what "out" says of all rows
     partial_max_ptr,  # (T, n) base 2
     partial_ptr,  # (T, n)
-    rows,
-    count,
+    row_sum_ptr,  # (n,), with the guard
+    out_ptr,  # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - it); with the guard (n,),
+    # the sum of both numbers, only of rows whose sum is too large: the others keep theirs, bit for bit
+    kept,  # Kept
     n,
     T,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """max_t partial_max_t, and sum_t partial_t exp2(partial_max_t - it)."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    count = kept_rows(kept, n)
+    if guard_ptr is None:
+        end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
+    else:
+        end = tl.where(exceeds(guard_ptr), T, 0)
     running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, T, BLOCK_T):
+    for start in range(0, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         offsets = t[:, None].to(tl.int64) * row_distance(n) + rows[None, :]
-        mask = (t[:, None] < T) & (rows[None, :] < count)
+        mask = (t[:, None] < end) & (rows[None, :] < count)
         tile_max = tl.load(partial_max_ptr + offsets, mask=mask, other=float("-inf"))
         tile_sum = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
         new_max = tl.maximum(running_max, tl.max(tile_max, 0))
@@ -91,4 +98,28 @@ def max_and_sum(
             tile_sum * tl.exp2(tile_max - finite[None, :]), 0
         )
         running_max = new_max
-    return running_max, running_sum
+    if guard_ptr is None:
+        # a rank whose classes are all at -inf: its probabilities are 0, not nan
+        running_max = tl.where(running_max == float("-inf"), 0.0, running_max)
+        tl.store(out_ptr + rows, running_max, mask=rows < count)
+        tl.store(out_ptr + n + rows, tl.log2(running_sum), mask=rows < count)
+    else:
+        row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
+        rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
+        # a row whose classes are all at -inf: any finite reference makes its exponentials 0
+        lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
+        tl.store(out_ptr + rows, lse2, mask=(rows < tl.where(end > 0, count, 0)) & rescued)
+
+
+def launch_max_and_sum(
+    partial_max: Tensor,  # (T, n')
+    partial: Tensor,  # (T, n')
+    out: Tensor,  # (2, n), or (n,)
+    kept: Kept,
+    *,
+    row_sum: Tensor | None = None,  # (n,), with the next
+    guarded_by: Tensor | None = None,
+) -> None:
+    tiles, n = partial.shape[0], out.shape[-1]
+    grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]),)
+    max_and_sum_kernel[grid](guarded_by, partial_max, partial, row_sum, out, kept, n, tiles, **BLOCKS)

@@ -1,6 +1,7 @@
 """Tile shapes of the three GEMMs: a table by architecture, the measurement beside each line; no run-time autotuning."""
 
 from dataclasses import dataclass
+from typing import Any
 
 # n rows, D hidden, V vocabulary
 
@@ -17,6 +18,17 @@ class Tiles:
     group: int = 8  # blocks along M that sweep N together; not in the input's gradient
     tma: bool = True
     flatten: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every GEMM is launched with. Operands are half numbers; float32 ones are the interpreter's alone."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.gemm.gemm_operands import descriptors
-from flce_ops.triton.gemm.sum_units import in_units
+from flce_ops.triton.gemm.sum_units import Sum, in_units
 from flce_ops.triton.gemm.target import capability_of, interpreted, multiprocessors
 from flce_ops.triton.gemm.tiles import Tiles
 from flce_ops.triton.launch.replay import Kernel
@@ -34,13 +34,12 @@ BLOCKS_AT_MOST = 3
 
 
 @Kernel
-@triton.jit
 def turned_tiles_kernel(
-    exponentials_map,  # (n, V) in tiles of BLOCK columns
-    rows_map,  # (n, D) of 2 BLOCK, c input
-    rows_turned_map,  # (n, D) of BLOCK
-    exponentials_turned_map,  # (n, V) of 2 BLOCK
-    sum_map,  # (V, D) float16 in tiles of BLOCK x BLOCK, added to
+    exponentials_map,  # (n, V) in tiles of BLOCK_M columns
+    rows_map,  # (n, D) of BLOCK_N, c input
+    rows_turned_map,  # (n, D) of BLOCK_M
+    exponentials_turned_map,  # (n, V) of BLOCK_N
+    sum_map,  # (V, D) float16 in tiles of BLOCK_M x BLOCK_M, added to
     exponent_ptr,  # (features' blocks, V) uint8, of the units
     guard_ptr,  # () int32
     kept,  # Kept
@@ -50,16 +49,16 @@ def turned_tiles_kernel(
     first_rows,  # of the first chunk, which is the result where all kept tokens are among them
     stride_exponent,
     WHOLE: tl.constexpr,  # blocks of features
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # 2 BLOCK_M
     BLOCK_K: tl.constexpr,  # tokens
     GROUP: tl.constexpr,  # even
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     count = kept_rows(kept, n)
     depth = tl.cdiv(count, BLOCK_K)
-    class_blocks = tl.cdiv(V, BLOCK)
+    class_blocks = tl.cdiv(V, BLOCK_M)
     tiles = class_blocks * WHOLE + tl.cdiv(class_blocks, 2)
     tiles = tl.where((count > 0) & (tl.load(kept.taken) > first_rows), tiles, 0)
     group_tiles: tl.constexpr = GROUP * WHOLE + GROUP // 2
@@ -69,10 +68,10 @@ def turned_tiles_kernel(
         place = tile % group_tiles
         upright = height * WHOLE  # tiles of the group
         behind = place - upright
-        class_start = (first + tl.where(behind >= 0, 2 * behind, place % height)) * BLOCK
+        class_start = (first + tl.where(behind >= 0, 2 * behind, place % height)) * BLOCK_M
         feature_block = place // height
-        feature_start = feature_block * 2 * BLOCK
-        acc = tl.zeros((BLOCK, 2 * BLOCK), tl.float32)
+        feature_start = feature_block * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(depth):
             lefts, rights, left_start, right_start = exponentials_map, rows_map, class_start, feature_start
             # of k: a choice that is taken out of the loop ends its flattening (Triton 3.6)
@@ -85,23 +84,23 @@ def turned_tiles_kernel(
                 )
             left = lefts.load([k * BLOCK_K, left_start])
             right = rights.load([k * BLOCK_K, right_start])
-            acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+            acc = tl.dot(left.T, right, acc)
         # By halves, as there is room for in shared memory. The unit's block in each branch: an address made before them
         # ends the loop's flattening, too.
         if behind >= 0:
-            exponents = exponent_ptr + (feature_start // (2 * BLOCK)).to(tl.int64) * stride_exponent
-            columns = class_start + tl.arange(0, 2 * BLOCK)[None, :]
+            exponents = exponent_ptr + (feature_start // BLOCK_N).to(tl.int64) * stride_exponent
+            columns = class_start + tl.arange(0, BLOCK_N)[None, :]
             of_columns = in_units(acc, exponents + columns, columns < V, guard_ptr, room, 0)
-            upper, lower = column_halves(of_columns.to(tl.float16), BLOCK)
+            upper, lower = column_halves(of_columns.to(tl.float16), BLOCK_M)
             sum_map.atomic_add([class_start, feature_start], tl.trans(upper))
-            sum_map.atomic_add([class_start + BLOCK, feature_start], tl.trans(lower))
+            sum_map.atomic_add([class_start + BLOCK_M, feature_start], tl.trans(lower))
         else:
-            exponents = exponent_ptr + (feature_start // (2 * BLOCK)).to(tl.int64) * stride_exponent
-            rows = class_start + tl.arange(0, BLOCK)[:, None]
+            exponents = exponent_ptr + (feature_start // BLOCK_N).to(tl.int64) * stride_exponent
+            rows = class_start + tl.arange(0, BLOCK_M)[:, None]
             of_rows = in_units(acc, exponents + rows, rows < V, guard_ptr, room, 1)
-            left_half, right_half = column_halves(of_rows.to(tl.float16), BLOCK)
+            left_half, right_half = column_halves(of_rows.to(tl.float16), BLOCK_M)
             sum_map.atomic_add([class_start, feature_start], left_half)
-            sum_map.atomic_add([class_start, feature_start + BLOCK], right_half)
+            sum_map.atomic_add([class_start, feature_start + BLOCK_M], right_half)
 
 
 @triton.jit
@@ -118,9 +117,7 @@ def fits_turned_tiles(rows: Tensor, tiles: Tiles) -> bool:
 
 
 def launch_turned_tiles(
-    total: Tensor,  # (V, D) float16, added to
-    exponents: Tensor,  # (features' blocks, V)
-    guard: Tensor,  # ()
+    total: Sum,  # added to
     exponentials: Tensor,  # (n, V)
     rows: Tensor,  # (n, D)
     kept: Kept,
@@ -130,27 +127,22 @@ def launch_turned_tiles(
     tiles: Tiles,
 ) -> None:
     (n, num_classes), hidden = exponentials.shape, rows.shape[1]
-    block, depth = tiles.block_m, tiles.block_k
-    matrices = [exponentials, rows, rows, exponentials, total]
-    columns = (block, 2 * block, block, 2 * block)
-    programs = multiprocessors(rows)
+    narrow, wide, programs = tiles.block_m, tiles.block_n, multiprocessors(rows)
+    matrices = [exponentials, rows, rows, exponentials, total.numbers]
+    columns = [[tiles.block_k, width] for width in (narrow, wide, narrow, wide)]
     turned_tiles_kernel[(programs,)](
-        *descriptors(matrices, [*([depth, width] for width in columns), [block, block]]),
-        exponents,
-        guard,
+        *descriptors(matrices, [*columns, [narrow, narrow]]),
+        total.exponents,
+        total.guard,
         kept,
         n,
         num_classes,
         room,
         first_rows,
-        exponents.stride(0),
-        WHOLE=hidden // (2 * block),
-        BLOCK=block,
-        BLOCK_K=depth,
+        total.exponents.stride(0),
+        WHOLE=hidden // wide,
         GROUP=tiles.group,
         PROGRAMS=programs,
         FLATTEN=tiles.flatten,
-        PRECISION="ieee" if rows.element_size() == 4 else "tf32",  # half operands ignore it
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )

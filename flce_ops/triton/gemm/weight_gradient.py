@@ -33,12 +33,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile
+from flce_ops.triton.gemm.gemm_operands import (
+    NO_OUTER,
+    Outer,
+    block_of_tile,
+    descriptors,
+    fits_tma,
+    load_tile,
+    outer_product,
+)
 from flce_ops.triton.gemm.outgrown_rows import launch_outgrown_rows
 from flce_ops.triton.gemm.sum_units import (
     LARGEST_SUM,
     NO_ROOM,
     ROOM,
+    Sum,
     exponent_of,
     in_units,
     largest_of_rows,
@@ -49,13 +58,12 @@ from flce_ops.triton.gemm.tiles import Tiles
 from flce_ops.triton.gemm.turned_tiles import fits_turned_tiles, launch_turned_tiles
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
-from flce_ops.triton.sparse.live_tiles import EVERY_STEP, LIVE, Steps, number_of_steps, step_at
+from flce_ops.triton.sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 
 # n tokens of a chunk, D hidden, V vocabulary
 
 
 @Kernel
-@triton.jit
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
     rows_ptr,  # (n, D): likewise, c input
@@ -65,8 +73,7 @@ def weight_gradient_kernel(
     result_ptr,  # (V, D) out, the same memory
     exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a later chunk's products exceed its room
     guard_ptr,  # () int32: whether any do
-    class_factor_ptr,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
-    outer_ptr,
+    outer,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
     kept,  # Kept
     blocks,  # Steps, the blocks of classes that are made
     live,  # Steps
@@ -89,7 +96,6 @@ def weight_gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -97,9 +103,7 @@ def weight_gradient_kernel(
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = kept_rows(kept, n)
-    class_blocks = tl.cdiv(V, BLOCK_M)
-    if blocks.number is not None:
-        class_blocks = tl.load(blocks.number) * (LIVE // BLOCK_M)
+    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
@@ -116,29 +120,18 @@ def weight_gradient_kernel(
         if tl.program_id(0) == 0:
             tl.store(guard_ptr, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
-        group_tiles = GROUP * feature_blocks
-        first = (tile // group_tiles) * GROUP
-        height = min(class_blocks - first, GROUP)
-        class_block = first + tile % height
-        if blocks.number is not None:
-            class_block = step_at(blocks, 0, class_block, BLOCK_M)
-        class_start = class_block * BLOCK_M
-        feature_block = (tile % group_tiles) // height
+        class_block, feature_block = block_of_tile(tile, class_blocks, feature_blocks, GROUP)
+        class_start = step_at(blocks, 0, class_block, BLOCK_M) * BLOCK_M
         feature_start = feature_block * BLOCK_N
         classes = class_start + tl.arange(0, BLOCK_M)
         features = feature_start + tl.arange(0, BLOCK_N)
         class_mask = classes < V
-        steps = depth
-        if live.number is not None:
-            steps = number_of_steps(live, class_start, BLOCK_K)
         if not (FIRST and LAST):
             exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        step = 0
-        if live.number is not None:
-            step = step_at(live, class_start, 0, BLOCK_K)
-        for k in range(steps):
+        step = step_at(live, class_start, 0, BLOCK_K)
+        for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
             if live.number is None:
                 step = k
             if USE_TMA:
@@ -148,16 +141,13 @@ def weight_gradient_kernel(
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
                 b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            acc = tl.dot(a.T, b, acc)
             if live.number is not None:
                 step = step_at(live, class_start, k + 1, BLOCK_K)
 
         if FIRST:
-            if outer_ptr is not None:
-                outer = tl.load(outer_ptr + features, mask=features < D, other=0.0)[None, :]
-                if class_factor_ptr is not None:
-                    outer = outer * tl.load(class_factor_ptr + classes, mask=class_mask, other=0.0)[:, None]
-                acc += outer
+            if outer[1] is not None:
+                acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
             acc = in_units(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
         elif not FIRST:
@@ -213,18 +203,17 @@ class WeightGradient:
         *,
         chunks: int,  # at most, in which tokens come; 1 where it adds
         adds: bool = False,  # to what `out` holds
-        outer: tuple[Tensor | None, Tensor] | None = None,  # (V,), (D,): their outer product is added
+        outer: Outer = NO_OUTER,
         blocks: Steps = EVERY_STEP,
     ) -> None:
         self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
-        self.class_factor, self.outer = outer or (None, None)
+        self.outer = outer
         self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
-        self.sum, self.first_rows = out.view(torch.float16) if out.itemsize == 2 else out, 0
-        self.exponents = self.guard = None
+        self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
         if chunks > 1:
             num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
-            self.exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
-            self.guard = out.new_empty((), dtype=torch.int32)
+            exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
+            self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))
 
     def add(
         self,
@@ -245,7 +234,7 @@ class WeightGradient:
             self.launch(*arguments, first=first, last=last)
             return
         every = live.number is None and self.blocks.number is None
-        added = self.sum[columns], self.exponents[:, columns], self.guard, exponentials, rows, kept
+        added = self.sum.of(columns), exponentials, rows, kept
         if every and fits_turned_tiles(rows, self.tiles):
             launch_turned_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
         else:
@@ -265,27 +254,29 @@ class WeightGradient:
         last: bool = False,
     ) -> None:
         assert exponentials.stride(1) == rows.stride(1) == 1
-        out, total, tiles = self.out[columns], self.sum[columns], self.tiles
+        out, total, tiles = self.out[columns], self.sum.of(columns), self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
+        of_classes, of_features = self.outer
+        outer = None if of_classes is None else of_classes[columns], of_features
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
         matrices = [exponentials, rows, None, None]
         if tiles.tma:
-            matrices[2:] = None if self.adds else out if last else total, total if last and not first else None
+            stored = total.numbers
+            matrices[2:] = None if self.adds else out if last else stored, stored if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
             matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
-        exponents = None if first and last else self.exponents[:, columns]
+        if first and last:
+            total = Sum(total.numbers)
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = multiprocessors(rows)
         weight_gradient_kernel[(min(grid_tiles, programs),)](
             *matrices,
-            total,
+            total.numbers,
             out,
-            exponents,
-            None if exponents is None else self.guard,
-            None if self.class_factor is None else self.class_factor[columns],
-            self.outer if first else None,
+            *total[1:],
+            outer if first else NO_OUTER,
             kept,
             self.blocks,
             live,
@@ -297,20 +288,15 @@ class WeightGradient:
             exponentials.stride(0),
             rows.stride(0),
             out.stride(0),
-            0 if exponents is None else exponents.stride(0),
+            0 if total.exponents is None else total.exponents.stride(0),
             FIRST=first,
             LAST=last,
             ADDS=self.adds,
             USE_TMA=tiles.tma,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
             GROUP=tiles.group,
             PROGRAMS=programs,
             FLATTEN=tiles.flatten and live.number is None,
-            PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",  # half operands ignore it
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.options,
         )
 
 

@@ -17,9 +17,10 @@ from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.gemm.target import interpreted, multiprocessors
 from flce_ops.triton.given_logits.cross_entropy_kernels import (
+    NOTHING_KNOWN,
     ForwardNumbers,
+    KnownRows,
     LossResults,
-    gradient_kernel,
     rows_kernel,
 )
 from flce_ops.triton.given_logits.logit_rows import matrix_of
@@ -93,7 +94,7 @@ def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor,
 def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
     count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
     numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
-    launch_rows(call, numbers, call.logit_sum)
+    launch_rows(call, numbers, logit_sum=call.logit_sum, argmax=call.argmax)
 
 
 @takes(LogitsWithGrad)
@@ -134,7 +135,16 @@ def loss_step(
     objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
     numbers = LossResults(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
-    launch_rows(call, numbers, objective.d_sum is not None, gradient, objective, call.reduction, kept)
+    launch_rows(
+        call,
+        numbers,
+        gradient,
+        objective=objective,
+        reduction=call.reduction,
+        kept=kept,
+        logit_sum=objective.d_sum is not None,
+        argmax=call.argmax,
+    )
     launch_sum_losses(losses, call.reduction, kept.total, loss)
 
 
@@ -145,9 +155,13 @@ def launch_backward(call: LogitsBackward) -> Tensor:
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
     with torch.cuda.device_of(grad_logits):
-        repeated(run_backward, call, fresh=(grad_logits,))
+        repeated(backward_step, call, fresh=(grad_logits,))
     record_run(call, 1, grad_logits.shape[0])
     return grad_logits
+
+
+def backward_step(call: LogitsBackward, grad_logits: Tensor) -> None:
+    launch_rows(call, None, grad_logits, known=KnownRows(call.lse, call.lse_rest, *call.cotangents))
 
 
 def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
@@ -173,21 +187,25 @@ def launch(
 
 
 def launch_rows(
-    call: Any,  # LogitsForward, or LogitsWithGrad with LossResults
-    numbers: Any,
-    logit_sum: bool,
+    call: LogitsForward | LogitsWithGrad | LogitsBackward,
+    numbers: ForwardNumbers | LossResults | None,
     grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
+    *,
+    known: KnownRows = NOTHING_KNOWN,  # without what follows
     objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
     kept: Count | None = None,
+    logit_sum: bool = False,
+    argmax: bool = False,
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
-    tile = tile_for(logits, grad_logits is not None, call.logits.softcap is not None)
+    tile = tile_for(logits, objective is not None, call.logits.softcap is not None)
     rows_kernel[(tokens,)](
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
         target,
+        known,
         reduction,
         kept,
         numbers,
@@ -202,7 +220,7 @@ def launch_rows(
         OF_TARGET=None if objective is None else objective.of_target.jit,
         OF_ROW=None if objective is None else objective.of_row.jit,
         LOGIT_SUM=logit_sum,
-        ARGMAX=call.argmax,
+        ARGMAX=argmax,
         ALIKE=grad_logits is None or lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
@@ -211,28 +229,6 @@ def launch_rows(
         AHEAD=blocks_ahead(logits, tile),
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
-    )
-
-
-def run_backward(call: LogitsBackward, grad_logits: Tensor) -> None:
-    logits, target, weight = call.operands
-    tile = tile_for(logits, False, call.logits.softcap is not None)
-    gradient_kernel[(logits.shape[0],)](
-        matrix_of(logits),
-        matrix_of(grad_logits),
-        target,
-        call.lse,
-        call.lse_rest,
-        call.cotangents,
-        weight,
-        call.logits,
-        call.ignore_index,
-        logits.shape[1],
-        ALIKE=lie_alike(logits, grad_logits),
-        BLOCK_G=tile.block_g,
-        VEC=16 // logits.element_size(),
-        STAGES=tile.num_stages if weight is None else 1,
-        num_warps=tile.num_warps,
     )
 
 

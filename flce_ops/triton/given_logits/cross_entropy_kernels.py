@@ -15,7 +15,6 @@ A row whose target is ignored is not read; its gradient is zeros.
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -51,6 +50,19 @@ class ForwardNumbers(NamedTuple):
     lse_rest: Tensor
 
 
+class KnownRows(NamedTuple):
+    """What forward found of the rows, and their cotangents; (N,) each. Without `lse` nothing is known."""
+
+    lse: Tensor | None = None
+    lse_rest: Tensor | None = None
+    grad_target_logit: Tensor | None = None
+    grad_lse: Tensor | None = None
+    grad_logit_sum: Tensor | None = None
+
+
+NOTHING_KNOWN = KnownRows()
+
+
 class LossResults(NamedTuple):
     """Beside the gradient; (N,) each."""
 
@@ -59,16 +71,16 @@ class LossResults(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def rows_kernel(
     logits,  # Matrix
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
     target_ptr,  # (N,)
-    reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without grad_logits
+    known,  # KnownRows, of which G is made without a sum; of nothing where the row is summed
+    reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without a loss, as the next
     kept,  # Count
-    outputs,  # ForwardNumbers, or with grad_logits LossResults
+    outputs,  # ForwardNumbers, or of a loss LossResults
     class_weight_ptr,  # (V,) float32
-    objective,  # None without grad_logits, as the next
+    objective,  # None without a loss, as the next
     d_sum,  # the derivative of a loss by its logit sum
     logit_options,  # LogitOptions
     ignore_index,
@@ -102,34 +114,35 @@ def rows_kernel(
     u_target = tl.load(row + column, mask=valid, other=0.0)
     u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
 
-    m = tl.full((BLOCK_G,), LOWEST, tl.float32)
-    s = tl.zeros((BLOCK_G,), tl.float32)
-    logit_sums = tl.zeros((BLOCK_G,), tl.float32)
-    columns = tl.zeros((BLOCK_G,), tl.int32)
-    for block in tl.static_range(HELD):
+    if known.lse is None:
+        m = tl.full((BLOCK_G,), LOWEST, tl.float32)
+        s = tl.zeros((BLOCK_G,), tl.float32)
+        logit_sums = tl.zeros((BLOCK_G,), tl.float32)
+        columns = tl.zeros((BLOCK_G,), tl.int32)
+        for block in tl.static_range(HELD):
+            m, s, logit_sums, columns = add_block(
+                m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
+                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+            )  # fmt: skip
+        for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
+            words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
+            m, s, logit_sums, columns = add_block(
+                m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
+                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+            )  # fmt: skip
         m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
-            logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+            m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
+            logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
         )  # fmt: skip
-    for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
-        words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
-        m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
-            logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+        row_max, row_sum, logit_sum2, argmax = whole_row(
+            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
+            LOGIT_SUM, ARGMAX,
         )  # fmt: skip
-    m, s, logit_sums, columns = add_block(
-        m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
-        logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
-    )  # fmt: skip
-    row_max, row_sum, logit_sum2, argmax = whole_row(
-        m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
-        LOGIT_SUM, ARGMAX,
-    )  # fmt: skip
-    row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
-    if ARGMAX:
-        tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
-    target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
-    log2_sum = tl.log2(row_sum)
+        row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
+        if ARGMAX:
+            tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
+        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+        log2_sum = tl.log2(row_sum)
     if grad_logits is None:
         lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
         lse, rest = in_two_float32(lse64)
@@ -139,31 +152,45 @@ def rows_kernel(
         if LOGIT_SUM:
             tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
     else:
-        if AHEAD > 0:
-            coming = tl.minimum(i + later, N - 1)
-            counts, _ = target_of(target_ptr, coming, ignore_index, V)
-            next_row, next_head, next_groups = row_of(logits, coming, V, VEC)
-            ask_for(
-                next_row + next_head,
-                tl.where(counts & (i + later < N), tl.minimum(next_groups, AHEAD * BLOCK_G), 0),
-                BLOCK_G,
-            )
-        target_weight = None
-        if class_weight_ptr is not None:
-            target_weight = tl.load(class_weight_ptr + column)
-        logit_sum = None
-        if LOGIT_SUM:
-            logit_sum = logit_sum2 * LN2
-        surprisal2 = (row_max - target_logit2) + log2_sum
-        surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-        value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
-        value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
-        tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
-        scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
-        factor = scale * d_lse / row_sum
-        sum_factor = None
-        if LOGIT_SUM:
-            sum_factor = scale * d_sum
+        if known.lse is None:
+            if AHEAD > 0:
+                coming = tl.minimum(i + later, N - 1)
+                counts, _ = target_of(target_ptr, coming, ignore_index, V)
+                next_row, next_head, next_groups = row_of(logits, coming, V, VEC)
+                ask_for(
+                    next_row + next_head,
+                    tl.where(counts & (i + later < N), tl.minimum(next_groups, AHEAD * BLOCK_G), 0),
+                    BLOCK_G,
+                )
+            target_weight = None
+            if class_weight_ptr is not None:
+                target_weight = tl.load(class_weight_ptr + column)
+            logit_sum = None
+            if LOGIT_SUM:
+                logit_sum = logit_sum2 * LN2
+            surprisal2 = (row_max - target_logit2) + log2_sum
+            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
+            value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
+            value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
+            tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
+            scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
+            factor = scale * d_lse / row_sum
+            sum_factor = None
+            if LOGIT_SUM:
+                sum_factor = scale * d_sum
+            at_target = -scale * slope
+        else:
+            lse = tl.load(known.lse + i, mask=valid, other=0.0).to(tl.float64)
+            lse2 = (lse + tl.load(known.lse_rest + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
+            row_max = lse2.to(tl.float32)
+            factor, sum_factor, at_target = 0.0, None, 0.0
+            if known.grad_lse is not None:
+                share = tl.exp2((row_max.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
+                factor = tl.load(known.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
+            if known.grad_logit_sum is not None:
+                sum_factor = tl.load(known.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
+            if known.grad_target_logit is not None:
+                at_target = tl.load(known.grad_target_logit + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
         out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
         store_gradient(
             out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
@@ -182,65 +209,6 @@ def rows_kernel(
                 class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
         finish_gradient(
-            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, -scale * slope,
+            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, at_target,
             class_weight_ptr, logit_options, logit_scale, softcap,
         )  # fmt: skip
-
-
-@Kernel
-@triton.jit
-def gradient_kernel(
-    logits,  # Matrix
-    grad_logits,  # Matrix, out
-    target_ptr,  # (N,)
-    lse_ptr,  # (N,)
-    lse_rest_ptr,  # (N,)
-    cotangents,  # Cotangents, (N,) each or None
-    class_weight_ptr,  # (V,) float32
-    logit_options,  # LogitOptions
-    ignore_index,
-    V,
-    ALIKE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    VEC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """G from the cotangents of a row's numbers: one read and one write, without a sum."""
-    i = tl.program_id(0)
-    valid, column = target_of(target_ptr, i, ignore_index, V)
-    row, head, groups = row_of(logits, i, V, VEC)
-    groups_ptr = tl.multiple_of(row + head, 16)
-    out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-    edge, there = edges_of(head, groups, V, VEC)
-    u_target = tl.load(row + column, mask=valid, other=0.0)
-    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
-    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
-    lse = tl.load(lse_ptr + i, mask=valid, other=0.0).to(tl.float64)
-    lse2 = (lse + tl.load(lse_rest_ptr + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
-    reference = lse2.to(tl.float32)
-    factor = 0.0
-    if cotangents.grad_lse is not None:
-        share = tl.exp2((reference.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
-        factor = tl.load(cotangents.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
-    sum_factor = None
-    if cotangents.grad_logit_sum is not None:
-        sum_factor = tl.load(cotangents.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
-    at_target = 0.0
-    if cotangents.grad_target_logit is not None:
-        at_target = tl.load(cotangents.grad_target_logit + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
-    last = groups // BLOCK_G
-    for block in tl.range(0, last, num_stages=STAGES):
-        words = load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first")
-        store_gradient(
-            out_groups_ptr, words, block, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
-            logit_scale, softcap, BLOCK_G, VEC, False,
-        )  # fmt: skip
-    words = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
-    store_gradient(
-        out_groups_ptr, words, last, head, groups, reference, factor, sum_factor, class_weight_ptr, logit_options,
-        logit_scale, softcap, BLOCK_G, VEC, True,
-    )  # fmt: skip
-    finish_gradient(
-        out_row, u_edges, edge, there, u_target, column, V, reference, factor, sum_factor, at_target, class_weight_ptr,
-        logit_options, logit_scale, softcap,
-    )  # fmt: skip

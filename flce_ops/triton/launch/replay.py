@@ -78,9 +78,7 @@ class Temporary:
 
 def Kernel(function: Any) -> Any:
     """A Triton kernel, compiled once for all N."""
-    for parameter in getattr(function, "params", ()):  # the interpreter's have none
-        parameter.do_not_specialize |= parameter.name in VARIES_WITH_TOKENS
-    return function
+    return triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
 
 
 class NotRepeatable(Exception):

@@ -2,10 +2,8 @@
 
 kept_tokens.py           the tokens that count, and how many, on the device; one chunk for them where they are few
 copy_rows.py             rows in their order and back; gradient rows back to where tokens are
-gather_tokens.py         their rows and target logits
-gather_slots.py          of soft targets: K logits a token,
-slot_entries.py          and K entries of the recomputing gradient
-    slots.py             equal classes of a token; the largest entry
+gather_tokens.py         their rows and target logits, K of a soft target
+slots.py                 K classes of a token: equal ones; the largest entry
 finish_rows.py           after the logits GEMM: the functions of an objective
 row_statistics.py        by-products of rows
 gradient_factors.py      before the GEMM of backward, where lse is known

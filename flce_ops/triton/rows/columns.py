@@ -19,7 +19,6 @@ BLOCK_R, BLOCK_C = 32, 128
 
 
 @Kernel
-@triton.jit
 def weighted_column_sum_kernel(
     matrix_ptr,  # (n, C)
     partial_ptr,  # (S, C) out

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_ops.triton.gemm.gemm_operands import load_tile, store_tile
 from flce_ops.triton.gemm.target import interpreted
 from flce_ops.triton.launch.replay import Kernel, repeated
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, padded_rows
@@ -28,7 +29,6 @@ INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 @Kernel
-@triton.jit
 def copy_rows_kernel(
     matrix_ptr,  # (N, C)
     out_ptr,  # (n, columns of its own)
@@ -49,13 +49,8 @@ def copy_rows_kernel(
         count = kept_rows(kept, n)
         end = padded_rows(count, n)
         sources = tl.load(kept.order + rows, mask=rows < count, other=0).to(tl.int64)
-    values = tl.load(
-        matrix_ptr + sources[:, None] * stride_matrix_n + cols.to(tl.int64)[None, :] * stride_matrix_c,
-        mask=(rows < count)[:, None] & (cols < C)[None, :],
-        other=0,
-    )
-    mask = (rows < end)[:, None] & (cols < out_columns)[None, :]
-    tl.store(out_ptr + rows[:, None] * stride_out_n + cols[None, :], values, mask=mask)
+    values = load_tile(matrix_ptr, sources, cols, rows < count, cols < C, stride_matrix_n, stride_matrix_c)
+    store_tile(out_ptr, values, rows, cols, rows < end, cols < out_columns, stride_out_n)
 
 
 def launch_copy_rows(matrix: Tensor, out: Tensor, kept: Kept | None = None) -> None:
@@ -95,7 +90,6 @@ def fits(matrix: Tensor, integer: torch.dtype) -> bool:
 
 
 @Kernel
-@triton.jit
 def spread_rows_kernel(
     matrix_ptr,  # (N, D)
     place_ptr,  # (N,)
@@ -113,17 +107,9 @@ def spread_rows_kernel(
     for block in range(0, blocks):
         rows = (blocks - 1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
         place = tl.load(place_ptr + rows, mask=rows < N, other=-1)
-        values = tl.load(
-            matrix_ptr + place.to(tl.int64)[:, None] * stride_n + cols[None, :],
-            mask=(place >= 0)[:, None] & (cols < D)[None, :],
-            other=0.0,
-        )
+        values = load_tile(matrix_ptr, place, cols, place >= 0, cols < D, stride_n)
         tl.debug_barrier()  # all of the block is read before any of it is written
-        tl.store(
-            matrix_ptr + rows.to(tl.int64)[:, None] * stride_n + cols[None, :],
-            values,
-            mask=(rows < N)[:, None] & (cols < D)[None, :],
-        )
+        store_tile(matrix_ptr, values, rows, cols, rows < N, cols < D, stride_n)
 
 
 def launch_spread_rows(matrix: Tensor, kept: Kept, place: Tensor) -> None:

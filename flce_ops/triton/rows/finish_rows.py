@@ -90,7 +90,6 @@ def over_slots(values, SOFT: tl.constexpr):
 
 
 @Kernel
-@triton.jit
 def shard_numbers_kernel(
     tokens,  # Tokens
     sums,  # RowSums
@@ -121,7 +120,6 @@ def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
 
 
 @Kernel
-@triton.jit
 def finish_rows_kernel(
     tokens,  # Tokens
     sums,  # RowSums

@@ -10,6 +10,17 @@
 
 And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue; and where asked
 for, the logit sum, which takes one more product of the row (smoothing.py).
+
+A soft target names K classes. Their logits are made beside the gathered tokens, and the largest is the reference:
+
+                D                         D
+           ┌─────────┐               ┌─────────┐
+         i │ ███████ │       ·     y │ ▓▓▓▓▓▓▓ │      z_iyk for the K rows y_ik of linear_weight that token i names
+           └─────────┘             y │ ░░░░░░░ │
+             rows                    └─────────┘
+                                    linear_weight
+
+K rows a token are n K D numbers: at 4096x4096 and K = 64, bfloat16, 2 GiB, of which the L2 has what tokens share.
 """
 
 from typing import NamedTuple
@@ -22,17 +33,20 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.gemm.epilogues import ReferenceClass
+from flce_ops.triton.gemm.gemm_operands import load_tile
 from flce_ops.triton.gemm.logits_gemm import base2_logits
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_vectors
 from flce_ops.triton.rows.smoothing import ClassSum
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, pair_logit
 
-# N tokens, n rows of a chunk, D hidden, V vocabulary
+# N tokens, n rows of a chunk, K slots, D hidden, V vocabulary
+
+BLOCK_S = 4  # slots at a time: 4 x 1024 products are 32 registers of a thread
 
 
 class AtTarget(NamedTuple):
-    """(n,) each, of the kept tokens; one argument of a kernel."""
+    """(n,) each, of the kept tokens; the first three (n, K) of a soft target. One argument of a kernel."""
 
     logit: Tensor  # base 2
     dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
@@ -44,10 +58,9 @@ class AtTarget(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def gather_tokens_kernel(
     kept,  # Kept
-    operands,  # Operands; without a target column 0 (of several classes a token, gather_slots.py)
+    operands,  # Operands; without a target column 0
     rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
     at_target,  # AtTarget, out
     class_sum,  # ClassSum; its fields None where no logit sum is asked for
@@ -116,19 +129,74 @@ def gather_tokens_kernel(
             tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, zeros, mask=d < D)
 
 
-def launch_gather_tokens(
+@Kernel
+def slot_logits_kernel(
+    kept,  # Kept
+    rows_ptr,  # (n, D) of the kept tokens
+    operands,  # Operands
+    at_target,  # AtTarget, out: logits of 0 where a class is not here; the reference, that of column 0, the largest
+    V,
+    D,
+    stride_rows_n,
+    weight_stride,  # of classes and features
+    vocab_start,
+    ignore_index,
+    logit_options,  # LogitOptions
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program a row."""
+    row = tl.program_id(0)
+    if row < kept_rows(kept, tl.num_programs(0)):
+        token = tl.load(kept.order + row).to(tl.int64)
+        largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
+        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
+        for start in range(0, SLOTS, BLOCK_S):
+            slot = start + tl.arange(0, BLOCK_S)
+            inside = slot < SLOTS
+            target = tl.load(operands.target + token * SLOTS + slot, mask=inside, other=ignore_index).to(tl.int64)
+            column = target - vocab_start
+            hit = (target != ignore_index) & (column >= 0) & (column < V)
+            acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+            for first in range(0, D, BLOCK_D):
+                d = first + tl.arange(0, BLOCK_D)
+                x = tl.load(rows_ptr + row.to(tl.int64) * stride_rows_n + d, mask=d < D, other=0.0)
+                w = load_tile(operands.linear_weight, tl.where(hit, column, 0), d, hit, d < D, *weight_stride)
+                acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
+            bias = None
+            if operands.linear_bias is not None:
+                bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
+            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, logit_scale, softcap)
+            place = row.to(tl.int64) * SLOTS + slot
+            tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
+            tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
+            if logit_options.softcap is not None:
+                tl.store(at_target.dz_du + place, dz_du, mask=inside)
+            here = tl.where(hit, z2, float("-inf"))
+            of_slots = tl.max(here, 0)
+            column_of_slots = tl.max(tl.where(here == of_slots, column, 0), 0)
+            column_of_largest = tl.where(of_slots > largest, column_of_slots, column_of_largest)
+            largest = tl.maximum(largest, of_slots)
+        tl.store(at_target.reference + row, largest)
+        tl.store(at_target.reference_class.column + row, column_of_largest)
+        tl.store(at_target.reference_class.logit + row, largest)
+
+
+def launch_gather_targets(
     kept: Kept,
     operands: Operands,  # of N tokens
     logit_options: LogitOptions,
     rows: Tensor,  # (n, D) out
     *,
+    ignore_index: int,
     vocab_start: int,
     class_sum: ClassSum | None = None,
-    pair: Pair = NO_PAIR,  # of N tokens
+    pair: Pair = NO_PAIR,  # of N tokens, where a token has one class
 ) -> AtTarget:
     assert rows.stride(1) == 1
-    input, linear_weight = operands[:2]
-    n, hidden = rows.shape
+    input, linear_weight, target = operands[:3]
+    (n, hidden), block_d = rows.shape, min(1024, triton.next_power_of_2(rows.shape[1]))
     logit, reference = row_vectors(input, 2, n)
     guard = input.new_empty((), dtype=torch.int32)
     scaled = pair.class_scale is not None
@@ -140,7 +208,7 @@ def launch_gather_tokens(
     at_target = AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)
     gather_tokens_kernel[(n,)](
         kept,
-        operands._replace(target=operands.target if operands.target.dim() == 1 else None, weight=None),
+        operands._replace(target=target if target.dim() == 1 else None, weight=None),
         rows,
         at_target,
         class_sum or ClassSum(None, None),
@@ -152,8 +220,35 @@ def launch_gather_tokens(
         rows.stride(0),
         vocab_start,
         logit_options,
-        BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+        BLOCK_D=block_d,
         RANK=pair.rank,
+        num_warps=4,
+    )
+    if target.dim() == 1:
+        return at_target
+    logit = reference.new_empty(n, target.shape[1])
+    column = torch.empty_like(logit, dtype=torch.int64)
+    at_target = at_target._replace(
+        logit=logit,
+        dz_du=None if logit_options.softcap is None else torch.empty_like(logit),
+        column=column,
+        reference_class=ReferenceClass(column.new_empty(n), torch.empty_like(reference)),
+    )
+    slot_logits_kernel[(n,)](
+        kept,
+        rows,
+        operands._replace(weight=None),
+        at_target,
+        linear_weight.shape[0],
+        hidden,
+        rows.stride(0),
+        linear_weight.stride(),
+        vocab_start,
+        ignore_index,
+        logit_options,
+        SLOTS=target.shape[1],
+        BLOCK_S=BLOCK_S,
+        BLOCK_D=block_d,
         num_warps=4,
     )
     return at_target

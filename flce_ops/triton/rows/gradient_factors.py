@@ -8,6 +8,10 @@ of the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_log
 
 as the derivative of hbar = sum_j p_j (z_j - lse) by z_j is p_j (z_j - lse - hbar). Kernels have logits
 in base 2 (times log2 e).
+
+Of a soft target G at its K classes is made of these factors, with a the cotangent of the slots' logits:
+
+    G_iyk = ((row_factor_i + shift_factor_i (z_iyk - lse_i)) p_iyk + sum_factor_i w_yk + sum_(equal k) a_ik) dz/du_iyk
 """
 
 from typing import NamedTuple
@@ -23,9 +27,9 @@ from flce_ops.triton.gemm.logits_gemm import LOG2E
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.gather_tokens import AtTarget
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, row_vectors
-from flce_ops.triton.rows.slot_entries import launch_slot_entries
+from flce_ops.triton.rows.slots import larger_entry, slots_at_a_time, sum_of_equals
 
-# N tokens, n rows of a chunk, V vocabulary
+# N tokens, n rows of a chunk, K slots, V vocabulary
 
 BLOCK_N = 64
 
@@ -48,14 +52,13 @@ def of_tokens(pointer, token, mask):
 
 
 @Kernel
-@triton.jit
 def gradient_factors_kernel(
     tokens,  # KnownRows
     target_logit2_ptr,  # (n,)
     dz_du_ptr,  # (n,) dz/du / logit_scale at the target; None without a softcap
     column_ptr,  # (n,) the target's, -1 where it is not here
     rows,  # Gradient, out, its class weights apart
-    at_target_ptr,  # (n,) out, G at the target; None where slot_entries.py makes it
+    at_target_ptr,  # (n,) out, G at the target; None for a soft target
     residual_ptr,  # (n,) out, what rounding it takes
     logit_scale_ptr,  # ()
     kept,  # Kept
@@ -115,6 +118,54 @@ def gradient_factors_kernel(
         tl.store(residual_ptr + i, at_target - at_target.to(HALF).to(tl.float32), mask=mask)
 
 
+@Kernel
+def slot_entries_kernel(
+    rows,  # Gradient
+    at_target,  # AtTarget, (n, K)
+    grad_ptr,  # (N, K), a; None for 0
+    entry_ptr,  # (n, K) out, float32
+    residual_ptr,  # (n,) out, what rounding the largest of them takes
+    largest_ptr,  # (n,) out, int64, its column
+    logit_scale_ptr,  # ()
+    kept,  # Kept
+    HALF: tl.constexpr,  # dtype of G
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row < kept_rows(kept, tl.num_programs(0)):
+        of_row = row.to(tl.int64) * SLOTS
+        lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
+        scale = number(logit_scale_ptr)
+        size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
+        column_of_largest = tl.full((), -1, tl.int64)
+        for start in range(0, SLOTS, BLOCK_S):
+            slot = start + tl.arange(0, BLOCK_S)
+            inside = slot < SLOTS
+            distance = tl.load(at_target.logit + of_row + slot, mask=inside, other=0.0) - lse2
+            column = tl.load(at_target.column + of_row + slot, mask=inside, other=-1)
+            entry = tl.full((BLOCK_S,), 0.0, tl.float32) + row_factor
+            if rows.shift_factor is not None:
+                # a class that a bias of -inf switches off has p log p = 0, not 0 * -inf
+                entry += tl.load(rows.shift_factor + row) * tl.where(distance < -1e4, -1e4, distance)
+            entry *= tl.exp2(distance)
+            if rows.sum_factor is not None:
+                weight = 1.0
+                if rows.class_weight is not None:
+                    weight = tl.load(rows.class_weight + column, mask=column >= 0, other=0.0)
+                entry += tl.load(rows.sum_factor + row) * weight
+            if grad_ptr is not None:
+                token = tl.load(kept.order + row).to(tl.int64)
+                equals = sum_of_equals(column, at_target.column + of_row, grad_ptr + token * SLOTS, SLOTS, BLOCK_S)
+                entry += scale * equals
+            if at_target.dz_du is not None:
+                entry *= tl.load(at_target.dz_du + of_row + slot, mask=inside, other=0.0)
+            tl.store(entry_ptr + of_row + slot, entry, mask=inside)
+            size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_S)
+        tl.store(residual_ptr + row, largest - largest.to(HALF).to(tl.float32))
+        tl.store(largest_ptr + row, column_of_largest)
+
+
 def launch_gradient_factors(
     tokens: KnownRows,
     at_target: AtTarget,
@@ -155,6 +206,20 @@ def launch_gradient_factors(
         num_warps=2,
     )
     if slots:
-        of_slots = launch_slot_entries(rows, at_target, tokens.grad_target_logit, half, kept, logit_scale=logit_scale)
-        return rows, *of_slots
+        at_target_entry, largest = torch.empty_like(at_target.logit), column.new_empty(n)
+        slot_entries_kernel[(n,)](
+            rows,
+            at_target,
+            tokens.grad_target_logit,
+            at_target_entry,
+            residual,
+            largest,
+            logit_scale,
+            kept,
+            HALF=half,
+            SLOTS=column.shape[1],
+            BLOCK_S=slots_at_a_time(column.shape[1]),
+            num_warps=2,
+        )
+        column = largest
     return rows, at_target_entry, residual, column

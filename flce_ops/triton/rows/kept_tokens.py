@@ -69,7 +69,6 @@ def written_rows(kept, i, n):
 
 
 @Kernel
-@triton.jit
 def keep_tokens_kernel(
     target_ptr,  # (N,)
     order_ptr,  # (N,) int32, out; None for the numbers alone
@@ -103,7 +102,6 @@ def keep_tokens_kernel(
 
 
 @Kernel
-@triton.jit
 def class_of_slots_kernel(
     target_ptr,  # (N, K)
     class_ptr,  # (N,) out
@@ -176,7 +174,6 @@ def count_tokens(target: Tensor, ignore_index: int, num_classes: int, in_range: 
 
 
 @Kernel
-@triton.jit
 def choose_cut_kernel(
     total_ptr,  # () int32
     few_ptr,  # () int32, out

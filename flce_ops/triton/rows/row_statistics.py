@@ -19,20 +19,24 @@ from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.objectives.in_triton import LN2
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, written_rows
-from flce_ops.triton.steps.exponentials import RowSums
+from flce_ops.triton.steps.exponentials import Asked, RowSums
 
 # N tokens, n rows of a chunk, V vocabulary
 
 BLOCK_N = 64
 
 
+def sums_for(asked: Statistics) -> Asked:
+    """What they are made of."""
+    return Asked(False, asked.entropy, asked.argmax, asked.log_sum_sq_probs, asked.mean_logit)
+
+
 def sum_pairs(asked: Statistics) -> int:
     """Numbers a row and tile that the epilogue sums for them, by twos."""
-    return triton.cdiv(2 * asked.argmax + asked.entropy + asked.log_sum_sq_probs + asked.mean_logit, 2)
+    return triton.cdiv(sums_for(asked).numbers, 2)
 
 
 @Kernel
-@triton.jit
 def row_statistics_kernel(
     sums,  # RowSums
     statistics,  # TokenStatistics, out

@@ -17,7 +17,6 @@ from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, padded_rows
 
 
 @Kernel
-@triton.jit
 def scale_rows_kernel(
     matrix_ptr,  # (n, C)
     factor_ptr,  # (n,) float32

@@ -14,7 +14,6 @@ from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 
 
 @Kernel
-@triton.jit
 def set_entries_kernel(
     matrix_ptr,  # (n, C)
     column_ptr,  # (n, K)

@@ -40,7 +40,6 @@ class ClassSum(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def logit_sum_slopes_kernel(
     kept,  # Kept, of all tokens
     reduction,  # Reduction

@@ -14,7 +14,6 @@ from flce_ops.triton.launch.replay import Kernel
 
 
 @Kernel
-@triton.jit
 def sum_losses_kernel(
     losses_ptr,  # (N,), 0 where ignored
     reduction,  # Reduction

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.gemm_operands import Outer, load_tile, outer_product, store_tile
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 
@@ -28,7 +28,6 @@ BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 
 
 @Kernel
-@triton.jit
 def target_rows_kernel(
     exponentials_ptr,  # (n, V)
     rows_ptr,  # (n, D), c input
@@ -45,7 +44,6 @@ def target_rows_kernel(
     BLOCK_M: tl.constexpr,  # targets
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
-    PRECISION: tl.constexpr,
 ):
     """Tokens of one class write the same numbers to the same place."""
     count = kept_rows(kept, n)
@@ -58,15 +56,11 @@ def target_rows_kernel(
         a = load_tile(exponentials_ptr, ks, column, ks < count, column >= 0, stride_exponentials_n)
         high = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
         low = load_tile(rest_ptr, ks, features, ks < count, features < D, stride_rows_n)
-        acc = tl.dot(a.T, high, acc, input_precision=PRECISION)
-        acc = tl.dot(a.T, low, acc, input_precision=PRECISION)
+        acc = tl.dot(a.T, high, acc)
+        acc = tl.dot(a.T, low, acc)
     if outer[1] is not None:
-        product = tl.load(outer[1] + features, mask=features < D, other=0.0)[None, :]
-        if outer[0] is not None:
-            product = product * tl.load(outer[0] + column, mask=column >= 0, other=0.0)[:, None]
-        acc += product
-    places = out_ptr + column[:, None] * stride_out_v + features[None, :]
-    tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(column >= 0)[:, None] & (features < D)[None, :])
+        acc += outer_product(outer, column, features, column >= 0, features < D)
+    store_tile(out_ptr, acc, column, features, column >= 0, features < D, stride_out_v)
 
 
 def launch_target_rows(
@@ -76,7 +70,7 @@ def launch_target_rows(
     rest: Tensor,  # (n, D)
     column: Tensor,  # (n,)
     kept: Kept,
-    outer: tuple[Tensor | None, Tensor | None],  # (V,), (D,); None for 1, None for none
+    outer: Outer,
 ) -> None:
     assert rest.stride() == rows.stride()
     n, hidden = rows.shape
@@ -96,7 +90,6 @@ def launch_target_rows(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
-        PRECISION="ieee" if rows.dtype.itemsize == 4 else "tf32",  # half operands ignore it
         num_warps=4,
         num_stages=2,
     )

@@ -14,7 +14,6 @@ from flce_ops.triton.launch.replay import Kernel, repeated
 
 
 @Kernel
-@triton.jit
 def scale_in_place_kernel(
     grads,  # pointers
     numbers,  # of each

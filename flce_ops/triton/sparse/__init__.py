@@ -7,5 +7,4 @@ sparse_or_dense.py       the classes of which these are many, and have GEMMs
 class_order.py           the lists class by class
 gather_sums.py           sums of gathered rows: both gradients; long lists in pieces
 live_tiles.py            the tiles that the gradients' GEMMs multiply
-sparse_backward.py       rows whose slopes backward brings
 """

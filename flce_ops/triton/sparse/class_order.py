@@ -40,7 +40,6 @@ class Order(NamedTuple):
 
 
 @Kernel
-@triton.jit
 def clear_kernel(out_ptr, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + i, tl.zeros((BLOCK,), tl.int32), mask=i < count)
@@ -56,7 +55,6 @@ def popcount(x):
 
 
 @Kernel
-@triton.jit
 def mark_kernel(
     lists,  # Lists
     order,  # Order; the bits are out, 0 before
@@ -75,7 +73,6 @@ def mark_kernel(
 
 
 @Kernel
-@triton.jit
 def count_kernel(
     order,  # Order; the prefix is out
     total_ptr,  # (V,) int32, out
@@ -100,7 +97,6 @@ def count_kernel(
 
 
 @Kernel
-@triton.jit
 def scatter_kernel(
     lists,  # Lists
     order,  # Order

@@ -71,7 +71,6 @@ def list_of_piece(lists, piece, L, steps):
 
 
 @Kernel
-@triton.jit
 def cut_lists_kernel(
     lists,  # CutLists; `behind`, `piece` and `pieces` are out
     L,
@@ -116,7 +115,6 @@ def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
 
 
 @Kernel
-@triton.jit
 def gather_lists_kernel(
     lists,  # CutLists
     is_dense_ptr,  # for each LIVE lists, whether what they would give is left as it is; None for none
@@ -165,7 +163,6 @@ def gather_lists_kernel(
 
 
 @Kernel
-@triton.jit
 def add_pieces_kernel(
     lists,  # CutLists
     sums_ptr,  # (P, D)

@@ -62,21 +62,26 @@ def compared_rows(exponentials: Tensor, row_sum: Tensor, kept: Kept, threshold: 
 
 
 @triton.jit
-def number_of_steps(steps, start, BLOCK_K: tl.constexpr):
+def number_of_steps(steps, start, every, BLOCK_K: tl.constexpr):
     """Of the main loop, for the block of the output that begins at `start`."""
-    return tl.load(steps.number + start // LIVE * steps.stride_number) * (LIVE // BLOCK_K)
+    if steps.number is None:
+        return every
+    else:
+        return tl.load(steps.number + start // LIVE * steps.stride_number) * (LIVE // BLOCK_K)
 
 
 @triton.jit
 def step_at(steps, start, k, BLOCK_K: tl.constexpr):
     """The k-th. A loop takes that of the next turn along: the one that it loads for itself ends its pipelining."""
     SPLIT: tl.constexpr = LIVE // BLOCK_K
-    k = tl.full((), k, tl.int32)
-    return tl.load(steps.which + start // LIVE * steps.stride_which + k // SPLIT) * SPLIT + k % SPLIT
+    if steps.number is None:
+        return k
+    else:
+        k = tl.full((), k, tl.int32)
+        return tl.load(steps.which + start // LIVE * steps.stride_which + k // SPLIT) * SPLIT + k % SPLIT
 
 
 @Kernel
-@triton.jit
 def mark_tiles_kernel(
     compared,  # ComparedRows
     column_ptr,  # (n,) int64, the target's
@@ -102,7 +107,6 @@ def mark_tiles_kernel(
 
 
 @Kernel
-@triton.jit
 def list_live_kernel(
     live_ptr,  # (B, K) uint8, by strides
     steps,  # Steps, out

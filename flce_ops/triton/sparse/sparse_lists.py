@@ -169,7 +169,6 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
 
 
 @Kernel
-@triton.jit
 def last_shares_kernel(
     rows,  # DrawnRows
     shares_ptr,  # (n,) int64, out
@@ -189,7 +188,6 @@ def last_shares_kernel(
 
 
 @Kernel
-@triton.jit
 def list_groups_kernel(
     rows,  # DrawnRows
     lists,  # Lists, out: group, number, sum before it
@@ -241,7 +239,6 @@ def list_groups_kernel(
 
 
 @Kernel
-@triton.jit
 def list_entries_kernel(
     rows,  # DrawnRows
     lists,  # Lists, what list_groups_kernel left; out

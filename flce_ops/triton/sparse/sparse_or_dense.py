@@ -71,7 +71,6 @@ def worth(num_classes: int, hidden: int) -> float:
 
 
 @Kernel
-@triton.jit
 def kept_of_blocks_kernel(
     compared,  # ComparedRows
     kept_ptr,  # (B,) float32, out
@@ -94,7 +93,6 @@ def kept_of_blocks_kernel(
 
 
 @Kernel
-@triton.jit
 def choose_dense_kernel(
     kept_ptr,  # (B,)
     dense,  # DenseClasses, out

@@ -9,8 +9,7 @@ cut.py, lead.py                  which tokens go how; the first chunk in grad_li
 exponentials.py                  the logits GEMM against a reference per row, and the rescue
 gradients.py                     which gradients are made
 retained_gradient.py             G of logits that forward retained; logit_codes.py: their 16 bits
-low_rank_with_grad.py            with_grad of a frozen head with a low-rank pair
-    low_rank_step.py             its chunks: one_pass_step's, and the pair's gradients
+low_rank_with_grad.py            with_grad of a frozen head with a low-rank pair: its chunks, and the pair's gradients
     low_rank_pair.py             the pair in the kernels that make logits
     class_scale_gradient.py      the gradient by DoRA's number a class
 """

@@ -1,6 +1,6 @@
 """CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
 
-    for each range of rows:            the kept tokens of the range                               gather_slots.py
+    for each range of rows:            the kept tokens of the range                              gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
                                            or, where forward retained logits,             retained_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
@@ -9,6 +9,9 @@
 
 All rows take one range where their float32 sum fits half the workspace. Then each slice of grad_linear_weight comes
 whole; over several ranges of rows it is a sum as over chunks. What is added to main_grad needs no sum beside it.
+
+A sparse gradient is made of exponentials (sparse_run.py), which backward makes again as a one-pass step does: lse is
+not read, and forward retains no logits.
 """
 
 import torch
@@ -18,21 +21,21 @@ from flce_ops import meta
 from flce_ops.math.options import Cotangents, LogitOptions, Operands
 from flce_ops.meta.arguments import Backward, BackwardInPlace
 from flce_ops.meta.call import takes
+from flce_ops.objectives.given_slopes import GivenSlopes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
+from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.epilogues import Gradient
 from flce_ops.triton.gemm.even_features import with_even_features
-from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
-from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
+from flce_ops.triton.gemm.input_gradient import Finish
 from flce_ops.triton.gemm.target import tiles_for, weight_tiles_for
 from flce_ops.triton.gemm.weight_gradient import WeightGradient, sum_bytes
 from flce_ops.triton.launch.replay import repeated
 from flce_ops.triton.rows.columns import weighted_column_sum
-from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.gradient_factors import KnownRows, launch_gradient_factors
 from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.rows.set_entries import launch_set_entries
-from flce_ops.triton.sparse.sparse_backward import sparse_backward_step
-from flce_ops.triton.sparse.sparse_run import is_sparse, sparse_notes
+from flce_ops.triton.sparse.sparse_run import is_sparse, run_sparse, sparse_notes
 from flce_ops.triton.steps.chunks import (
     MULTIPLE,
     contiguous,
@@ -43,6 +46,7 @@ from flce_ops.triton.steps.chunks import (
 )
 from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
 from flce_ops.triton.steps.logit_codes import LogitCodes, codes_of
+from flce_ops.triton.steps.one_pass_step import StepTokens
 from flce_ops.triton.steps.retained_gradient import launch_retained_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -80,13 +84,15 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
-    if is_sparse(call):
-        return sparse_backward_step(call, outputs)
     kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
     gradients = wanted_gradients(outputs, call.output_mask)
-    if isinstance(call, BackwardInPlace):
-        gradients = gradients._replace(linear_weight=call.main_grad)
-    row_slices = run_backward(call, kept, gradients, None)
+    if is_sparse(call):
+        slopes = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
+        row_slices = run_sparse(call, kept, slopes, gradients)
+    else:
+        if isinstance(call, BackwardInPlace):
+            gradients = gradients._replace(linear_weight=call.main_grad)
+        row_slices = run_backward(call, kept, gradients, None)
     finish_gradients(outputs, gradients, kept, place)
     return row_slices
 
@@ -98,7 +104,7 @@ def run_backward(
     weight_gradient: WeightGradient | None,  # one that earlier tokens were added to
 ) -> list[slice]:
     """Of the tokens of `kept`; what `call` has of tokens is (N,), as they stand. The ranges of rows it took."""
-    operands, logit_options = call.operands, call.logits
+    operands, logit_options, backend = call.operands, call.logits, backend_for(call.operands.input)
     input, linear_weight, _, _, weight = operands
     grad_input, grad_weight, bias_sum = gradients
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
@@ -108,7 +114,7 @@ def run_backward(
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
-        weight_gradient = WeightGradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
+        weight_gradient = backend.weight_gradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
@@ -133,7 +139,8 @@ def run_backward(
             codes = codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
         if grad_input is not None:
             finish = Finish(None, largest, residual)
-            input_gradient = InputGradient(grad_input[chunk], linear_weight, finish, here, column_slices, product)
+            operands_of_gemm = grad_input[chunk], linear_weight, finish, here, column_slices, product
+            input_gradient = backend.input_gradient(*operands_of_gemm)
         for cols in column_slices:
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
@@ -171,7 +178,8 @@ def launch_logit_gradient(
     if first_new < count:
         others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
         factors = factors.of(others)
-        launch_logits_gemm(rows[others], linear_weight, bias, factors, logit_options, kept.of(others), out=out[others])
+        made = rows[others], linear_weight, bias, factors, logit_options, kept.of(others)
+        backend_for(rows).logits(*made, out=out[others])
 
 
 def pieces(

@@ -1,5 +1,7 @@
 """How the workspace is cut: rows of logits for the one-pass kernel, rows and columns for the recomputing one."""
 
+from typing import NamedTuple
+
 import triton
 from torch import Tensor
 
@@ -8,8 +10,10 @@ from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.gemm.gemm_operands import fits_tma
-from flce_ops.triton.gemm.parts import MOST_PARTS
+from flce_ops.triton.gemm.parts import MOST_PARTS, steps_and_parts
 from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.tiles import Tiles
+from flce_ops.triton.gemm.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -20,6 +24,11 @@ SMALL_BYTES = 8 << 20
 # Of a one-pass step, per token: its places, weights, and what is known of a row. The default workspace then has room
 # for 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly; with 128 it would not.
 TOKEN_BYTES = 48
+CHUNKS_MORE = 2  # than the fewest, at most
+PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
+# Of its main loop that adding to a tile of grad_linear_weight counts for: 1 by its time apart, the rest for what each
+# chunk launches and reads once.
+ADDITION_STEPS = 8
 
 
 def small_bytes() -> int:
@@ -31,25 +40,6 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_b
     left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - reserved
     rows = left // (padded(columns, itemsize) * itemsize + row_bytes)
     return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
-
-
-def rows_of_chunks(
-    tokens: int,
-    columns: int,
-    hidden: int,
-    itemsize: int,
-    *,
-    want_input: bool,
-    sum_bytes: int,  # what a sum of grad_linear_weight over chunks takes beside it, 0 where it is not wanted
-    sum_pairs: int,  # numbers a row and tile beside the two of any step, by twos
-) -> int:
-    """Rows of a one-pass chunk that fit."""
-    reserved = small_bytes() * sum_pairs
-    row_bytes = 0 if want_input else hidden * itemsize  # the kept tokens wait in grad_input
-    fitting = rows_that_fit(tokens, columns, itemsize, reserved, row_bytes)
-    if fitting < tokens:
-        fitting = rows_that_fit(tokens, columns, itemsize, reserved + sum_bytes, row_bytes)
-    return fitting
 
 
 def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
@@ -68,6 +58,71 @@ def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
     pieces = triton.cdiv(total, at_most)
     size = min(at_most, triton.cdiv(triton.cdiv(total, pieces), multiple) * multiple)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class Problem(NamedTuple):
+    """What a cut depends on."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    itemsize: int
+    want_input: bool
+    want_weight: bool
+    smoothed: bool
+    sum_pairs: int
+    workspace: int
+    recompute_below: int
+    programs: int
+    tiles: Tiles  # of the input gradient's GEMM
+    weight_tiles: Tiles
+
+    def sum_bytes(self) -> int:
+        """Of a sum of grad_linear_weight over several chunks."""
+        return sum_bytes(self.vocab, self.hidden, self.weight_tiles) if self.want_weight else 0
+
+    def fitting(self) -> int:
+        """Rows of a chunk."""
+        reserved = small_bytes() * self.sum_pairs  # numbers a row and tile beside the two of any step
+        row_bytes = 0 if self.want_input else self.hidden * self.itemsize  # the kept tokens wait in grad_input
+        fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)
+        if fitting < self.tokens:
+            fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved + self.sum_bytes(), row_bytes)
+        return fitting
+
+    def product_bytes(self, rows: int) -> int:
+        """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
+        if not self.want_input:
+            return 0
+        room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
+        _, parts = self.input_steps(rows, room // 4)
+        return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
+
+    def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
+        depth = triton.cdiv(self.vocab, self.tiles.block_k)
+        return steps_and_parts(rows, self.hidden, depth, numbers, self.programs, self.tiles)
+
+    def steps(self, rows: int, numbers: int) -> float:
+        """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
+        steps = 0.0
+        if self.want_input:
+            steps += self.input_steps(rows, numbers)[0]
+        if self.want_weight:
+            steps += ADDITION_STEPS * self.vocab * self.hidden / (128 * 256) / self.programs
+        return steps
+
+    def chunks(self, start: int) -> tuple[float, list[slice]]:
+        """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
+        tokens, fitting = self.tokens - start, self.fitting()
+        if not tokens:
+            return 0.0, []
+        fewest = triton.cdiv(tokens, fitting)
+        counts = range(fewest, fewest + CHUNKS_MORE + 1)
+        cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
+        cuts[1:] = [cut for cut in cuts[1:] if cut[0].stop >= self.recompute_below]  # a fourth GEMM pass
+        steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
+        best = min(range(len(cuts)), key=steps.__getitem__)
+        return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
 
 
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:

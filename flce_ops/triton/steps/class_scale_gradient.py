@@ -13,7 +13,6 @@ The step computes with |c_j| of 2^-40 at least, so that c_j = 0 leaves something
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -32,7 +31,6 @@ LEAST = 2.0**-40
 
 
 @Kernel
-@triton.jit
 def logit_products_kernel(
     exponentials_ptr,  # (n, V)
     partial_ptr,  # (S, V) out
@@ -51,7 +49,6 @@ def logit_products_kernel(
     weight_stride,  # of classes and features
     RANK: tl.constexpr,  # of the pair
     BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -85,10 +82,8 @@ def logit_products_kernel(
                 ks = d + tl.arange(0, BLOCK_D)
                 x = load_tile(rows_ptr, rows, ks, row_mask, ks < D, stride_rows_n)
                 w = load_tile(weight_ptr, cols, ks, col_mask, ks < D, *weight_stride)
-                product = tl.dot(x, w.T, product, input_precision=PRECISION)
-            product = add_pair_product(
-                product, pair.input, pair.weight, rows, cols, row_mask, col_mask, RANK, BLOCK_D, PRECISION
-            )
+                product = tl.dot(x, w.T, product)
+            product = add_pair_product(product, pair.input, pair.weight, rows, cols, row_mask, col_mask, RANK, BLOCK_D)
             logit = tl.where(small, product, logit)
         acc += tl.load(factor_ptr + rows, mask=row_mask, other=0.0)[:, None] * entry * logit
     tl.store(partial_ptr + split.to(tl.int64) * V + cols, tl.sum(acc, 0), mask=cols < V)
@@ -119,7 +114,6 @@ def logit_products(
         linear_weight.stride(),
         RANK=pair.rank,
         BLOCK_D=64,
-        PRECISION="ieee" if input.dtype == torch.float32 else "tf32",  # half operands ignore it
     )
 
 

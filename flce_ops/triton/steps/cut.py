@@ -7,29 +7,21 @@ recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, 
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.workspace import get_workspace, reserved
-from flce_ops.triton.gemm.parts import steps_and_parts
 from flce_ops.triton.gemm.target import input_tiles_for, multiprocessors, weight_tiles_for
-from flce_ops.triton.gemm.tiles import WEIGHT_TILES, Tiles
-from flce_ops.triton.gemm.weight_gradient import sum_bytes
-from flce_ops.triton.steps.chunks import MULTIPLE, padded, product_bytes, rows_of_chunks, slices
+from flce_ops.triton.gemm.tiles import WEIGHT_TILES
+from flce_ops.triton.steps.chunks import MULTIPLE, Problem, padded, product_bytes, slices
 from flce_ops.triton.steps.lead import Lead, lead_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
-CHUNKS_MORE = 2  # than the fewest, at most
-PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
 LEAD_STEP = 512  # tokens between the lead chunks that are compared
-# Of its main loop that adding to a tile of grad_linear_weight counts for: 1 by its time apart, the rest for what each
-# chunk launches and reads once.
-ADDITION_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ def cut_tokens(
 
 def problem_of(
     tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, sum_pairs: int
-) -> "Problem":
+) -> Problem:
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape
     return Problem(
@@ -86,73 +78,6 @@ def problem_of(
     )
 
 
-class Problem(NamedTuple):
-    """What a cut depends on."""
-
-    tokens: int
-    vocab: int
-    hidden: int
-    itemsize: int
-    want_input: bool
-    want_weight: bool
-    smoothed: bool
-    sum_pairs: int
-    workspace: int
-    recompute_below: int
-    programs: int
-    tiles: Tiles  # of the input gradient's GEMM
-    weight_tiles: Tiles
-
-    def sum_bytes(self) -> int:
-        """Of a sum of grad_linear_weight over several chunks."""
-        return sum_bytes(self.vocab, self.hidden, self.weight_tiles) if self.want_weight else 0
-
-    def fitting(self) -> int:
-        return rows_of_chunks(
-            self.tokens,
-            self.vocab,
-            self.hidden,
-            self.itemsize,
-            want_input=self.want_input,
-            sum_bytes=self.sum_bytes(),
-            sum_pairs=self.sum_pairs,
-        )
-
-    def product_bytes(self, rows: int) -> int:
-        """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
-        if not self.want_input:
-            return 0
-        room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
-        _, parts = self.input_steps(rows, room // 4)
-        return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
-
-    def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
-        depth = triton.cdiv(self.vocab, self.tiles.block_k)
-        return steps_and_parts(rows, self.hidden, depth, numbers, self.programs, self.tiles)
-
-    def steps(self, rows: int, numbers: int) -> float:
-        """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
-        steps = 0.0
-        if self.want_input:
-            steps += self.input_steps(rows, numbers)[0]
-        if self.want_weight:
-            steps += ADDITION_STEPS * self.vocab * self.hidden / (128 * 256) / self.programs
-        return steps
-
-    def chunks(self, start: int) -> tuple[float, list[slice]]:
-        """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
-        tokens, fitting = self.tokens - start, self.fitting()
-        if not tokens:
-            return 0.0, []
-        fewest = triton.cdiv(tokens, fitting)
-        counts = range(fewest, fewest + CHUNKS_MORE + 1)
-        cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
-        cuts[1:] = [cut for cut in cuts[1:] if cut[0].stop >= self.recompute_below]  # a fourth GEMM pass
-        steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
-        best = min(range(len(cuts)), key=steps.__getitem__)
-        return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
-
-
 def cut_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Cut:
     """Of some tokens, without a lead chunk, beside memory for something else."""
     with reserved(nbytes):
@@ -165,12 +90,11 @@ def cut_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: lis
 
 def cut_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Cut:
     """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
-    (count, hidden), size = input.shape, input.dtype.itemsize
-    want_input, want_weight, _ = output_mask
-    beside = sum_bytes(shard, hidden, WEIGHT_TILES["hopper"]) if want_weight else 0  # on any device
-    fitting = rows_of_chunks(count, shard, hidden, size, want_input=want_input, sum_bytes=beside, sum_pairs=sum_pairs)
-    chunks = slices(count, fitting)
-    return Cut(None, chunks, False, product_bytes(fitting, chunks[0].stop, shard, hidden, size))
+    problem = problem_of(input.shape[0], input, output_mask, smoothed=False, sum_pairs=sum_pairs)
+    problem = problem._replace(vocab=shard, weight_tiles=WEIGHT_TILES["hopper"])  # on any device
+    chunks, fitting = slices(problem.tokens, problem.fitting()), problem.fitting()
+    products = product_bytes(fitting, chunks[0].stop, shard, problem.hidden, problem.itemsize)
+    return Cut(None, chunks, False, products)
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,18 +107,7 @@ def fewest_steps(problem: Problem) -> tuple[Lead | None, list[slice]]:
         most = min(tokens, hidden + fitting)
         for rows in sorted({min(tokens, hidden), *range(most, fitting, -LEAD_STEP)}):
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
-            if not rows:
-                continue
-            found = lead_chunk(
-                rows,
-                tokens,
-                hidden,
-                problem.vocab,
-                problem.itemsize,
-                sum_bytes=problem.sum_bytes() if rows < tokens else 0,
-                sum_pairs=problem.sum_pairs,
-                want_input=problem.want_input,
-            )
+            found = lead_chunk(problem, rows) if rows else None
             if found is None:
                 continue
             scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2

@@ -10,51 +10,23 @@ have no target here and whose column 0 is that unlikely. The kernels of step 3 a
 (a few microseconds) when they are not needed, which costs no host synchronisation and works in CUDA graphs.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
+from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from flce_ops.triton.gemm.logits_gemm import LARGEST_SUM, exceeds, launch_logits_gemm
 from flce_ops.triton.gemm.target import tiles_for
-from flce_ops.triton.gemm.tile_sums import BLOCKS, launch_sum_tiles, max_and_sum
-from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from flce_ops.triton.rows.columns import weighted_column_sum
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, room_for_rows
+from flce_ops.triton.rows.kept_tokens import Kept, room_for_rows
 from flce_ops.triton.steps.logit_codes import LogitCodes, coding
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
-
-
-@Kernel
-@triton.jit
-def combine_kernel(
-    guard_ptr,  # ()
-    partial_max_ptr,  # (T, n) base 2
-    partial_ptr,  # (T, n)
-    row_sum_ptr,  # (n,)
-    reference_ptr,  # (n,) out: lse2, only of rows that need it
-    kept,  # Kept
-    n,
-    T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """reference = log2 sum_t partial_t exp2(partial_max_t); the other rows of the chunk keep theirs, bit for bit."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    count = kept_rows(kept, n)
-    end = tl.where(exceeds(guard_ptr), T, 0)
-    running_max, running_sum = max_and_sum(partial_max_ptr, partial_ptr, rows, count, n, end, BLOCK_N, BLOCK_T)
-    row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
-    rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
-    # a row whose classes are all at -inf: any finite reference makes its exponentials 0
-    lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
-    tl.store(reference_ptr + rows, lse2, mask=(rows < tl.where(end > 0, count, 0)) & rescued)
 
 
 class RowSums(NamedTuple):
@@ -62,12 +34,31 @@ class RowSums(NamedTuple):
 
     exponentials: Tensor  # of exp2(z2 - reference_logit)
     reference_logit: Tensor
-    logit_sum: Tensor | None  # of w z2
-    expected: Tensor | None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
-    max_logit: Tensor | None  # z2
-    argmax: Tensor | None  # int64, the first of equals
+    logit_sum: Tensor | None = None  # of w z2
+    expected: Tensor | None = None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
+    max_logit: Tensor | None = None  # z2
+    argmax: Tensor | None = None  # int64, the first of equals
     squares: Tensor | None = None  # of exp2(z2 - reference_logit)^2
     total: Tensor | None = None  # of z2
+
+
+class Asked(NamedTuple):
+    """Which of RowSums, beside the first two; max_logit comes with argmax."""
+
+    logit_sum: bool = False
+    expected: bool = False
+    argmax: bool = False
+    squares: bool = False
+    total: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Of a row and tile."""
+        return sum(self) + self.argmax
+
+
+NOTHING_ELSE = Asked()
+AGAINST_REFERENCE = "expected", "squares"  # made again where that changes
 
 
 def launch_exponentials(
@@ -80,45 +71,36 @@ def launch_exponentials(
     guard: Tensor,  # () int32, 0
     pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
     codes: LogitCodes | None = None,  # out, where E itself is not asked for
-    logit_sum: bool = False,
+    asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
-    expected: bool = False,
     reference_class: ReferenceClass | None = None,  # whose logits are taken from it
-    argmax: bool = False,
-    squares: bool = False,
-    total: bool = False,
     logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
     pair: Pair = NO_PAIR,
 ) -> RowSums:
+    backend = backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
     if scratch is None or scratch.shape[0] < 2 * tiles * room:
         scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
     partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
-
-    def per_tile_if(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.empty(tiles, room, dtype=dtype, device=input.device) if wanted else None
-
+    per_tile: dict[str, Any] = {name: torch.empty_like(partial) for name, wanted in asked._asdict().items() if wanted}
+    if asked.argmax:
+        per_tile |= {"row_max": per_tile["argmax"], "argmax": torch.empty_like(partial, dtype=torch.int32)}
     sums = ExpSum(
         reference_logit,
-        class_weight if logit_sum else None,
+        class_weight if asked.logit_sum else None,
         partial,
-        logit_sum=per_tile_if(logit_sum),
-        expected=per_tile_if(expected),
-        row_max=per_tile_if(argmax),
-        argmax=per_tile_if(argmax, torch.int32),
-        squares=per_tile_if(squares),
-        total=per_tile_if(total),
         coding=None if codes is None else coding(codes, input.dtype),
         reference_class=reference_class,
+        **per_tile,
     )
 
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
         for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
-            launch_logits_gemm(
+            backend.logits(
                 input,
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
@@ -136,30 +118,20 @@ def launch_exponentials(
     exponentiate(sums)
     launch_sum_tiles(partial, row_sum, kept, raises=guard)
 
-    launch_logits_gemm(
+    backend.logits(
         input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
     )
-    combine_kernel[(triton.cdiv(rows, BLOCKS["BLOCK_N"]),)](
-        guard, partial_max, partial, row_sum, reference_logit, kept, rows, tiles, **BLOCKS
-    )
-    again = ExpSum(reference_logit, None, partial, expected=sums.expected, squares=sums.squares)
-    exponentiate(again._replace(reference_class=reference_class), guard)
+    launch_max_and_sum(partial_max, partial, reference_logit, kept, row_sum=row_sum, guarded_by=guard)
+    again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
+    exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
     launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
-    max_logit, columns = argmax_over_tiles(sums, rows, linear_weight.shape[0]) if argmax else (None, None)
-    return RowSums(
-        row_sum,
-        reference_logit,
-        over_tiles(sums.logit_sum, rows),
-        over_tiles(sums.expected, rows),
-        max_logit,
-        columns,
-        over_tiles(sums.squares, rows),
-        over_tiles(sums.total, rows),
-    )
-
-
-def over_tiles(part: Tensor | None, n: int) -> Tensor | None:  # (T, n') -> (n,)
-    return None if part is None else weighted_column_sum(part, None)[:n]
+    found: dict[str, Tensor] = {}
+    if asked.argmax:
+        found["max_logit"], found["argmax"] = argmax_over_tiles(sums, rows, linear_weight.shape[0])
+    for name, part in per_tile.items():
+        if name in Asked._fields and name != "argmax":
+            found[name] = weighted_column_sum(part, None)[:rows]
+    return RowSums(row_sum, reference_logit, **found)
 
 
 def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each

@@ -15,14 +15,13 @@ from flce_ops.support.workspace import get_workspace
 from flce_ops.triton.gemm.even_features import with_even_features
 from flce_ops.triton.gemm.target import tiles_for
 from flce_ops.triton.launch.replay import Kernel, repeated
-from flce_ops.triton.rows.gather_slots import launch_gather_targets
-from flce_ops.triton.rows.gather_tokens import AtTarget
+from flce_ops.triton.rows.gather_tokens import AtTarget, launch_gather_targets
 from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.rows.row_statistics import launch_row_statistics
 from flce_ops.triton.rows.slots import slots_at_a_time
 from flce_ops.triton.rows.two_sum import in_two_float32
 from flce_ops.triton.steps.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
-from flce_ops.triton.steps.exponentials import RowSums, launch_exponentials
+from flce_ops.triton.steps.exponentials import Asked, launch_exponentials
 from flce_ops.triton.steps.logit_codes import clear_unused, codes_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
@@ -31,7 +30,6 @@ FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T,
 
 
 @Kernel
-@triton.jit
 def finish_forward_kernel(
     target_logit2_ptr,  # (n,); of several classes a token the largest
     column_ptr,  # (n,)
@@ -72,7 +70,6 @@ def finish_forward_kernel(
 
 
 @Kernel
-@triton.jit
 def store_slot_logits_kernel(
     logit2_ptr,  # (n, K)
     column_ptr,  # (n, K)
@@ -135,9 +132,8 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]
     operands = call.operands
     input, linear_weight, target, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
-    sums_a_tile = 2 + call.logit_sum + call.expected_log_prob + 2 * call.argmax
-    sums_a_tile += call.log_sum_sq_probs + call.mean_logit
-    row_bytes = tiles * 4 * sums_a_tile + input.shape[1] * input.dtype.itemsize
+    asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
+    row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
     statistics = TokenStatistics(
         log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
@@ -155,7 +151,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]
         at_target = launch_gather_targets(
             here, operands, call.logits, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
         )
-        sums: RowSums = launch_exponentials(
+        sums = launch_exponentials(
             rows,
             linear_weight,
             linear_bias,
@@ -163,14 +159,10 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]
             reference_logit=at_target.reference,
             guard=at_target.guard,
             codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
-            expected=call.expected_log_prob,
+            asked=asked,
             reference_class=at_target.reference_class if call.expected_log_prob else None,
             logit_options=call.logits,
-            logit_sum=call.logit_sum,
             class_weight=class_weight,
-            argmax=call.argmax,
-            squares=call.log_sum_sq_probs,
-            total=call.mean_logit,
         )
         largest, own = at_target.logit, wanted
         if target.dim() == 2:

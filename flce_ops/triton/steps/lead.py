@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flce_ops.support.workspace import matrix_bytes
 from flce_ops.triton.gemm.parts import float32_memory
-from flce_ops.triton.steps.chunks import TOKEN_BYTES, padded, small_bytes
+from flce_ops.triton.steps.chunks import TOKEN_BYTES, Problem, padded, small_bytes
 
 # N tokens, n rows of the lead chunk, D hidden, V vocabulary, v columns of a slice, K slices
 
@@ -38,30 +38,15 @@ class Lead:
     rows_apart: bool  # the kept tokens are allocated: grad_input has fewer than `rows` rows after the lead chunk's
 
 
-def lead_chunk(
-    rows: int,
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    itemsize: int,
-    *,
-    sum_bytes: int,
-    sum_pairs: int,
-    want_input: bool,
-) -> Lead | None:
+def lead_chunk(problem: Problem, rows: int) -> Lead | None:
     """A lead chunk of so many of the tokens, or None where the memory does not hold it."""
+    tokens, vocab, hidden, itemsize = problem[:4]
     if vocab < 2 * BLOCK_V:
         return None
-    rows_apart = not want_input or tokens < 2 * rows
+    rows_apart = not problem.want_input or tokens < 2 * rows
     tiles = triton.cdiv(vocab, BLOCK_V)
-    more_sums = SUM_BYTES * tiles * rows * sum_pairs
-    left = (
-        matrix_bytes(tokens, TOKEN_BYTES)
-        - small_bytes()
-        - sum_bytes
-        - more_sums
-        - rows * hidden * itemsize * rows_apart
-    )
+    left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - SUM_BYTES * tiles * rows * problem.sum_pairs
+    left -= rows * hidden * itemsize * rows_apart + problem.sum_bytes() * (rows < tokens)
     # at least two slices, so that the last one's place is free
     first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
     count = len(slice_tiles(tiles, first, rows, hidden))

@@ -57,7 +57,6 @@ def coding(codes: LogitCodes, dtype: torch.dtype) -> Coding:
 
 
 @Kernel
-@triton.jit
 def clear_unused_kernel(
     retained_ptr,  # (R, columns) int16
     kept,  # Kept

@@ -64,14 +64,13 @@ def add_pair_product(
     col_mask,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """acc + h @ B.T of a tile, by pointers."""
     for start in tl.range(0, RANK, BLOCK_R, num_stages=1):  # unrolled, two steps take more shared memory than there is
         ks = start + tl.arange(0, BLOCK_R)
         h = load_tile(input_ptr, rows, ks, row_mask, ks < RANK, RANK)
         b = load_tile(weight_ptr, cols, ks, col_mask, ks < RANK, RANK)
-        acc = tl.dot(h, b.T, acc, input_precision=PRECISION)
+        acc = tl.dot(h, b.T, acc)
     return acc
 
 

@@ -1,6 +1,6 @@
 """Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
 
-    rows = the chunk's kept tokens, target logits                                 gather_tokens.py, gather_slots.py
+    rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
     E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
@@ -17,18 +17,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands, TokenStatistics
+from flce_ops.math.options import LogitOptions, Operands, Statistics, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import argmax_of_shards
 from flce_ops.objectives.row import RowObjective
-from flce_ops.triton.gemm.input_gradient import Finish, InputGradient, Pieces
+from flce_ops.triton.gemm.backends import backend_for
+from flce_ops.triton.gemm.gemm_operands import NO_OUTER
+from flce_ops.triton.gemm.input_gradient import Finish, Pieces
 from flce_ops.triton.gemm.parts import float32_memory
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.columns import weighted_column_sum
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
-from flce_ops.triton.rows.gather_slots import launch_gather_targets
+from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.kept_tokens import Kept, choose_cut
-from flce_ops.triton.rows.row_statistics import launch_row_statistics
+from flce_ops.triton.rows.row_statistics import launch_row_statistics, sums_for
 from flce_ops.triton.rows.scale_rows import launch_scale_rows
 from flce_ops.triton.rows.set_entries import launch_set_entries
 from flce_ops.triton.rows.smoothing import SmoothingTerms
@@ -61,7 +63,7 @@ class StepTokens(NamedTuple):
 class OnePassStep:
     """What the chunks of a step share."""
 
-    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_step.py
+    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
     pair_of_chunk: Pair = NO_PAIR
 
     def __init__(
@@ -85,10 +87,10 @@ class OnePassStep:
         self.grad_input, grad_weight, self.bias_sum = gradients
         self.cut, self.smoothing = cut, smoothing
         self.input_steps = self.weight_steps = EVERY_STEP
-        self.weight_gradient = None
+        self.backend, self.weight_gradient = backend_for(operands.input), None
         if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
-            outer = None if smoothing is None else smoothing.weight_terms()
-            self.weight_gradient = WeightGradient(grad_weight, chunks=cut.most_chunks, outer=outer)
+            outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=cut.most_chunks, outer=outer)
 
     def run(self, recompute: Recompute) -> list[slice]:
         """The lead chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
@@ -112,7 +114,7 @@ class OnePassStep:
         only = copy.copy(self)
         only.tokens, only.kept = self.cut.few, few
         gradient = self.weight_gradient
-        only.weight_gradient = WeightGradient(gradient.out, chunks=1, outer=(gradient.class_factor, gradient.outer))
+        only.weight_gradient = self.backend.weight_gradient(gradient.out, chunks=1, outer=gradient.outer)
         only.run_chunks([slice(0, self.cut.few)])
 
     def run_chunks(self, chunks: list[slice]) -> None:
@@ -175,10 +177,7 @@ class OnePassStep:
             reference_logit=at_target.reference,
             guard=at_target.guard,
             pieces=pieces,
-            expected=statistics.entropy is not None,
-            argmax=statistics.argmax is not None,
-            squares=statistics.log_sum_sq_probs is not None,
-            total=statistics.mean_logit is not None,
+            asked=sums_for(Statistics(*(out is not None for out in statistics))),
             logit_options=self.logit_options,
             scratch=scratch,
             pair=self.pair_of_chunk,
@@ -225,8 +224,7 @@ class OnePassStep:
         if few:
             ((_, piece),) = pieces
             gradient = self.weight_gradient
-            outer = gradient.class_factor, gradient.outer
-            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, outer)
+            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, gradient.outer)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
@@ -234,7 +232,7 @@ class OnePassStep:
         """grad_input = c (E' @ linear_weight) and the residual, in the order of the kept tokens."""
         if self.grad_input is None:
             return
-        outer = (None, None) if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
+        outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
         out, columns = self.grad_input[chunk], [cols for cols, _ in pieces]
         at_once, hidden = out.shape
@@ -244,7 +242,7 @@ class OnePassStep:
             at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
         for rows in slices(out.shape[0], at_once):
             kept = tokens.kept.of(rows)
-            gradient = InputGradient(
+            gradient = self.backend.input_gradient(
                 out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product, self.input_steps
             )
             for cols, piece in pieces:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.triton.gemm.epilogues import Gradient, gradient
+from flce_ops.triton.gemm.gemm_operands import load_tile, store_tile
 from flce_ops.triton.gemm.target import interpreted
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import ROW_MULTIPLE, Kept, kept_rows
@@ -20,7 +21,6 @@ from flce_ops.triton.steps.logit_codes import Coding, LogitCodes, coding, decode
 
 
 @Kernel
-@triton.jit
 def retained_gradient_kernel(
     codes_ptr,  # (n, V) int16, from the slice's first column
     out_ptr,  # (n, v) out, zeros behind the kept rows up to a multiple of 128
@@ -43,17 +43,12 @@ def retained_gradient_kernel(
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask, col_mask = rows < count, cols < v
         # with what pads the rows: loads and stores of 16 bytes, whatever v is
-        inside = (cols < tl.cdiv(v, ALIGNED) * ALIGNED)[None, :]
-        places = rows.to(tl.int64)[:, None] * stride_codes_n + cols[None, :]
-        code = tl.load(codes_ptr + places, mask=row_mask[:, None] & inside, other=0)
+        inside = cols < tl.cdiv(v, ALIGNED) * ALIGNED
+        code = load_tile(codes_ptr, rows, cols, row_mask, inside, stride_codes_n)
         largest = tl.load(largest_places(coding, rows, first_tile + tile), mask=row_mask, other=0.0)
         z = decoded(code, largest, coding.steps)
         result = gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, v, True)
-        tl.store(
-            out_ptr + rows.to(tl.int64)[:, None] * stride_out_n + cols[None, :],
-            result.to(out_ptr.dtype.element_ty),
-            mask=(rows < n)[:, None] & inside,
-        )
+        store_tile(out_ptr, result, rows, cols, rows < n, inside, stride_out_n)
 
 
 def launch_retained_gradient(

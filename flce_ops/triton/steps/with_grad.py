@@ -49,7 +49,7 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
     if call.reduction.row_scale is not None:
         call.reduction = Reduction(call.reduction.row_scale.contiguous())
     with torch.cuda.device_of(outputs[0]):
-        launch_step(call, objective_of(call), outputs[:5], outputs[5:])
+        launch_step(call, objective_of(call), outputs, call)
     return outputs
 
 
@@ -64,7 +64,7 @@ def launch_policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, ...]:
     of_tokens = WithGrad.bind(*operands, *reduction, **options)
     tokens = call.tokens.map(lambda values: values.float().contiguous())
     with torch.cuda.device_of(outputs[0]):
-        launch_step(of_tokens, Policy(call.policy, tokens), outputs[:5], (), log_probs=outputs[5], recorded=call)
+        launch_step(of_tokens, Policy(call.policy, tokens), outputs, call)
     return outputs
 
 
@@ -80,18 +80,15 @@ def objective_of(call: WithGrad) -> CrossEntropy:
 def launch_step(
     call: WithGrad,
     objective: RowObjective,
-    results: tuple[Tensor, ...],  # loss, losses, and the gradients
-    statistics: tuple[Tensor, ...],  # all of TokenStatistics, or none
-    log_probs: Tensor | None = None,  # (N,) out
-    recorded: Any = None,  # the call that last_path() names; None for `call`
+    outputs: tuple[Tensor, ...],  # loss, losses, the gradients, then statistics or log-probabilities
+    recorded: WithGrad | PolicyWithGrad,  # the call that last_path() names
 ) -> None:
     weight = call.operands.weight
     class_weight = None if weight is None else weight.to(torch.float32, copy=True)  # what shares memory is not repeated
     in_range = call.operands.target.new_empty((), dtype=torch.bool)
-    by_token = statistics if log_probs is None else (log_probs,)
-    chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *results, *by_token))
+    chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *outputs))
     assert_in_range(in_range, call.operands.target, call.operands.num_classes, call.ignore_index)
-    record_chunks(call if recorded is None else recorded, call.operands.linear_weight, chunks, *notes)
+    record_chunks(recorded, call.operands.linear_weight, chunks, *notes)
 
 
 def one_pass_step(

@@ -1,0 +1,34 @@
+"""Who makes the three products of a head: a row of BACKENDS each. The steps know a GEMM by no other name.
+
+    logits             epilogue(rows @ linear_weight.T), a tile at a time           logits_gemm.py, epilogues.py
+    weight_gradient    the sum of E.T @ rows over chunks of tokens                  weight_gradient.py
+    input_gradient     finish(the sum of E @ linear_weight over pieces of V)        input_gradient.py
+
+The first row that takes a matrix of an operand's dtype on its device makes all three. The epilogues are named by what
+they read and write, ExpSum, MaxSum and Gradient; how tokens are cut follows from the tiles of tiles.py.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flce_ops.triton.gemm.input_gradient import InputGradient
+from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
+
+
+class Backend(NamedTuple):
+    takes: Callable[[Tensor], bool]
+    logits: Callable[..., None]
+    weight_gradient: Callable[..., WeightGradient]
+    input_gradient: Callable[..., InputGradient]
+
+
+BACKENDS = [
+    Backend(lambda matrix: True, launch_logits_gemm, WeightGradient, InputGradient),
+]
+
+
+def backend_for(matrix: Tensor) -> Backend:
+    return next(backend for backend in BACKENDS if backend.takes(matrix))
