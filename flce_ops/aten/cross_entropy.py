@@ -51,7 +51,7 @@ def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
 @takes(LogitsForward)
 def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
@@ -111,7 +111,7 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
     """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
-    check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])
     loss.copy_(call.reduction.loss(losses, call.operands.target != call.ignore_index))
 

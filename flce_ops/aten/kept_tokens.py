@@ -95,7 +95,7 @@ Fills = Sequence[AtIgnored | None]  # None for a result that is not by token
 
 
 def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:
-    valid = counted(call)
+    valid = None if call.all_count else counted(call)
     if valid is None:
         body(call, results, *direction)
     elif valid.device.type != "cpu":

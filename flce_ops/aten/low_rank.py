@@ -35,7 +35,7 @@ from flce_ops.support.target_range import check_target_range
 @takes(LowRankWithGrad)
 def low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 

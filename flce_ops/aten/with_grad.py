@@ -51,7 +51,7 @@ from flce_ops.support.target_range import check_target_range
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
 
@@ -59,7 +59,7 @@ def with_grad(call: WithGrad) -> meta.Outputs:
 @takes(PolicyWithGrad)
 def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
@@ -68,7 +68,7 @@ def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tens
 def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
     """flce_ops/distributed/one_pass.py says what it does."""
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
     # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
     on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs

@@ -21,8 +21,9 @@ TARGET_DTYPES = (torch.int64, torch.int32)
 
 def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
     """With `slots`, target may be (N, K)."""
-    check_dense(op, **operands._asdict())
     input, linear_weight, target, linear_bias, weight = operands
+    tensors = {"linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}
+    check_dense(op, input=input, **tensors)
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear(op, input, linear_weight, linear_bias)
@@ -35,7 +36,7 @@ def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
     check_target_dtype(op, target)
     if weight is not None:
         check_per_class(op, "weight", weight, linear_weight.shape[0])
-    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
+    check_device(op, input, **tensors)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -121,7 +122,8 @@ def check_linear(
     """Hidden states, the weight of their head and its bias."""
     of_input, of_weight, of_bias = names
     check_supported_dtype(op, of_input, input)
-    check_unpacked(op, of_weight, weight)
+    if weight.dtype != input.dtype:
+        check_unpacked(op, of_weight, weight)
     if weight.dim() != 2:
         hint = (
             " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: "

@@ -19,7 +19,7 @@ from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import PolicyOptions
 from flce_ops.support.differentiated import has_tangent
-from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
+from flce_ops.support.torch_private import apply_function, below_autograd, forward_mode_is_active, functorch_is_active
 
 SPARSE_SECOND_DERIVATIVE_REFUSAL = (
     "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
@@ -126,16 +126,19 @@ class Formula(Function):
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
         def run(*args, **kwargs):
+            grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
+            if not (grad_enabled or functorch or forward_mode_is_active()):
+                with below_autograd():
+                    return op(*args, **kwargs)
             values = arguments.values_of(args, kwargs)
             tensors = [value for value in values if isinstance(value, Tensor)]
             if has_tangent(*tensors):
                 cls.refuse_forward_mode()
-            grad_enabled = torch.is_grad_enabled()
             for index, name in numbers:
                 if values[index] is not None and values[index].requires_grad and grad_enabled:
                     raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
             cls.check(op, values)
-            if functorch_is_active():
+            if functorch:
                 return cls.apply(*values)
             if grad_enabled:
                 for tensor in tensors:

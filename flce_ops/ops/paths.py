@@ -211,7 +211,8 @@ def choice_of(op: str, call: Arguments) -> Choice:
 @functools.cache
 def function(kernel: str) -> Callable:
     module, name = kernel.split(":")
-    return getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name)
+    return getattr(found, "of_call", found)
 
 
 def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:

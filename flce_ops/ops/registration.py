@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from flce_ops import meta
-from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.meta.arguments import Backward, Forward, VocabParallelWithGrad
 from flce_ops.meta.call import Arguments, takes
 from flce_ops.ops import (
     autograd,
@@ -81,12 +81,14 @@ library.define(f"{UPSTREAM}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torc
 
 def kernel(name: str) -> Callable:
     """The path that the table says."""
-    bind = OPERATORS[name].arguments.bind
+    arguments = OPERATORS[name].arguments
+    retains = issubclass(arguments, Forward | Backward)
 
     def run(*args, **kwargs):
-        call = bind(*args, **kwargs)
+        call = arguments.bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, call)
-        call.notes += retained_notes(choice, call)
+        if retains:
+            call.notes += retained_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run

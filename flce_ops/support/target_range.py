@@ -10,19 +10,17 @@ from torch import Tensor
 from flce_ops.support.torch_private import assert_on_device
 
 
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> None:
-    if not on_device and target.device.type == "cpu" and all_are_classes(target, num_classes):
-        return
+def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
+    """Whether it is known that no token is ignored: on a CPU one pass tells both."""
+    if not on_device and target.device.type == "cpu":
+        if not target.numel():
+            return False
+        lowest, highest = map(int, target.aminmax())
+        if 0 <= lowest and highest < num_classes:
+            return not lowest <= ignore_index <= highest
     valid = in_range(target, num_classes, ignore_index).all()
     assert_in_range(valid, target, num_classes, ignore_index, on_device=on_device)
-
-
-def all_are_classes(target: Tensor, num_classes: int) -> bool:
-    """The usual case, in one pass."""
-    if not target.numel():
-        return True
-    lowest, highest = target.aminmax()
-    return 0 <= int(lowest) and int(highest) < num_classes
+    return False
 
 
 def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the result

@@ -16,20 +16,23 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def below_autograd():
-    """Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself."""
-    return torch._C._AutoDispatchBelowAutograd()
+# Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
+functorch_is_active = torch._C._are_functorch_transforms_active
+
+# True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+# True when the running backward was asked to retain its graph, so that saved tensors may be read again.
+graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def without_autocast(device_type: str):
     """Context in which a call skips the autocast key: how an autocast kernel reaches the kernel beneath itself."""
     key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
-
-
-def functorch_is_active() -> bool:
-    """True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def forward_mode_is_active() -> bool:
@@ -45,11 +48,6 @@ def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any
     return super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
-    """True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)
-
-
 def saved_tensor_hooks_are_active() -> bool:
     """True inside a non-reentrant checkpoint region or any other `saved_tensors_hooks` context, such as offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -58,11 +56,6 @@ def saved_tensor_hooks_are_active() -> bool:
 def tracing_a_checkpointed_region() -> bool:
     """True while AOTAutograd traces the body of a `torch.utils.checkpoint` call that Dynamo captured."""
     return torch.fx.traceback.current_meta.get("recompute") is not None
-
-
-def graph_is_kept_after_this_backward() -> bool:
-    """True when the running backward was asked to retain its graph, so that saved tensors may be read again."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def runs_in_this_backward(node) -> bool:
