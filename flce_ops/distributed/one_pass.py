@@ -94,7 +94,7 @@ def differentiable_gradients(
     # made from it, so no path leads from one to another.
     problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
     rows = vocab_parallel_rows(layout, problem)
-    losses, _ = losses_of_rows(call.operands, call.ignore_index, call.loss, layout.num_classes, *rows[:4])
+    losses = losses_of_rows(problem, layout.num_classes, *rows[:4])
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, gradients)}

@@ -16,6 +16,7 @@ from flce_ops.math import options
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.scalars import Number
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import (
     TARGET_DTYPES,
     check_dense,
@@ -31,7 +32,7 @@ from flce_ops.meta.policy import check_constants
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 from flce_ops.objectives import class_probabilities, cross_entropy, policy
 from flce_ops.objectives.policy import CONSTANTS
-from flce_ops.support.differentiated import has_tangent
+from flce_ops.support.torch_private import has_tangent
 
 OP = "linear_cross_entropy"
 RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
@@ -43,7 +44,8 @@ def check_arguments(call: CrossEntropy) -> None:
     target, weight, target_weight = call.target, call.weight, call.target_weight
     check_dense(OP, weight=weight, target_weight=target_weight)
     check_head(OP, call)
-    check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
+    if weight is not None:
+        check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
     if target_weight is not None:
         if not target_weight.dtype.is_floating_point:
             raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
@@ -69,7 +71,8 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
         op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}, got"
     )
     check_device(op, logits, "logits", target=target)
-    check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
+    if call.weight is not None:
+        check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
     check_ranges(op, **call.numbers._asdict())
     check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
@@ -120,22 +123,22 @@ def check_reduced(
     **per_token: Tensor | None,  # (...)
 ) -> None:
     """What a loss of tokens adds up and divides by."""
-    check_dense(op, **per_token, normalizer=call.normalizer)
-    check_device(op, rows, of, **per_token)
-    check_real(op, **per_token)
-    for name, tensor in per_token.items():
-        check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
+    given = {name: tensor for name, tensor in per_token.items() if tensor is not None}
+    if given or call.normalizer is not None:
+        check_dense(op, **given, normalizer=call.normalizer)
+        check_device(op, rows, of, **given)
+        check_real(op, **given)
+        for name, tensor in given.items():
+            check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
     check_reduction(op, call.reduction)
-    check_normalizer(op, call.normalizer, call.reduction, rows, of)
+    if call.normalizer is not None:
+        check_normalizer(op, call.normalizer, call.reduction, rows, of)
 
 
-def check_class_weight(
-    op: str, weight: Tensor | None, rows: Tensor, of: str, num_classes: int, of_classes: str
-) -> None:
-    if weight is not None:
-        check_per_class(op, "weight", weight, num_classes, of_classes)
-        check_device(op, rows, of, weight=weight)
-        check_no_gradient(op, weight, "weight (class weights) gets no gradient; pass weight.detach()")
+def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:
+    check_per_class(op, "weight", weight, num_classes, of_classes)
+    check_device(op, rows, of, weight=weight)
+    check_no_gradient(op, weight, "weight (class weights) gets no gradient; pass weight.detach()")
 
 
 def check_no_gradient(op: str, tensor: Tensor, message: str) -> None:
@@ -150,8 +153,7 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int],
 
 def check_main_grad(op: str, call: CrossEntropy) -> None:
     """What the buffer itself must be is checked where all operands are known: flce_ops/meta/main_grad.py."""
-    if call.main_grad is None:
-        return
+    assert call.main_grad is not None
     if call.main_grad.requires_grad:
         raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
     if torch.is_grad_enabled() and not call.linear_weight.requires_grad:
@@ -185,6 +187,8 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
         check_class_indices(op, target, input, linear_weight, slots=slots)
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
+    if call.sparse != SparseGradient():
+        check_sparse_gradient(op, call)
 
 
 def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, slots: bool) -> None:

@@ -17,14 +17,12 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import quotient, row_factor
 from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.objectives.class_probabilities import smoothed_and_weighted
-from flce_ops.ops.autocast import autocast_head
 
 # N tokens, D hidden, V vocabulary
 
 
 def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     layout = OneRank()
-    autocast_head(call)
     check_arguments(call)
     input = call.input
     student = (input, call.linear_weight, call.linear_bias)

@@ -1,7 +1,7 @@
 """cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
 
 loss_and_argmax -> losses_with_grad       ..._with_grad_ | ..._with_grad
-                -> from_rows              ..._forward, then differentiable ATen; where ranks share the classes always
+                -> losses_and_statistics  ..._forward, then differentiable ATen; where ranks share the classes always
 
 DTensors are not overwritten.
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, token_losses
+from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from flce_ops.entry.metrics import accuracy_and_top1
-from flce_ops.entry.rows import cross_entropy_of_rows, from_rows
 from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
@@ -69,7 +68,7 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
         with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)
     if handed_over and not copied and not layout.is_mesh and with_grad is not None:
         with_grad = partial(losses_of_handed_over, with_grad, call.logits)
-    loss, (largest, *_) = loss_of_tokens(layout, call, problem, from_rows(layout, cross_entropy_of_rows), with_grad)
+    loss, (largest, *_) = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     return loss, largest
 
 

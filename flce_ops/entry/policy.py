@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from flce_ops.distributed.one_rank import OneRank
-from flce_ops.entry.arguments import check_policy_loss, check_sparse_gradient
-from flce_ops.entry.loss import layout_of_call, loss_of_tokens
-from flce_ops.entry.rows import from_rows
+from flce_ops.entry.arguments import check_policy_loss
+from flce_ops.entry.loss import layout_of_call, loss_of_tokens, rows_of
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.math.log_probs import log_probs_of_targets
 from flce_ops.math.options import TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.scalars import logit_options, scalar, scalar_unless
-from flce_ops.math.statistics import Rows
 from flce_ops.meta.call import takes
 from flce_ops.meta.policy import check_policy
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import CONSTANTS, Policy, PolicyOptions, PolicyTokens
-from flce_ops.ops.autocast import autocast_head
 from flce_ops.ops.paths import policy_in_one_pass
 from flce_ops.ops.situations import needs_gradient
 
@@ -39,25 +36,22 @@ OP = "linear_policy_loss"
 def composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     """Body of torch.ops.flce.linear_policy_loss: (loss, log_probs), () or (...), and (...)."""
     layout = layout_of_call(OP, call)
-    autocast_head(call)
     check_policy_loss(OP, call)
     options = policy_options(call)
     check_policy(OP, options, call.ref_log_probs)
-    call.sparse = layout.sparse(call.sparse)
-    check_sparse_gradient(OP, call)
     operands = layout.head(call)
     input, linear_weight, _, linear_bias, _ = operands
     dtype = accumulation_dtype(input.dtype)
     tokens = PolicyTokens(*(getattr(call, name) for name in CONSTANTS))
     tokens = tokens.map(lambda values: layout.per_token(values).to(dtype))
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logit_options(call.numbers, input))
-    problem = problem._replace(sparse=call.sparse)
+    logits = logit_options(call.numbers, input)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
     with_grad = None
     sparse = call.sparse.gradient_threshold != 0.0
     in_one_pass = call.reduction != "none" and not layout.splits_vocabulary
     if in_one_pass and policy_in_one_pass(input, linear_weight, linear_bias, sparse=sparse):
         with_grad = partial(losses_with_grad, tokens=tokens, options=options)
-    from_forward = from_rows(layout, partial(losses_of_rows, tokens=tokens, options=options))
+    from_forward = partial(losses_of_rows, layout, tokens=tokens, options=options)
     loss, (log_probs,) = loss_of_tokens(layout, call, problem, from_forward, with_grad)
     return loss, log_probs
 
@@ -83,10 +77,10 @@ def losses_with_grad(
 
 
 def losses_of_rows(
-    layout: OneRank, problem: TokenLosses, rows: Rows, tokens: PolicyTokens, options: PolicyOptions
+    layout: OneRank, problem: TokenLosses, tokens: PolicyTokens, options: PolicyOptions
 ) -> tuple[Tensor, tuple[Tensor]]:
     """(N,) each, 0 where ignored; the second a constant."""
-    valid = problem.valid
+    rows, valid = rows_of(layout, problem), problem.valid
     log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = tokens.map(lambda values: torch.where(valid, values, 0.0))
     losses, _ = Policy(options, tokens).losses_and_slopes(-log_probs, rows.lse, None)

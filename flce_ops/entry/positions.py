@@ -24,9 +24,9 @@ Result = tuple[Tensor, TokenStatistics]
 
 
 def losses_of_positions(
-    call: CrossEntropy, asked: Statistics, of_matrix: Callable[[CrossEntropy, Statistics], Result]
+    call: CrossEntropy, asked: Statistics, of_position: Callable[[CrossEntropy, Statistics], Result]
 ) -> Result:
-    """`of_matrix` computes a call whose linear_weight is (V, D)."""
+    """`of_position` computes a call whose linear_weight is (V, D)."""
     check_positions(call)
     tokens, positions = call.input.shape[:-1], call.linear_weight.shape[1:-1]
     heads = call.linear_weight.flatten(1, -2).unbind(1)
@@ -42,7 +42,7 @@ def losses_of_positions(
 
     def result_of(k: int) -> Result:
         here = everywhere | {name: parts[k] for name, parts in by_position.items()}
-        return of_matrix(call.changed(lambda name, value: here.get(name, value)), asked)
+        return of_position(call.changed(lambda name, value: here.get(name, value)), asked)
 
     losses, statistics = zip(*(result_of(k) for k in range(len(heads))))
     shape = (*tokens, *positions)

@@ -8,6 +8,7 @@ Inside, numbers are 0-d tensors in the accumulation dtype, and None where they d
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -127,10 +128,13 @@ class TokenStatistics(NamedTuple):
     @classmethod
     def found(cls, asked: Statistics, results: Sequence[Tensor]) -> "TokenStatistics":
         """Of an operator's results, which are (0,) where not asked for."""
+        if not any(asked):
+            return cls()
         return cls(*(result if wanted else None for result, wanted in zip(results, asked, strict=True)))
 
 
-class TokenLosses(NamedTuple):
+@dataclass(eq=False)
+class TokenLosses:
     """What the losses of tokens are a function of, one row a token."""
 
     operands: Any  # Operands, or LogitOperands where the logits are given
@@ -142,7 +146,7 @@ class TokenLosses(NamedTuple):
     target_weight: Tensor | None = None  # (N, K), of a target (N, K)
     sparse: SparseGradient = SparseGradient()
 
-    @property
+    @functools.cached_property
     def valid(self) -> Tensor:  # (N,)
         return tokens_that_count(self.operands.target, self.ignore_index)
 

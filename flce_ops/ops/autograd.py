@@ -23,8 +23,12 @@ from flce_ops.ops.formula import (
 )
 from flce_ops.ops.paths import choice_of
 from flce_ops.ops.retained import retained_rows
-from flce_ops.support.differentiated import differentiated
-from flce_ops.support.torch_private import runs_in_this_backward, save_without_version_check, traced_input
+from flce_ops.support.torch_private import (
+    differentiated,
+    runs_in_this_backward,
+    save_without_version_check,
+    traced_input,
+)
 
 # N tokens, D hidden, V vocabulary
 

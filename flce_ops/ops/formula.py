@@ -18,8 +18,13 @@ from flce_ops.math.options import LogitOptions, numbers_of
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import PolicyOptions
-from flce_ops.support.differentiated import has_tangent
-from flce_ops.support.torch_private import apply_function, below_autograd, forward_mode_is_active, functorch_is_active
+from flce_ops.support.torch_private import (
+    apply_function,
+    below_autograd,
+    forward_mode_is_active,
+    functorch_is_active,
+    has_tangent,
+)
 
 SPARSE_SECOND_DERIVATIVE_REFUSAL = (
     "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
+from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
-
 
 # Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -37,7 +37,28 @@ def without_autocast(device_type: str):
 
 def forward_mode_is_active() -> bool:
     """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's too: elsewhere no tensor has a tangent."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether forward mode goes through one of them."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Whether a derivative by one of them may be asked for: else nothing needs the graph of what is computed from it.
+
+    By reverse mode, forward mode, or a transform of torch.func, which hides what it wants.
+    """
+    if functorch_is_active() or has_tangent(*tensors):
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
