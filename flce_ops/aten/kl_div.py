@@ -27,7 +27,7 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import log_denominator
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
-from flce_ops.meta.results import allocate
+from flce_ops.meta.outputs import allocate
 from flce_ops.objectives.divergence import DIVERGENCES, Divergence
 from flce_ops.support.exchange import all_reduce
 from flce_ops.support.readable import copy_bytes

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
+    two_sum,
     upcast,
     weighted_logits,
 )
@@ -36,14 +37,12 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.math.slots import beside_slots
 from flce_ops.math.sparse_gradient import Draws, Shard
-from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LogitsWithGrad, LowRankWithGrad, PolicyWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
 from flce_ops.objectives.policy import Policy
 from flce_ops.objectives.row import RowObjective
 from flce_ops.support.readable import copy_bytes
-from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
@@ -237,9 +236,10 @@ def loss_and_gradients(
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
     scale = reduction.scale_of_tokens(valid, losses.dtype)
+    nbytes, multiple = block_bytes(input), multiple_of(gradients)
     for chunk, product in products:
         # ranks meet once for a chunk
-        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, multiple=multiple_of(gradients))
+        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
             found = logits.gather(1, column[rows])

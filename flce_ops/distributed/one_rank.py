@@ -28,7 +28,7 @@ class OneRank:
 
     def head(self, call: Any) -> Operands:
         """Those of an entry's call, flat."""
-        self.measure(call.input, call.linear_weight.shape[0])
+        self.shape, self.num_classes = call.input.shape[:-1], call.linear_weight.shape[0]
         if self.is_mesh:
             call.target, call.sparse = self.beside_tokens(call.target), self.sparse(call.sparse)
         weight = getattr(call, "weight", None)

@@ -23,8 +23,8 @@ first_classes.py       the classes that vocabularies have but for their padding
 shifted_target.py      labels whose targets are the next ones
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,17 +51,17 @@ ENTRIES = {
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
     "linear_policy_loss": (schemas.PolicyLoss, "(Tensor loss, Tensor log_probs)", policy.composite),
-    "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", logits.composite),
+    "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),
     "cross_entropy_metrics": (
         schemas.LogitsCrossEntropy,
         "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
-        logits.composite_metrics,
+        partial(logits.metrics, handed_over=False),
     ),
-    "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", logits.composite_in_place),
+    "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", partial(logits.composite, handed_over=True)),
     "cross_entropy_metrics_": (
         schemas.LogitsCrossEntropyInPlace,
         "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
-        logits.composite_metrics_in_place,
+        partial(logits.metrics, handed_over=True),
     ),
 }
 CAST = (
@@ -73,8 +73,10 @@ CAST = (
 )
 
 
-def refused_in_onnx(name: str, body: Callable) -> Callable:
-    """Its exporter runs bodies to decompose them, and knows none of the inner operators."""
+def body_of(name: str) -> Callable:
+    """On what the operator takes. ONNX's exporter runs bodies to decompose them, and knows no inner operator."""
+    arguments, results, body = ENTRIES[name]
+    alone = results == "Tensor"
     # whose inner operators export_decompositions() leaves out
     whole = name == "linear_kl_div" or name.startswith("cross_entropy")
     instead = (
@@ -86,20 +88,21 @@ def refused_in_onnx(name: str, body: Callable) -> Callable:
         )
     )
 
-    @functools.wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.onnx.is_in_onnx_export():
             raise NotImplementedError(f"{name}: ONNX has no such operator; {instead}")
-        return body(*args, **kwargs)
+        found = body(arguments.bind(*args, **kwargs))
+        return found[0] if alone and isinstance(found, tuple) else found
 
     return run
 
 
-for _name, (_arguments, _results, _body) in ENTRIES.items():
+BODIES = {name: body_of(name) for name in ENTRIES}
+for _name, (_arguments, _results, _) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
     # On torch.func's key too: the bodies must run before any transform has been peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-        library.impl(_name, refused_in_onnx(_name, _body), _key)
+        library.impl(_name, BODIES[_name], _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
     for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
         _op = getattr(torch.ops.flce, _name).default

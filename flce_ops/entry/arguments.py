@@ -14,18 +14,19 @@ from flce_ops.entry.refusals import wants_gradient
 from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss
 from flce_ops.math import options
 from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.math.options import Number
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.scalars import Number
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
     TARGET_DTYPES,
     check_dense,
     check_device,
     check_linear,
     check_per_class,
     check_real,
-    check_supported_dtype,
     check_target_dtype,
+    refuse_dtype,
 )
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 from flce_ops.meta.policy import check_constants
@@ -42,7 +43,8 @@ REDUCTIONS = get_args(ReductionName)
 
 def check_arguments(call: CrossEntropy) -> None:
     target, weight, target_weight = call.target, call.weight, call.target_weight
-    check_dense(OP, weight=weight, target_weight=target_weight)
+    if weight is not None or target_weight is not None:
+        check_dense(OP, weight=weight, target_weight=target_weight)
     check_head(OP, call)
     if weight is not None:
         check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
@@ -63,7 +65,8 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     """The arguments of a loss of given logits."""
     logits, target = call.logits, call.target
     check_dense(op, logits=logits, target=target, weight=call.weight)
-    check_supported_dtype(op, "logits", logits)
+    if logits.dtype not in SUPPORTED_DTYPES:
+        refuse_dtype(op, "logits", logits)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
@@ -123,14 +126,16 @@ def check_reduced(
     **per_token: Tensor | None,  # (...)
 ) -> None:
     """What a loss of tokens adds up and divides by."""
-    given = {name: tensor for name, tensor in per_token.items() if tensor is not None}
-    if given or call.normalizer is not None:
-        check_dense(op, **given, normalizer=call.normalizer)
-        check_device(op, rows, of, **given)
-        check_real(op, **given)
-        for name, tensor in given.items():
+    for name, tensor in (*per_token.items(), ("normalizer", call.normalizer)):
+        if tensor is not None:
+            check_dense(op, **{name: tensor})
+    for name, tensor in per_token.items():
+        if tensor is not None:
+            check_device(op, rows, of, **{name: tensor})
+            check_real(op, **{name: tensor})
             check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
-    check_reduction(op, call.reduction)
+    if call.reduction not in REDUCTIONS:
+        check_reduction(op, call.reduction)
     if call.normalizer is not None:
         check_normalizer(op, call.normalizer, call.reduction, rows, of)
 
@@ -193,7 +198,8 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
 
 def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, slots: bool) -> None:
     """(...), or with `slots` (..., K)."""
-    check_target_dtype(op, target)
+    if target.dtype not in TARGET_DTYPES:
+        check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
     if slots and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
         raise ValueError(
@@ -243,8 +249,8 @@ def check_ranges(op: str, **numbers: Number | None) -> None:
     for name, number in numbers.items():
         if number is None or name not in RANGES:
             continue
-        expected, fits = RANGES[name]
-        if not fits(number):
+        expected, least, largest = RANGES[name]
+        if not least <= number <= largest:
             raise ValueError(f"{op}: {expected}, got {number}")
 
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce_ops.distributed.one_rank import OneRank
 from flce_ops.entry.arguments import OP, check_arguments, check_main_grad
 from flce_ops.entry.class_order import check_class_order, in_class_order, in_order_of_ids
 from flce_ops.entry.class_probabilities import loss_of_probabilities
@@ -19,9 +18,8 @@ from flce_ops.entry.metrics import accuracy_and_top1
 from flce_ops.entry.positions import losses_of_positions
 from flce_ops.entry.refusals import features_of, refuse
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
-from flce_ops.math.options import Operands, Statistics, TokenLosses, TokenStatistics
+from flce_ops.math.options import Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.call import takes
 from flce_ops.meta.main_grad import check_main_grad as check_buffer
 from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient, options_in_situation
@@ -32,19 +30,12 @@ from flce_ops.support.dtensor import any_dtensor
 NOTHING = Statistics()
 
 
-@takes(CrossEntropy)
-def composite(call: CrossEntropy) -> Tensor:
-    """Body of torch.ops.flce.linear_cross_entropy."""
-    return loss_and_statistics(call, NOTHING)[0]
-
-
-@takes(CrossEntropyMetrics)
 def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_cross_entropy_metrics; (0,) in place of what is not asked for.
 
     (loss, token_accuracy, is_top1, argmax, lse, entropy, log_sum_sq_probs, mean_logit), the first two with argmax.
     """
-    loss, statistics = loss_and_statistics(call, call.statistics)
+    loss, statistics = composite(call, call.statistics)
     accuracy = is_top1 = None
     if statistics.argmax is not None:
         accuracy, is_top1 = accuracy_and_top1(statistics.argmax, call.target, call.ignore_index)
@@ -52,35 +43,27 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     return loss, *(local.new_zeros(0) if result is None else result for result in (accuracy, is_top1, *statistics))
 
 
-def loss_and_statistics(call: CrossEntropy, asked: Statistics) -> tuple[Tensor, TokenStatistics]:
+def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, TokenStatistics]:
+    """Body of torch.ops.flce.linear_cross_entropy, whose result is the first."""
     if call.main_grad is not None:
         check_main_grad(OP, call)
     if call.gradient_class_order is not None:
         check_class_order(OP, call)
     layout = layout_of_call(OP, call)
     if call.linear_weight.dim() > 2:
-        return losses_of_positions(call, asked, loss_and_statistics)
+        return losses_of_positions(call, asked, composite)
     if call.target.is_floating_point():
         return loss_of_probabilities(call), TokenStatistics()
     check_arguments(call)
+    order = None if layout.is_mesh or not call.sparse.gradient_threshold else call.gradient_class_order
+    if order is not None:
+        call = in_class_order(call)
     operands = layout.head(call)
     if call.main_grad is not None:
         check_buffer(OP, operands, call.main_grad)
-    if call.gradient_class_order is None or not call.sparse.gradient_threshold or layout.is_mesh:
-        return of_classes_in_order(layout, call, operands, asked)
-    ordered = in_class_order(call)
-    loss, statistics = of_classes_in_order(layout, ordered, layout.head(ordered), asked)
-    return loss, in_order_of_ids(statistics, ordered.gradient_class_order)
-
-
-def of_classes_in_order(
-    layout: OneRank, call: CrossEntropy, operands: Operands, asked: Statistics
-) -> tuple[Tensor, TokenStatistics]:
-    target_weight = layout.per_token(call.target_weight)
+    target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
     others = {"main_grad": call.main_grad, "target_weight": target_weight, "sparse": call.sparse}
     problem = token_losses(call, operands, asked, **others)
-    input, linear_weight, _, linear_bias, _ = operands
-    mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
     with_grad: WithGrad | None = None
     if layout.splits_vocabulary:
         from flce_ops.distributed import one_pass
@@ -89,20 +72,25 @@ def of_classes_in_order(
             with_grad = partial(one_pass.loss, layout)
         else:
             refuse(OP, call, features_of(call) | {"recomputing shards"})
-    elif call.reduction != "none" and any(mask):
-        known = options_in_situation(problem.loss, problem.logits)
-        known |= {"main_grad": call.main_grad is not None, "sparse": call.sparse.gradient_threshold != 0.0}
-        if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known):
-            with_grad = partial(losses_with_grad, mask)
+    elif call.reduction != "none" and torch.is_grad_enabled() and one_pass_applies(problem):
+        with_grad = losses_with_grad
     loss, found = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
-    return loss, TokenStatistics._make(found)
+    statistics = TokenStatistics._make(found)
+    return loss, statistics if order is None else in_order_of_ids(statistics, cast(Tensor, call.gradient_class_order))
 
 
-def losses_with_grad(
-    mask: list[bool], problem: TokenLosses, reduction: Reduction
-) -> tuple[Tensor, Tensor, TokenStatistics]:
+def one_pass_applies(problem: TokenLosses) -> bool:
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    known = options_in_situation(problem.loss, problem.logits)
+    known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, **known)
+
+
+def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """() with its gradients, and the losses of tokens (N,)."""
     asked, options = problem.statistics, problem.options
+    input, linear_weight, _, linear_bias, _ = problem.operands
+    mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
     if any(asked):
         options |= asked._asdict()
     if problem.sparse.gradient_threshold:

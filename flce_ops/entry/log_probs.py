@@ -13,10 +13,8 @@ from flce_ops.entry.arguments import check_head
 from flce_ops.entry.loss import layout_of_call, rows_of
 from flce_ops.entry.schemas import LogProbs
 from flce_ops.math.log_probs import log_probs_of_rows
-from flce_ops.math.options import Statistics, TokenLosses
-from flce_ops.math.scalars import logit_options
+from flce_ops.math.options import Statistics, TokenLosses, logit_options
 from flce_ops.math.statistics import asked_of_forward
-from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import LossOptions
 
 # N tokens, K slots of a target, D hidden, V vocabulary
@@ -24,7 +22,6 @@ from flce_ops.objectives.cross_entropy import LossOptions
 OP = "linear_log_probs"
 
 
-@takes(LogProbs)
 def composite(call: LogProbs) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
     layout = layout_of_call(OP, call)

@@ -1,9 +1,9 @@
 """The loss of tokens, one story for every source of logits, objective and layout.
 
     layout_of_call                        plain tensors, or DTensors; combinations that nobody wrote are refused
-    loss_of_tokens -> weighted_losses     reduction="none": from_forward
+    loss_of_tokens -> from_forward        reduction="none"
                    -> with_grad           a training step's loss, divided by the operator
-                   -> weighted_loss       another scalar loss, reduced in ATen: with_grad | from_forward
+                   -> with_grad | from_forward       another scalar loss, reduced in ATen
 
 An objective brings two functions: from_forward, the losses of tokens as differentiable ATen over what a forward
 operator found of each row, and with_grad, an operator that makes a scalar loss and its gradients in one pass.
@@ -29,19 +29,27 @@ from torch import Tensor
 from flce_ops.distributed.one_rank import OneRank
 from flce_ops.entry.refusals import features_of, refuse
 from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
-from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses, TokenStatistics
+from flce_ops.math.options import (
+    LogitOperands,
+    Operands,
+    Statistics,
+    TokenLosses,
+    TokenStatistics,
+    logit_options,
+    scalar,
+)
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.math.slots import beside_slots
 from flce_ops.math.statistics import Rows, asked_of_forward
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import loss_options, losses_of_rows
 from flce_ops.ops.autocast import autocast_call
-from flce_ops.support.torch_private import differentiated
+from flce_ops.support.torch_private import autocast_is_active, differentiated
 
 # N tokens, V vocabulary
 
+NOTHING = TokenStatistics()
 Call = CrossEntropy | LogitsCrossEntropy | PolicyLoss
 Found = tuple[Tensor | None, ...]  # (N,) each, what else is asked for
 # Losses (N,), 0 where ignored.
@@ -61,7 +69,8 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
             refuse(op, call, features | {"sharded vocabulary"})
-    autocast_call(call)
+    if autocast_is_active():
+        autocast_call(call)
     return layout
 
 
@@ -98,7 +107,7 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
     rows = rows_of(layout, problem)
     losses = losses_of_rows(problem, layout.num_classes, *rows[:4])
-    return losses, rows.statistics(problem.statistics)
+    return losses, rows.statistics(problem.statistics) if any(problem.statistics) else NOTHING
 
 
 def loss_of_tokens(
@@ -109,56 +118,35 @@ def loss_of_tokens(
     with_grad: WithGrad | None,  # None where backward makes the gradients, or nothing does
 ) -> tuple[Tensor, Found]:
     """The loss, () or (...), and what else is asked for, (...)."""
-    token_weight = layout.per_token(call.token_weight)
+    operands, scalar_loss = problem.operands, call.reduction != "none"
+    dtype, token_weight = accumulation_dtype(operands[0].dtype), call.token_weight
     if token_weight is not None:
-        token_weight = token_weight.to(accumulation_dtype(problem.operands[0].dtype))
-    if call.reduction == "none":
-        losses, found = weighted_losses(layout, problem, from_forward, token_weight)
-        loss = layout.result(losses)
-    elif with_grad is None or layout.is_mesh or token_weight is not None or differentiated(call.normalizer):
-        loss, found = weighted_loss(layout, call, problem, from_forward, with_grad, token_weight)
-    else:  # all tokens that count have one factor, and nobody asks for its gradient
-        loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
+        token_weight = cast(Tensor, layout.per_token(token_weight)).to(dtype)
+    in_operator = scalar_loss and with_grad is not None and not layout.is_mesh
+    loss: Tensor | None
+    if in_operator and token_weight is None and not differentiated(call.normalizer):
+        # all tokens that count have one factor, and nobody asks for its gradient
+        loss, _, found = cast(WithGrad, with_grad)(problem, reduction_in_operator(layout, call, problem))
+    else:
+        denominator = denominator_of(layout, call, problem) if scalar_loss else None
+        wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator)
+        if token_weight is None and not wants_gradient:
+            losses, found = from_forward(problem)
+            loss, total = None, losses.sum() if scalar_loss else losses
+        else:
+            factor = row_factor(problem.valid, token_weight, denominator, dtype)
+            kept = without_weightless(layout, problem, token_weight, factor)
+            if scalar_loss and with_grad is not None:
+                loss, losses, found = with_grad(kept, Reduction(factor))
+            else:
+                losses, found = from_forward(kept)
+                loss = (factor * losses).sum() if wants_gradient else None
+            total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
+        loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
     results: list[Tensor | None] = []
     for of_rows in found:
         results.append(None if of_rows is None else layout.result(of_rows))
     return loss, tuple(results)
-
-
-def weighted_losses(
-    layout: OneRank, problem: TokenLosses, from_forward: FromForward, token_weight: Tensor | None
-) -> tuple[Tensor, Found]:
-    """(N,), and what else is asked for."""
-    if token_weight is None:
-        return from_forward(problem)
-    factor = row_factor(problem.valid, token_weight, None)
-    losses, found = from_forward(without_weightless(layout, problem, token_weight, factor))
-    return losses * factor, found
-
-
-def weighted_loss(
-    layout: OneRank,
-    call: Call,
-    problem: TokenLosses,
-    from_forward: FromForward,
-    with_grad: WithGrad | None,
-    token_weight: Tensor | None,
-) -> tuple[Tensor, Found]:
-    """(), and what else is asked for."""
-    operands, denominator = problem.operands, denominator_of(layout, call, problem)
-    wants_gradient = differentiated(*operands, token_weight, denominator)
-    if token_weight is None and not wants_gradient:
-        losses, found = from_forward(problem)
-        return layout.quotient(None, losses.sum(), denominator), found
-    valid = problem.valid
-    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(operands[0].dtype))
-    problem = without_weightless(layout, problem, token_weight, row_scale)
-    if with_grad is not None:
-        loss, losses, found = with_grad(problem, Reduction(row_scale))
-    else:
-        losses, found = from_forward(problem)
-        loss = (row_scale * losses).sum() if wants_gradient else None
-    return layout.quotient(loss, weighted_sum(valid, token_weight, losses), denominator), found
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:

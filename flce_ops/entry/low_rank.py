@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.cross_entropy import loss_and_statistics
+from flce_ops.entry.cross_entropy import composite as composite_of_head
 from flce_ops.entry.loss import Found, layout_of_call, loss_of_tokens, token_losses
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
 from flce_ops.ops.paths import path_of_pair
 from flce_ops.ops.situations import needs_gradient, options_in_situation
@@ -28,7 +27,6 @@ from flce_ops.ops.situations import needs_gradient, options_in_situation
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
 
-@takes(LowRankCrossEntropy)
 def composite(call: LowRankCrossEntropy) -> Tensor:
     """Raises NotImplementedError for DTensors, and what the loss without the pair raises."""
     layout = layout_of_call(OP, call)
@@ -44,7 +42,7 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     path = path_of_pair(rows, **options_in_situation(problem.loss, problem.logits))
     if path == "concatenated":
         input, linear_weight, *_ = operands.concatenated
-        return loss_and_statistics(without_pair(call, input, linear_weight), Statistics())[0]
+        return composite_of_head(without_pair(call, input, linear_weight))[0]
     made_in_forward = path == "one pass" and call.reduction != "none"
     with_grad = functools.partial(losses_of_pair, rows, made_in_forward)
 

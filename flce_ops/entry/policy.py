@@ -16,11 +16,9 @@ from flce_ops.entry.arguments import check_policy_loss
 from flce_ops.entry.loss import layout_of_call, loss_of_tokens, rows_of
 from flce_ops.entry.schemas import PolicyLoss
 from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.options import TokenLosses
+from flce_ops.math.options import TokenLosses, logit_options, scalar, scalar_unless
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
-from flce_ops.math.scalars import logit_options, scalar, scalar_unless
-from flce_ops.meta.call import takes
 from flce_ops.meta.policy import check_policy
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import CONSTANTS, Policy, PolicyOptions, PolicyTokens
@@ -32,7 +30,6 @@ from flce_ops.ops.situations import needs_gradient
 OP = "linear_policy_loss"
 
 
-@takes(PolicyLoss)
 def composite(call: PolicyLoss) -> tuple[Tensor, Tensor]:
     """Body of torch.ops.flce.linear_policy_loss: (loss, log_probs), () or (...), and (...)."""
     layout = layout_of_call(OP, call)

@@ -8,6 +8,7 @@
 All other combinations are implemented. What is new and does not go with everything adds its feature and its rows.
 """
 
+import sys
 from typing import Any
 
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, PolicyLoss
@@ -35,7 +36,7 @@ def features_of(call: Any) -> set[str]:
     for name in GIVEN:
         if values.get(name) is not None:
             found.add(name)
-    if any_dtensor(*call.values()):
+    if "torch.distributed.tensor" in sys.modules and any_dtensor(*call.values()):
         found.add("DTensors")
     if functorch_is_active():
         found.add("torch.func")

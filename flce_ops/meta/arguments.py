@@ -1,5 +1,6 @@
 """The arguments and results of each inner operator, once: the fields of a class, as call.py and results.py declare."""
 
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import torch
@@ -39,17 +40,6 @@ LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(
     (class_index if name == "argmax" else token)(name, f"statistics.{name}") for name in Statistics._fields
 )
-CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
-
-
-def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
-    """16-bit columns of a row of retained logits, which starts on 16 bytes.
-
-    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
-    (flce_ops/triton/steps/logit_codes.py, flce_ops/aten/chunks.py).
-    """
-    numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
-    return 4 * dtype.itemsize * (numbers + maxima)
 
 
 class Forward(Arguments, keyword_from="ignore_index"):
@@ -64,7 +54,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
         token("log_sum_sq_probs", "log_sum_sq_probs"),
         token("mean_logit", "mean_logit"),
         token("lse_rest"),
-        Result("retained", lambda call: call.shape_of_retained, at_ignored=None, dtype=torch.int16),
+        Result("retained", attrgetter("retain", "operands.retained_columns"), at_ignored=None, dtype=torch.int16),
     )
 
     operands: Operands
@@ -80,11 +70,6 @@ class Forward(Arguments, keyword_from="ignore_index"):
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
     sparse: SparseGradient  # of backward
-
-    @property
-    def shape_of_retained(self) -> tuple[int, int]:
-        input, linear_weight = self.operands[:2]
-        return self.retain, retained_columns(linear_weight.shape[0], input.dtype)
 
 
 class Backward(Arguments, keyword_from="ignore_index"):

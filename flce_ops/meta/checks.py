@@ -4,7 +4,7 @@ Each message says which argument, what was expected, what came, and what to do w
 Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/support/target_range.py).
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
             f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
             f"got {tuple(target.shape)}{or_slots}"
         )
-    check_target_dtype(op, target)
+    if target.dtype not in TARGET_DTYPES:
+        check_target_dtype(op, target)
     if weight is not None:
         check_per_class(op, "weight", weight, linear_weight.shape[0])
     check_device(op, input, **tensors)
@@ -62,7 +63,10 @@ def is_pruned(tensor: Tensor) -> bool:
 def check_dense(op: str, **tensors: Tensor | None) -> None:
     """Before anything is read off a tensor or made of it."""
     for name, tensor in tensors.items():
-        if tensor is None or is_dense(tensor):
+        if tensor is None:
+            continue
+        usual = type(tensor) in DENSE_TYPES and tensor.layout is torch.strided
+        if (usual and not (tensor.is_nested or tensor.is_quantized)) or is_dense(tensor):
             continue
         if tensor.is_nested:
             raise TypeError(
@@ -102,12 +106,11 @@ def check_real(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: expected {name} to be real, got {tensor.dtype}")
 
 
-def check_supported_dtype(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise TypeError(
-            f"{op}: expected {name} in one of {supported}, got {tensor.dtype}{swapped_with_target(name, tensor)}"
-        )
+def refuse_dtype(op: str, name: str, tensor: Tensor) -> NoReturn:
+    supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+    raise TypeError(
+        f"{op}: expected {name} in one of {supported}, got {tensor.dtype}{swapped_with_target(name, tensor)}"
+    )
 
 
 def check_linear(
@@ -121,7 +124,8 @@ def check_linear(
 ) -> None:
     """Hidden states, the weight of their head and its bias."""
     of_input, of_weight, of_bias = names
-    check_supported_dtype(op, of_input, input)
+    if input.dtype not in SUPPORTED_DTYPES:
+        refuse_dtype(op, of_input, input)
     if weight.dtype != input.dtype:
         check_unpacked(op, of_weight, weight)
     if weight.dim() != 2:

@@ -4,7 +4,7 @@ A check is of a kind of arguments, a group or a name, and runs for each operator
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import Cotangents, LogitOperands, LowRankOperands, Operands
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta import kl_div_checks
-from flce_ops.meta.arguments import BackwardInPlace, GradGrads, VocabParallelWithGrad, retained_columns
+from flce_ops.meta.arguments import BackwardInPlace, GradGrads, VocabParallelWithGrad
 from flce_ops.meta.call import Arguments
 from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
     check_denominator,
     check_dense,
     check_device,
@@ -26,12 +28,12 @@ from flce_ops.meta.checks import (
     check_per_class,
     check_per_row,
     check_per_slot,
-    check_supported_dtype,
     check_target_dtype,
+    refuse_dtype,
 )
 from flce_ops.meta.main_grad import check_main_grad
 from flce_ops.meta.policy import check_policy
-from flce_ops.meta.results import allocate
+from flce_ops.meta.results import Result
 from flce_ops.meta.sparse_checks import check_sparse
 from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
 
@@ -75,6 +77,26 @@ def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], Non
     return found
 
 
+def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
+    """Uninitialised."""
+    operands, found = call.operands, []
+    first = operands[0]
+    tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
+    for _, shape, asked, _, dtype, operand in results:
+        like, size, dtype = first, tokens, dtype or accumulate
+        if operand:
+            of = getattr(operands, operand)
+            # linear_bias has a gradient where there is none, too
+            like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
+            dtype = like.dtype
+        if asked is not None and not asked(call):
+            size = 0
+        elif shape is not None:
+            size = shape(call)
+        found.append(like.new_empty(size, dtype=dtype))
+    return tuple(found)
+
+
 def check_head(op: str, call: Any) -> None:
     operands = call.operands
     if isinstance(call, VocabParallelWithGrad):  # whose class weights are those of all ranks
@@ -107,7 +129,8 @@ def check_pair(op: str, call: Any) -> None:
 def check_logits(op: str, call: Any) -> None:
     logits, target, weight = call.operands
     check_dense(op, **call.operands._asdict())
-    check_supported_dtype(op, "logits", logits)
+    if logits.dtype not in SUPPORTED_DTYPES:
+        refuse_dtype(op, "logits", logits)
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
@@ -149,7 +172,7 @@ def check_grad_grads(op: str, call: Any) -> None:
 
 def check_retained(op: str, call: Any) -> None:
     retained = call.retained
-    columns = retained_columns(call.operands.linear_weight.shape[0], call.operands.input.dtype)
+    columns = call.operands.retained_columns
     if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
         raise ValueError(
             f"{op}: expected retained as the forward operator gives it, (R, {columns}) in torch.int16, "

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of
+from flce_ops.math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
 from flce_ops.math.reduction import class_weight_of
-from flce_ops.math.scalars import scalar_unless
 from flce_ops.objectives.language import RowFunction, number, times
 from flce_ops.objectives.row import RowObjective
 
@@ -34,7 +33,7 @@ class LossNumbers(NamedTuple):
 
 
 RANGES: Ranges = {
-    "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+    "label_smoothing": ("expected label_smoothing in [0, 1]", 0.0, 1.0),
 }
 
 
@@ -45,12 +44,17 @@ class LossOptions(NamedTuple):
     z_loss: Tensor | None = None  # ()
 
 
+NUMBERS = numbers_of(LossOptions)
+
+
 def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
     """At its default a term of the loss is off."""
-    options = {name: getattr(numbers, name) for name in LossOptions._fields}
-    for name in numbers_of(LossOptions):
-        options[name] = scalar_unless(LossNumbers._field_defaults[name], options[name], like)
-    return LossOptions(**options)
+    options = []
+    for name in LossOptions._fields:
+        value = getattr(numbers, name)
+        is_number = name in NUMBERS
+        options.append(scalar_unless(LossNumbers._field_defaults[name], value, like) if is_number else value)
+    return LossOptions(*options)
 
 
 class CrossEntropy(RowObjective):

@@ -13,6 +13,7 @@ the ratio overflows: there autograd of the formula as it is written makes 0 * in
 """
 
 from collections.abc import Callable
+from math import inf, nextafter
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -50,9 +51,9 @@ CONSTANTS = PolicyTokens._fields
 
 
 RANGES: Ranges = {
-    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
-    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
-    "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),
+    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", 0.0, inf),
+    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", 0.0, inf),
+    "dual_clip": ("expected dual_clip to be greater than 1 or None", nextafter(1.0, inf), inf),
 }
 
 

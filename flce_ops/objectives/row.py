@@ -73,13 +73,13 @@ class RowObjective(RowNumbers):
         logit_sum: Tensor | None,  # (N,), with label smoothing
     ) -> tuple[Tensor, tuple[Slope, Slope]]:  # (N,)
         """In ATen; the slopes by the target's logit and by lse. All can be differentiated once more."""
-        value, slope = self.of_target(surprisal, self.weight, None, self)
+        value, slope = self.of_target.source(surprisal, self.weight, None, self)
         of_all_slots = slope
         if self.soft:
             # a bias of -inf may switch the class off
             value = torch.where((slope == 0.0) & value.isnan(), 0.0, value).sum(-1)
             of_all_slots = slope.sum(-1)
-        losses, d_lse = self.of_row(value, of_all_slots, lse, logit_sum, None, self)
+        losses, d_lse = self.of_row.source(value, of_all_slots, lse, logit_sum, None, self)
         return losses, (-slope, d_lse)
 
     def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each

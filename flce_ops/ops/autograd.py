@@ -23,6 +23,7 @@ from flce_ops.ops.formula import (
 )
 from flce_ops.ops.paths import choice_of
 from flce_ops.ops.retained import retained_rows
+from flce_ops.ops.situations import situation_of
 from flce_ops.support.torch_private import (
     differentiated,
     runs_in_this_backward,
@@ -160,6 +161,6 @@ class DoubleBackwardFormula(Formula):
                 "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for "
                 "them"
             )
-        call.choice = choice_of(DoubleBackward.op, call)
+        call.choice = choice_of(DoubleBackward.op, situation_of(call))
         changes = backward_tangent(Direction(*direction), call)
         return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
-from flce_ops.meta.call import Arguments
-from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
+from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation
 from flce_ops.support.path import Choice
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.vendor import made_by_nvidia
@@ -202,9 +201,10 @@ def in_triton(situation: Situation) -> bool:
     return choose(KERNELS["linear_cross_entropy_backward"], situation).name == "triton"
 
 
-def choice_of(op: str, call: Arguments) -> Choice:
+@functools.cache
+def choice_of(op: str, situation: Situation) -> Choice:
     """The path that a call of an inner operator takes."""
-    situation, paths = situation_of(call), KERNELS[op]
+    paths = KERNELS[op]
     return Choice(op, paths, choose(paths, situation), situation)
 
 

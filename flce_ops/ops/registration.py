@@ -43,6 +43,7 @@ from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.formula import Formula
 from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
+from flce_ops.ops.situations import situation_of
 from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
 from flce_ops.support.compile_cache import keyed
 
@@ -86,8 +87,8 @@ def kernel(name: str) -> Callable:
 
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
-        call.choice = choice = paths.choice_of(name, call)
-        if retains:
+        call.choice = choice = paths.choice_of(name, situation_of(call))
+        if retains and (getattr(call, "retain", 1)):
             call.notes += retained_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 

@@ -10,19 +10,6 @@ from torch import Tensor
 from flce_ops.support.torch_private import assert_on_device
 
 
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
-    """Whether it is known that no token is ignored: on a CPU one pass tells both."""
-    if not on_device and target.device.type == "cpu":
-        if not target.numel():
-            return False
-        lowest, highest = map(int, target.aminmax())
-        if 0 <= lowest and highest < num_classes:
-            return not lowest <= ignore_index <= highest
-    valid = in_range(target, num_classes, ignore_index).all()
-    assert_in_range(valid, target, num_classes, ignore_index, on_device=on_device)
-    return False
-
-
 def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the result
     return (target == ignore_index) | ((target >= 0) & (target < num_classes))
 

@@ -22,6 +22,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 # True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
+# True where autocast is on for some device.
+autocast_is_active = torch._C._is_any_autocast_enabled
+
 # True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
