@@ -161,7 +161,7 @@ def retain_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
 def row_blocks(
     input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor, multiple: int = 1
 ) -> list[tuple]:
-    """Rows of each block of `nbytes`, counted as the chunk's are; their parts of the product and of vectors (N, ...)."""
+    """Rows of each block of `nbytes`, counted as the chunk's are; their part of the product and of vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes // multiple, 1) * multiple
     if chunk.stop - chunk.start == input.shape[0] <= step:

@@ -11,7 +11,7 @@
 All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -162,22 +162,28 @@ def stream_rows(
             logits.sub_(known[1, rows, None])
         del softmaxes, logits
         weighed = operands.teacher_probs is not None and not kind.of_student  # else probabilities add up to 1
-        number: Tensor | float = 1.0
-        if divergence is None and kind.of_student:
-            number = student_kl[rows]
-        elif divergence is not None or weighed:
-            sums = all_reduce(row_sums(kind, log_q, log_p, beta, weighed), options.group, options.ranks)
-            value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
-        if divergence is not None:
-            valid = operands.valid
-            divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
-            if kind.of_student:
-                student_kl[rows] = number
-        if gradients is not None:
-            scale = row_scale[rows].unsqueeze(1)
-            for block in blocks_of(log_q):
-                of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
-                log_q[block] = kind.gradient(log_q[block], log_p[block], of_row, scale[block], beta)
+        alone = options.ranks == 1
+        # what the sums of a block and its gradient read is made once where no other rank has a part of the sums
+        for part in blocks_of(log_q) if alone else (slice(0, log_q.shape[0]),):
+            q, p = log_q[part], log_p[part]
+            places = slice(rows.start + part.start, rows.start + part.start + q.shape[0])
+            number: Tensor | float = 1.0
+            if divergence is None and kind.of_student:
+                number = student_kl[places]
+            elif divergence is not None or weighed:
+                sums = all_reduce(row_sums(kind, blocks(q, p, alone), beta, weighed), options.group, options.ranks)
+                value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
+            if divergence is not None:
+                valid = operands.valid
+                divergence[places] = value if valid is None else torch.where(valid[places], value, 0.0)
+                if kind.of_student:
+                    student_kl[places] = number
+            if gradients is not None:
+                scale = row_scale[places].unsqueeze(1)
+                for block, block_q, block_p in blocks(q, p, alone):
+                    of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
+                    block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
+            del q, p
         grad_logits = log_q
         del log_q, log_p  # before G is rounded
         if gradients is not None:
@@ -195,11 +201,20 @@ def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
         yield slice(start, start + step)
 
 
-def row_sums(kind: type[Divergence], log_q: Tensor, log_p: Tensor, beta: Tensor | None, weighed: bool) -> Tensor:
+def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:
+    """Themselves, or a part of the rows at a time."""
+    if whole:
+        return [(slice(None), log_q, log_p)]
+    return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
+
+
+def row_sums(
+    kind: type[Divergence], blocks: Iterable[tuple[slice, Tensor, Tensor]], beta: Tensor | None, weighed: bool
+) -> Tensor:
     """(k, n) of this rank's columns; the mass only where `weighed`."""
-    terms = (kind.of_entry(log_q[rows], log_p[rows], beta) for rows in blocks_of(log_q))
     count = kind.sums if weighed else kind.sums - 1
-    return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block[:count]]) for block in terms], 1)
+    terms = (kind.of_entry(log_q, log_p, beta)[:count] for _, log_q, log_p in blocks)
+    return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
 
 
 def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
