@@ -49,6 +49,7 @@ from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import Gradients, Outputs
 from flce_ops.ops.upstream import multiply
 from flce_ops.ops.with_grad_autograd import concatenated, of_pair, recomputed_step
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import functional
 
 # N tokens, D hidden, V vocabulary, v classes of a block
@@ -200,9 +201,7 @@ def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: T
 
 def refuse_sparse(call: Backward | WithGrad) -> None:
     if call.sparse.gradient_threshold:
-        raise NotImplementedError(
-            "export_decompositions: a gradient with gradient_threshold is not implemented; leave gradient_threshold out"
-        )
+        refuse_hole("export_decompositions", "exported sparse gradient")
 
 
 @functional

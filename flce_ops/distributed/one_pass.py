@@ -21,10 +21,11 @@ from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.objectives.cross_entropy import losses_of_rows
-from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL
+from flce_ops.ops.formula import OPERANDS
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.paths import LOSS
 from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.table import choose
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -81,7 +82,7 @@ class VocabParallelFormula(MadeInForward):
         if not torch.is_grad_enabled():
             return super().gradients(ctx, call, kept, grad_loss)
         if call.sparse.gradient_threshold:
-            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
+            refuse_hole(cls.function, "second of a sparse gradient")
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         return dict(zip((*OPERANDS, "row_scale"), gradients))

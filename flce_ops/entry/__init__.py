@@ -33,6 +33,7 @@ from flce_ops import ops as ops  # registers the inner operators
 from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, policy, schemas
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
+from flce_ops.support.holes import refuse_hole
 
 ENTRIES = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
@@ -90,7 +91,7 @@ def body_of(name: str) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.onnx.is_in_onnx_export():
-            raise NotImplementedError(f"{name}: ONNX has no such operator; {instead}")
+            refuse_hole(name, "onnx", instead=instead)
         found = body(arguments.bind(*args, **kwargs))
         return found[0] if alone and isinstance(found, tuple) else found
 

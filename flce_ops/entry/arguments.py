@@ -33,6 +33,7 @@ from flce_ops.meta.policy import check_constants
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
 from flce_ops.objectives import class_probabilities, cross_entropy, policy
 from flce_ops.objectives.policy import CONSTANTS
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import has_tangent
 
 OP = "linear_cross_entropy"
@@ -56,7 +57,7 @@ def check_arguments(call: CrossEntropy) -> None:
                 f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
                 f"{tuple(target_weight.shape)}"
             )
-        check_no_gradient(OP, target_weight, "target_weight gets no gradient; pass target_weight.detach()")
+        check_no_gradient(OP, "target_weight", target_weight)
         check_device(OP, call.input, target_weight=target_weight)
     check_reduced(OP, call, call.input, token_weight=call.token_weight)
 
@@ -143,12 +144,12 @@ def check_reduced(
 def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:
     check_per_class(op, "weight", weight, num_classes, of_classes)
     check_device(op, rows, of, weight=weight)
-    check_no_gradient(op, weight, "weight (class weights) gets no gradient; pass weight.detach()")
+    check_no_gradient(op, "weight", weight)
 
 
-def check_no_gradient(op: str, tensor: Tensor, message: str) -> None:
+def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
     if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
-        raise NotImplementedError(f"{op}: {message}")
+        refuse_hole(op, name)
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
@@ -230,7 +231,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
         )
-    check_no_gradient(OP, target, "target (class probabilities) gets no gradient; pass target.detach()")
+    check_no_gradient(OP, "target", target)
     if call.ignore_index != -100:
         raise ValueError(
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
@@ -239,10 +240,8 @@ def check_class_probabilities(call: CrossEntropy) -> None:
     undeclared = set(cross_entropy.LossOptions._fields) - set(class_probabilities.OPTIONS)
     for name in sorted(undeclared):
         if getattr(call.numbers, name) != cross_entropy.LossNumbers._field_defaults[name]:
-            raise NotImplementedError(
-                f"{OP}: {name} is not implemented for a target of class probabilities"
-                + ("; add it from linear_log_probs' lse" if name == "z_loss" else "")
-            )
+            instead = "; add it from linear_log_probs' lse" if name == "z_loss" else ""
+            refuse_hole(OP, "option of probabilities", name=name, instead=instead)
 
 
 def check_ranges(op: str, **numbers: Number | None) -> None:
@@ -308,12 +307,6 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
         return
     expected = accumulation_dtype(dtype)
     if options.acc_dtype not in (None, expected):
-        raise NotImplementedError(
-            f"{op}: options.acc_dtype={options.acc_dtype} is not implemented for input in {dtype}, whose sums are kept "
-            f"in {expected}; pass acc_dtype=None"
-        )
+        refuse_hole(op, "acc_dtype", given=options.acc_dtype, dtype=dtype, expected=expected)
     if options.acc_policy == "accurate" and dtype != expected:
-        raise NotImplementedError(
-            f"{op}: options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
-            "read is rounded to it; pass 'auto', or operands in float32"
-        )
+        refuse_hole(op, "acc_policy", dtype=dtype)

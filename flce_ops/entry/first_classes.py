@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flce_ops.meta.checks import check_dense, check_per_class
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.holes import refuse_hole
 
 # D and E hidden sizes of student and teacher, V classes of one of them, padding included
 
@@ -32,10 +33,7 @@ def first_classes(op: str, vocab_size: int, given: dict[str, Any]) -> dict[str, 
     if vocab_size < 1:
         raise ValueError(f"{op}: expected vocab_size to be positive or None, got {vocab_size}")
     if any_dtensor(*tensors.values()):
-        raise NotImplementedError(
-            f"{op}: vocab_size={vocab_size} with DTensors is not implemented, as rows would move between ranks; give "
-            "the padding a bias of -inf in both models, or distribute weight[:vocab_size]"
-        )
+        refuse_hole(op, "vocab_size of DTensors", vocab_size=vocab_size)
     found = {}
     for name, tensor in tensors.items():
         dim, beside = CLASSES[name]

@@ -14,6 +14,7 @@ from typing import Any
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, PolicyLoss
 from flce_ops.ops.situations import needs_gradient
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.holes import not_implemented
 from flce_ops.support.torch_private import functorch_is_active
 
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
@@ -111,4 +112,4 @@ def refuse(op: str, call: Any, features: set[str]) -> None:
         if feature in features:
             for others, text in rows.items():
                 if features.issuperset(others):
-                    raise NotImplementedError(f"{op}: " + text.format(linear_weight=tuple(call.linear_weight.shape)))
+                    not_implemented(op, text.format(linear_weight=tuple(call.linear_weight.shape)))

@@ -36,6 +36,7 @@ from flce_ops.meta.policy import check_policy
 from flce_ops.meta.results import Result
 from flce_ops.meta.sparse_checks import check_sparse
 from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, K slots of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
@@ -185,7 +186,7 @@ def check_added(op: str, call: Any) -> None:
     if not isinstance(call, BackwardInPlace):
         return
     if call.sparse.gradient_threshold:
-        raise NotImplementedError(f"{op}: gradient_threshold with main_grad is not implemented; leave one of them out")
+        refuse_hole(op, "threshold and main_grad")
     if not call.output_mask[1]:
         raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
 

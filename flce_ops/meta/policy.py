@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.objectives.policy import KL_ESTIMATORS, OBJECTIVES, PolicyOptions
+from flce_ops.support.holes import refuse_hole
 
 TOKEN_LEVEL = "its tokens' losses are those of objective='ppo', token_weight and normalizer add them up"
 SEQUENCE_LEVEL = "a sequence's tokens share one ratio there; make it of flce_ops.linear_log_probs"
@@ -30,4 +31,4 @@ def check_policy(op: str, options: PolicyOptions, ref_log_probs: Tensor | None) 
 def check_constants(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"{op}: {name} is a constant and gets no gradient; pass {name}.detach()")
+            refuse_hole(op, "constant", name=name)

@@ -18,17 +18,13 @@ from flce_ops.math.options import LogitOptions, numbers_of
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.policy import PolicyOptions
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import (
     apply_function,
     below_autograd,
     forward_mode_is_active,
     functorch_is_active,
     has_tangent,
-)
-
-SPARSE_SECOND_DERIVATIVE_REFUSAL = (
-    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
-    "is a sample; leave gradient_threshold out"
 )
 
 # numbers among the options, and tensors, that a gradient is refused for
@@ -75,7 +71,7 @@ class Formula(Function):
     @classmethod
     def gradients(cls, ctx, call: Any, kept: Sequence[Tensor], *cotangents: Tensor | None) -> dict[str, Tensor | None]:
         """By name of an argument; `cotangents` are of the results, None but for differentiable ones."""
-        raise NotImplementedError
+        return {}
 
     @classmethod
     def forward(cls, *values):
@@ -106,17 +102,12 @@ class Formula(Function):
 
     @classmethod
     def refuse_forward_mode(cls) -> NoReturn:
-        raise NotImplementedError(
-            f"{cls.function}: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
-            f"use reverse mode ({cls.reverse_modes})"
-        )
+        refuse_hole(cls.function, "forward mode", modes=cls.reverse_modes)
 
     @classmethod
     def vmap(cls, info, in_dims, *args):
         if info.batch_size == 0:
-            raise NotImplementedError(
-                "flce_ops: vmap over an empty batch is not implemented; leave the call out where it is"
-            )
+            refuse_hole("flce_ops", "empty vmap")
         per_token = {cls.arguments.index[name] for name in cls.per_token}
         if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
             return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
@@ -141,7 +132,7 @@ class Formula(Function):
                 cls.refuse_forward_mode()
             for index, name in numbers:
                 if values[index] is not None and values[index].requires_grad and grad_enabled:
-                    raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
+                    refuse_hole(op._schema.name, "number", name=name)
             cls.check(op, values)
             if functorch:
                 return cls.apply(*values)

@@ -25,8 +25,8 @@ from flce_ops.meta.policy import check_constants
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
 from flce_ops.objectives.policy import CONSTANTS, Policy
 from flce_ops.objectives.row import RowObjective
-from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
 from flce_ops.ops.made_in_forward import MadeInForward
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
@@ -37,7 +37,7 @@ class WithGradFormula(MadeInForward):
     @classmethod
     def made_again(cls, call, grad_loss):
         if call.sparse.gradient_threshold:
-            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
+            refuse_hole(cls.function, "second of a sparse gradient")
         return differentiable_gradients(call, grad_loss)
 
 
