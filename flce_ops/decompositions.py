@@ -44,7 +44,7 @@ from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.slots import tokens_that_count
-from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
+from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import Gradients, Outputs
 from flce_ops.ops.upstream import multiply
@@ -81,8 +81,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
     Errors:
         A target outside [0, V) fails an assertion when the program runs.
     """
-    entries = ("linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs")
-    entries += ("linear_cross_entropy_low_rank", "linear_policy_loss")
+    entries = ["linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs"]
+    entries += ["linear_cross_entropy_low_rank", *ROW_LOSSES]
     return {
         **{getattr(torch.ops.flce, name).default: BODIES[name] for name in entries},
         torch.ops.flce.linear_cross_entropy_forward.default: forward,
@@ -90,7 +90,10 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
         torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: multiply,
-        torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
+        **{
+            getattr(torch.ops.flce, row_loss.op).default: takes(row_loss)(losses_with_grad)
+            for row_loss in ROW_LOSSES.values()
+        },
     }
 
 
@@ -251,11 +254,13 @@ def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
     return call.reduction.loss(losses, valid), losses, *gradients, *found
 
 
-@takes(PolicyWithGrad)
-def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def losses_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gradients, losses, (log_probs,) = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, log_probs
+
+
+policy_with_grad = takes(ROW_LOSSES["linear_policy_loss"])(losses_with_grad)
 
 
 @takes(LowRankWithGrad)

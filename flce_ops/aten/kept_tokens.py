@@ -22,6 +22,7 @@ from torch import Tensor
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.meta.call import Arguments
 from flce_ops.meta.results import AtIgnored
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.target_range import assert_in_range, in_range
 
 # N tokens, n of them that are not ignored, K slots of a target, D hidden, V vocabulary
@@ -36,9 +37,7 @@ MATRICES = {  # (N, ...)
     "teacher_probs": 1.0,
 }
 VECTORS = {  # (..., N)
-    "advantages",
-    "old_log_probs",
-    "ref_log_probs",
+    *(name for objective in RowObjective.named.values() for name in objective.tokens_of._fields),
     "row_scale",
     "lse",
     "lse_rest",

@@ -37,11 +37,17 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.math.slots import beside_slots
 from flce_ops.math.sparse_gradient import Draws, Shard
-from flce_ops.meta.arguments import LogitsWithGrad, LowRankWithGrad, PolicyWithGrad, VocabParallelWithGrad, WithGrad
+from flce_ops.meta.arguments import (
+    LogitsWithGrad,
+    LowRankWithGrad,
+    PolicyWithGrad,
+    RowLossWithGrad,
+    VocabParallelWithGrad,
+    WithGrad,
+)
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
-from flce_ops.objectives.policy import Policy
-from flce_ops.objectives.row import RowObjective
+from flce_ops.objectives.row import RowObjective, changed
 from flce_ops.support.readable import copy_bytes
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
@@ -56,7 +62,7 @@ def with_grad(call: WithGrad) -> meta.Outputs:
 
 
 @takes(PolicyWithGrad)
-def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
     call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
@@ -91,15 +97,15 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) -> None:
+def policy_with_grad_of_rows(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
-    tokens = call.tokens.map(lambda values: zero_where_ignored(input, values).to(losses.dtype))
+    tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
-    objective = Policy(call.policy, tokens)
+    objective = call.objective(call.options, tokens)
     of_tokens = RowsOfTokens(input, objective, valid, column, call.reduction, losses, log_probs=log_probs)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
@@ -131,7 +137,7 @@ def vocab_parallel_with_grad_of_rows(
 
 
 def rows_of_chunk(
-    call: WithGrad | LowRankWithGrad | PolicyWithGrad,
+    call: WithGrad | LowRankWithGrad | RowLossWithGrad,
     operands: Any,
     want_weight: bool,
     *,

@@ -5,12 +5,11 @@ argument_types.py      refusals of wrong types by name
 arguments.py           refusals by name of what an argument must be
 refusals.py            the combinations that nobody wrote
 loss.py                the story of a loss, for plain tensors and DTensors, and for every objective
-rows.py                the numbers of rows that a loss is made of, from each source
 
 cross_entropy.py       of a head
 low_rank.py            of a head with a low-rank pair (LoRA)
 logits.py              of given logits
-policy.py              policy losses
+row_loss.py            of objectives with operators of their own: policy losses
 log_probs.py           log-probabilities, and what else is asked of a row
 kl_div.py              divergences from a teacher
 class_probabilities.py targets that are class probabilities
@@ -30,12 +29,14 @@ from typing import Any
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, policy, schemas
+from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
+from flce_ops.meta.call import Arguments
+from flce_ops.objectives.row import RowObjective
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
 from flce_ops.support.holes import refuse_hole
 
-ENTRIES = {
+ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
     "linear_cross_entropy_metrics": (
         schemas.CrossEntropyMetrics,
@@ -51,7 +52,10 @@ ENTRIES = {
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
-    "linear_policy_loss": (schemas.PolicyLoss, "(Tensor loss, Tensor log_probs)", policy.composite),
+    **{
+        name: (schemas.schema_of(objective), "(Tensor loss, Tensor log_probs)", row_loss.composite)
+        for name, objective in RowObjective.named.items()
+    },
     "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),
     "cross_entropy_metrics": (
         schemas.LogitsCrossEntropy,
@@ -70,7 +74,7 @@ CAST = (
     schemas.CrossEntropyMetrics,
     schemas.LowRankCrossEntropy,
     schemas.LogProbs,
-    schemas.PolicyLoss,
+    schemas.RowLoss,
 )
 
 
@@ -105,6 +109,6 @@ for _name, (_arguments, _results, _) in ENTRIES.items():
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
+    for _device_type in ("cpu", "cuda") if issubclass(_arguments, CAST) else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

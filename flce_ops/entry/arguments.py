@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.refusals import wants_gradient
-from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, RowLoss
 from flce_ops.math import options
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import Number
@@ -20,6 +20,7 @@ from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import (
     SUPPORTED_DTYPES,
     TARGET_DTYPES,
+    check_constants,
     check_dense,
     check_device,
     check_linear,
@@ -29,15 +30,16 @@ from flce_ops.meta.checks import (
     refuse_dtype,
 )
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
-from flce_ops.meta.policy import check_constants
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
-from flce_ops.objectives import class_probabilities, cross_entropy, policy
-from flce_ops.objectives.policy import CONSTANTS
+from flce_ops.objectives import class_probabilities, cross_entropy
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import has_tangent
 
 OP = "linear_cross_entropy"
-RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
+RANGES = options.RANGES | cross_entropy.RANGES
+for _objective in RowObjective.named.values():
+    RANGES |= _objective.ranges
 ReductionName = Literal["none", "mean", "sum"]
 REDUCTIONS = get_args(ReductionName)
 
@@ -81,16 +83,18 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
 
-def check_policy_loss(op: str, call: PolicyLoss) -> None:
-    if call.target.is_floating_point() and call.advantages.dtype in TARGET_DTYPES:
+def check_row_loss(op: str, call: RowLoss) -> None:
+    first = call.tokens[0] if call.tokens else None
+    if call.target.is_floating_point() and first is not None and first.dtype in TARGET_DTYPES:
+        name = call.tokens._fields[0]
         raise TypeError(
-            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and advantages in "
-            f"{call.advantages.dtype}; are the two swapped?"
+            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and {name} in "
+            f"{first.dtype}; are the two swapped?"
         )
     check_head(op, call)
-    constants = {name: getattr(call, name) for name in CONSTANTS}
+    constants = call.tokens._asdict()
     check_constants(op, **constants)
-    check_ranges(op, clip_low=call.clip_low, clip_high=call.clip_high, dual_clip=call.dual_clip)
+    check_ranges(op, **call.own._asdict())
     hint = "; one a sequence is {name}[:, None].expand_as(target)"
     what = "one number per token, got"
     check_reduced(op, call, call.input, what=what, hint=hint, **constants, token_weight=call.token_weight)
@@ -118,7 +122,7 @@ def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
 
 def check_reduced(
     op: str,
-    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss | KlDiv,
+    call: CrossEntropy | LogitsCrossEntropy | RowLoss | KlDiv,
     rows: Tensor,  # (..., D) or (..., V)
     *,
     of: str = "input",
@@ -169,7 +173,7 @@ def check_main_grad(op: str, call: CrossEntropy) -> None:
         )
 
 
-def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
+def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     """Operands are in the dtype that autocast makes them."""
     if wants_gradient(call):
         check_sparse(op, call.sparse, call.input)
@@ -177,7 +181,7 @@ def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -
         check_sparse_options(op, call.sparse)
 
 
-def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
+def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     """The arguments that make logits, and the targets among them."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)

@@ -68,8 +68,8 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     if layout.splits_vocabulary:
         from flce_ops.distributed import one_pass
 
-        if call.reduction != "none" and one_pass.applies(layout, problem):
-            with_grad = partial(one_pass.loss, layout)
+        if call.reduction != "none" and one_pass.applies(cast(Any, layout), problem):
+            with_grad = partial(one_pass.loss, cast(Any, layout))
         else:
             refuse(OP, call, features_of(call) | {"recomputing shards"})
     elif call.reduction != "none" and torch.is_grad_enabled() and one_pass_applies(problem):

@@ -29,7 +29,7 @@ def composite(call: KlDiv) -> Tensor:
     check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=call.temperature)
     options = kl_div_options(call)
     layout = layout_of_call(OP, call)
-    operands = KlDivOperands(*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None)
+    operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
     check_divergence(OP, call, operands)
     operands = flatten_tokens(layout, operands, call.target, call.ignore_index)
     options = options._replace(**layout.sharing())

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flce_ops.distributed.one_rank import OneRank
 from flce_ops.entry.refusals import features_of, refuse
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
 from flce_ops.math.options import (
     LogitOperands,
     Operands,
@@ -50,7 +50,7 @@ from flce_ops.support.torch_private import autocast_is_active, differentiated
 # N tokens, V vocabulary
 
 NOTHING = TokenStatistics()
-Call = CrossEntropy | LogitsCrossEntropy | PolicyLoss
+Call = CrossEntropy | LogitsCrossEntropy | RowLoss
 Found = tuple[Tensor | None, ...]  # (N,) each, what else is asked for
 # Losses (N,), 0 where ignored.
 FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]

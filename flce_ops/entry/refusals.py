@@ -11,7 +11,7 @@ All other combinations are implemented. What is new and does not go with everyth
 import sys
 from typing import Any
 
-from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 from flce_ops.ops.situations import needs_gradient
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.holes import not_implemented
@@ -26,7 +26,16 @@ def wants_gradient(call: Any) -> bool:
 
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # by the argument
 # the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
-FEATURES = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities", "slots", "metrics")
+FEATURES: tuple[str, ...] = (
+    *GIVEN,
+    "DTensors",
+    "torch.func",
+    "a low-rank pair",
+    "positions",
+    "class probabilities",
+    "slots",
+    "metrics",
+)
 FEATURES += ("argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary", "recomputing shards")
 
 
@@ -55,7 +64,7 @@ def features_of(call: Any) -> set[str]:
             found.add("tiles")
         if call.target.dim() == call.input.dim():
             found.add("slots")
-    if isinstance(call, LogProbs | PolicyLoss):
+    if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
     return found
 

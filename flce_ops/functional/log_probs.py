@@ -29,6 +29,20 @@ class LinearLogProbs(NamedTuple):
     tail_log_prob: Tensor | Any = None  # log of the probability of all classes that target does not name, nats
 
 
+def call(given: dict[str, Any]) -> Any:
+    return_metrics = given.pop("return_metrics")
+    names = () if return_metrics is None else metrics.checked_names(OP, return_metrics, metrics.OF_LOG_PROBS)
+    asked = {name: name in names for name in metrics.OF_LOG_PROBS}
+    wanted = [given[name] for name in ("entropy", "argmax", "tail")]
+    log_probs, lse, entropy, argmax, *others, of_tail = call_entry(OP, given, asked=asked)
+    results = (result if want else None for result, want in zip((entropy, argmax, of_tail), wanted))
+    found = LinearLogProbs(log_probs, lse, *results)
+    if return_metrics is None:
+        return found
+    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
+    return found, {name: by_name[name] for name in names}
+
+
 @overload
 def linear_log_probs(
     input: Tensor,
@@ -51,20 +65,6 @@ def linear_log_probs(
     return_metrics: Sequence[str],
     **options: Unpack[LogProbsKeywords],
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
-
-
-def call(given: dict[str, Any]) -> Any:
-    return_metrics = given.pop("return_metrics")
-    names = () if return_metrics is None else metrics.checked_names(OP, return_metrics, metrics.OF_LOG_PROBS)
-    asked = {name: name in names for name in metrics.OF_LOG_PROBS}
-    wanted = [given[name] for name in ("entropy", "argmax", "tail")]
-    log_probs, lse, entropy, argmax, *others, of_tail = call_entry(OP, given, asked=asked)
-    results = (result if want else None for result, want in zip((entropy, argmax, of_tail), wanted))
-    found = LinearLogProbs(log_probs, lse, *results)
-    if return_metrics is None:
-        return found
-    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
-    return found, {name: by_name[name] for name in names}
 
 
 @public(call)

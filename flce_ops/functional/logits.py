@@ -14,6 +14,14 @@ from flce_ops.functional.public import call_entry, public
 # N tokens, V vocabulary
 
 
+def call(given: dict[str, Any]) -> Any:
+    in_place = "_" if given.pop("inplace_backward") else ""
+    if not given.pop("return_metrics"):
+        return call_entry(OP, given, metrics=in_place)
+    loss, token_accuracy, argmax = call_entry(OP, given, metrics="_metrics" + in_place)
+    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
+
+
 @overload
 def cross_entropy(
     logits: Tensor,
@@ -42,14 +50,6 @@ def cross_entropy(
     return_metrics: bool,
     **options: Unpack[LogitsKeywords],
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
-
-def call(given: dict[str, Any]) -> Any:
-    in_place = "_" if given.pop("inplace_backward") else ""
-    if not given.pop("return_metrics"):
-        return call_entry(OP, given, metrics=in_place)
-    loss, token_accuracy, argmax = call_entry(OP, given, metrics="_metrics" + in_place)
-    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
 
 
 @public(call)

@@ -22,6 +22,21 @@ class LinearCrossEntropyMetrics(NamedTuple):
     argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
 
 
+def call(given: dict[str, Any]) -> Any:
+    options, return_metrics = given.pop("options"), given.pop("return_metrics")
+    if options is not None:
+        check_torch_options(OP, options, given["input"].dtype)
+    if return_metrics is False:
+        return call_entry(OP, given)
+    names = metrics.metric_names(OP, return_metrics)
+    asked = metrics.statistics_for(names)._asdict()
+    loss, *found = call_entry(OP, given, metrics="_metrics", asked=asked)
+    by_name = metrics.by_name(names, found, given["z_loss"])
+    if return_metrics is True:
+        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
+    return loss, by_name
+
+
 @overload
 def linear_cross_entropy(
     input: Tensor,
@@ -68,21 +83,6 @@ def linear_cross_entropy(
     return_metrics: bool,
     **options: Unpack[CrossEntropyKeywords],
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
-
-def call(given: dict[str, Any]) -> Any:
-    options, return_metrics = given.pop("options"), given.pop("return_metrics")
-    if options is not None:
-        check_torch_options(OP, options, given["input"].dtype)
-    if return_metrics is False:
-        return call_entry(OP, given)
-    names = metrics.metric_names(OP, return_metrics)
-    asked = metrics.statistics_for(names)._asdict()
-    loss, *found = call_entry(OP, given, metrics="_metrics", asked=asked)
-    by_name = metrics.by_name(names, found, given["z_loss"])
-    if return_metrics is True:
-        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
-    return loss, by_name
 
 
 @public(call)

@@ -61,7 +61,7 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     rows, target = given["input"] if "input" in given else given["logits"], given["target"]
     if isinstance(given["logit_scale"], Tensor) or isinstance(given["temperature"], Tensor):
         read = ("input", "linear_bias", "logit_scale", "temperature")
-        learnt = apply_learnt_scale(name, *(given[argument] for argument in read), given["softcap"])
+        learnt = apply_learnt_scale(name, *[given[argument] for argument in (*read, "softcap")])
         given = {**given, **dict(zip(read, learnt))}
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(given["normalizer"], rows)

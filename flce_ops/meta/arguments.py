@@ -1,5 +1,6 @@
 """The arguments and results of each inner operator, once: the fields of a class, as call.py and results.py declare."""
 
+import types
 from operator import attrgetter
 from typing import Annotated, NamedTuple
 
@@ -28,7 +29,7 @@ from flce_ops.meta.results import (
     token,
 )
 from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
+from flce_ops.objectives.row import Nothing, RowObjective
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
@@ -276,14 +277,33 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
     output_mask: OutputMask
 
 
-class PolicyWithGrad(Arguments, keyword_from="ignore_index"):
-    op = "linear_policy_loss_with_grad"
+class RowOperands(NamedTuple):
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (N,)
+    linear_bias: Tensor | None = None  # (V,)
+
+
+class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
+    """Of an objective with operators of its own."""
+
     results = (*LOSSES, *GRADIENTS, token("log_probs"))
 
-    operands: PolicyOperands
-    tokens: PolicyTokens
+    operands: RowOperands
+    tokens: Nothing
     reduction: Reduction
     ignore_index: int = -100
-    policy: PolicyOptions
+    options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
+
+
+def with_grad_of(objective: type[RowObjective]) -> type[RowLossWithGrad]:
+    annotations = {"tokens": objective.tokens_of, "options": objective.options_of}
+    members = {"__annotations__": annotations, "op": f"{objective.name}_with_grad", "objective": objective}
+    options = {"keyword_from": "ignore_index"}
+    return types.new_class(objective.__name__, (RowLossWithGrad,), options, lambda body: body.update(members))
+
+
+ROW_LOSSES = {name: with_grad_of(objective) for name, objective in RowObjective.named.items()}
+PolicyWithGrad = ROW_LOSSES["linear_policy_loss"]

@@ -53,6 +53,7 @@ class Arguments:
 
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
+    objective: ClassVar[Any] = None  # whose operator it is
     written: ClassVar[str] = ""  # an argument that the operator writes to
     constants: ClassVar[tuple[str, ...]] = ()  # tensors that a gradient is refused for, beside its numbers
 

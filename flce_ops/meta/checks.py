@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.math.reduction import Reduction
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
 
@@ -22,7 +23,12 @@ TARGET_DTYPES = (torch.int64, torch.int32)
 def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
     """With `slots`, target may be (N, K)."""
     input, linear_weight, target, linear_bias, weight = operands
-    tensors = {"linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}
+    tensors: dict[str, Any] = {
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+    }
     check_dense(op, input=input, **tensors)
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
@@ -185,6 +191,12 @@ def check_per_row(op: str, operands: Any, **tensors: Tensor | None) -> None:
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
     check_device(op, input, of, **tensors)
+
+
+def check_constants(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            refuse_hole(op, "constant", name=name)
 
 
 def check_denominator(op: str, reduction: Reduction) -> None:

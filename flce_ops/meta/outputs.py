@@ -16,7 +16,7 @@ from flce_ops.math.options import Cotangents, LogitOperands, LowRankOperands, Op
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta import kl_div_checks
-from flce_ops.meta.arguments import BackwardInPlace, GradGrads, VocabParallelWithGrad
+from flce_ops.meta.arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
 from flce_ops.meta.call import Arguments
 from flce_ops.meta.checks import (
     SUPPORTED_DTYPES,
@@ -32,10 +32,9 @@ from flce_ops.meta.checks import (
     refuse_dtype,
 )
 from flce_ops.meta.main_grad import check_main_grad
-from flce_ops.meta.policy import check_policy
 from flce_ops.meta.results import Result
 from flce_ops.meta.sparse_checks import check_sparse
-from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.holes import refuse_hole
 
 # N tokens, K slots of a target, D hidden, V vocabulary, r rank of a low-rank pair
@@ -48,7 +47,7 @@ TOKENS = (
     "lse_rest",
     *EXPECTATION,
     *Cotangents._fields[1:],
-    *PolicyTokens._fields,
+    *(name for objective in RowObjective.named.values() for name in objective.tokens_of._fields),
     "row_scale",
     "grad",
 )  # arguments (N,)
@@ -206,12 +205,15 @@ def check_divergence_rows(op: str, call: Any) -> None:
 
 CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in this order
     Operands: check_head,
-    PolicyOperands: check_head,
+    RowOperands: check_head,
     LowRankOperands: check_pair,
     LogitOperands: check_logits,
     KlDivOperands: lambda op, call: kl_div_checks.check_operands(op, call.operands, call.options),
     "denominator": lambda op, call: check_denominator(op, call.reduction),
-    PolicyOptions: lambda op, call: check_policy(op, call.policy, call.tokens.ref_log_probs),
+    **{
+        objective.options_of: lambda op, call: call.objective.check(op, call.options, call.tokens)
+        for objective in RowObjective.named.values()
+    },
     **{name: check_row(name) for name in TOKENS},
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,

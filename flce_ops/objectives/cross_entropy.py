@@ -8,7 +8,7 @@ A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (
 equal classes add up.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ NUMBERS = numbers_of(LossOptions)
 
 def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
     """At its default a term of the loss is off."""
-    options = []
+    options: list[Any] = []
     for name in LossOptions._fields:
         value = getattr(numbers, name)
         is_number = name in NUMBERS

@@ -17,7 +17,7 @@ from flce_ops.math.kl_div_arguments import KlDivOptions
 from flce_ops.math.options import LogitOptions, numbers_of
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.policy import PolicyOptions
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import (
     apply_function,
@@ -28,8 +28,11 @@ from flce_ops.support.torch_private import (
 )
 
 # numbers among the options, and tensors, that a gradient is refused for
+GROUPS = (LogitOptions, LossOptions, KlDivOptions)
 NUMBERS = tuple(
-    name for group in (LogitOptions, LossOptions, PolicyOptions, KlDivOptions) for name in numbers_of(group)
+    name
+    for group in (*GROUPS, *(objective.options_of for objective in RowObjective.named.values()))
+    for name in numbers_of(group)
 )
 CONSTANTS = ("denominator", "main_grad")
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
+from flce_ops.meta.arguments import ROW_LOSSES
 from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation
 from flce_ops.support.path import Choice
 from flce_ops.support.table import Condition, Path, choose
@@ -195,6 +196,10 @@ KERNELS = {
     "linear_kl_div_backward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_backward", ".kl_div:backward"),
     "linear_kl_div_with_grad": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
 }
+
+
+# of every objective with operators of its own
+KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
 
 
 def in_triton(situation: Situation) -> bool:

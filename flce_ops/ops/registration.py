@@ -54,7 +54,7 @@ FORMULAS: tuple[type[Formula], ...] = (
     autograd.DoubleBackwardFormula,
     with_grad_autograd.WithGradFormula,
     with_grad_autograd.LowRankWithGradFormula,
-    with_grad_autograd.PolicyWithGradFormula,
+    *with_grad_autograd.ROW_LOSS_FORMULAS,
     kl_div_autograd.ForwardFormula,
     kl_div_autograd.BackwardFormula,
     kl_div_autograd.WithGradFormula,
