@@ -277,9 +277,7 @@ def test_divergences_that_triton_takes(op, situation, triton):
 def test_the_facts_of_a_divergence_are_the_same_on_all_ranks():
     operands = [torch.zeros(4, 8), torch.zeros(1, 8), None, torch.zeros(4, 6), torch.zeros(1, 6), None, None, None]
     call = KlDivForward.bind(*operands, group="any", ranks=3, vocab_size=4)
-    assert situation_of(call) == Situation(
-        vocabulary_dimensions=1, rank_without_classes=True, teacher=torch.float32
-    )
+    assert situation_of(call) == Situation(vocabulary_dimensions=1, rank_without_classes=True, teacher=torch.float32)
 
 
 def as_markdown() -> str:

@@ -26,17 +26,9 @@ def wants_gradient(call: Any) -> bool:
 
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # by the argument
 # the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
-FEATURES: tuple[str, ...] = (
-    *GIVEN,
-    "DTensors",
-    "torch.func",
-    "a low-rank pair",
-    "positions",
-    "class probabilities",
-    "slots",
-    "metrics",
-)
-FEATURES += ("argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary", "recomputing shards")
+FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
+FEATURES += ("slots", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
+FEATURES += ("recomputing shards",)
 
 
 def features_of(call: Any) -> set[str]:
