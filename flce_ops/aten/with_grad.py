@@ -26,7 +26,6 @@ from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_mat
 from flce_ops.aten.sparse_gradients import (
     SparseAccumulator,
     draws_of,
-    matrices_for_keeping,
     multiple_of,
     needs_exact,
     whole_tiles,
@@ -83,14 +82,15 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
-    beside = extra_matrices(call.statistics) + matrices_for_keeping(call)
-    want_weight, matrices = call.output_mask[1], needs_exact(call)
-    reserved = copy_bytes(linear_weight)
+    beside, matrices = extra_matrices(call.statistics), 0
+    if draws is not None:
+        beside, matrices = beside + 1, int(needs_exact(call))
+    reserved, want_weight = copy_bytes(linear_weight), call.output_mask[1]
     step = rows_of_chunk(call, call.operands, want_weight, reserved=reserved, matrices_beside=beside, matrices=matrices)
-    step = whole_tiles(call, step)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
+        step = whole_tiles(call, step)
         gradients = SparseAccumulator(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
@@ -122,7 +122,7 @@ def vocab_parallel_with_grad_of_rows(
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
     own_statistics = statistics_of_shard(call.statistics, losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    matrices += needs_exact(call) + matrices_for_keeping(call)
+    matrices += 0 if draws is None else needs_exact(call) + 1
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
@@ -241,6 +241,8 @@ def loss_and_gradients(
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
+    if reduction.row_scale is None:  # counted once
+        reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(gradients)
     for chunk, product in products:

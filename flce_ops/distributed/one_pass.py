@@ -23,10 +23,9 @@ from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.objectives.cross_entropy import losses_of_rows
 from flce_ops.ops.formula import OPERANDS
 from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.ops.paths import LOSS
-from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient, options_in_situation, sharding_of
 from flce_ops.support.holes import refuse_hole
-from flce_ops.support.table import choose
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -37,8 +36,8 @@ def applies(layout: Layout, problem: TokenLosses) -> bool:
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_situation(problem.loss, problem.logits)
     known |= {"slots": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
-    situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name != "recompute"
+    title = "a scalar loss over a sharded vocabulary"
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, title=title, **known)
 
 
 def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:

@@ -24,7 +24,7 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import ROW_LOSSES
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.row import RowObjective, changed
-from flce_ops.ops.paths import policy_in_one_pass
+from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient
 
 # N tokens, D hidden, V vocabulary
@@ -44,10 +44,10 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
     logits = logit_options(call.numbers, input)
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
     with_grad = None
-    sparse = call.sparse.gradient_threshold != 0.0
-    in_one_pass = call.reduction != "none" and not layout.splits_vocabulary
-    if in_one_pass and policy_in_one_pass(input, linear_weight, linear_bias, sparse=sparse):
-        with_grad = partial(losses_with_grad, objective)
+    if call.reduction != "none" and not layout.splits_vocabulary:
+        known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
+        if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known):
+            with_grad = partial(losses_with_grad, objective)
     loss, (log_probs,) = loss_of_tokens(layout, call, problem, partial(losses_of_rows, objective, layout), with_grad)
     return loss, log_probs
 

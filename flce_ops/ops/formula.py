@@ -93,11 +93,14 @@ class Formula(Function):
 
     @classmethod
     def backward(cls, ctx, *cotangents):
-        cotangents = [cotangent if has else None for cotangent, has in zip(cotangents, ctx.differentiable)]
-        if all(cotangent is None for cotangent in cotangents):
+        given, asked = [], False
+        for cotangent, has in zip(cotangents, ctx.differentiable):
+            given.append(cotangent if has else None)
+            asked = asked or given[-1] is not None
+        if not asked:
             return cls.arguments.gradients()
         call, kept = saved(ctx, cls.arguments)
-        return cls.arguments.gradients(**cls.gradients(ctx, call, kept, *cotangents))
+        return cls.arguments.gradients(**cls.gradients(ctx, call, kept, *given))
 
     @classmethod
     def jvp(cls, ctx, *_):

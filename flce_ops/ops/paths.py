@@ -220,16 +220,18 @@ def function(kernel: str) -> Callable:
     return getattr(found, "of_call", found)
 
 
-def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
+@functools.cache
+def path_of_loss(title: str, situation: Situation, on_nvidia: bool) -> str:
+    """`on_nvidia` is for the cache: the conditions know it."""
+    return choose(LOSS[title], situation).name
+
+
+def gradients_in_the_same_pass(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, title: str = "a scalar loss", **known
+) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss"], situation).name != "recompute"
-
-
-def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
-    """The same of a policy's, of plain tensors or of tokens that ranks share."""
-    situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss of a policy"], situation).name == "one pass"
+    return path_of_loss(title, situation, made_by_nvidia()) != "recompute"
 
 
 def path_of_pair(operands: LowRankOperands, **known) -> str:
