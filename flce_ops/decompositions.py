@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.aten import chunks
+from flce_ops.aten.kept_tokens import check_target_range
 from flce_ops.aten.logits import (
     activate,
     activate_with_slope,
@@ -34,21 +35,21 @@ from flce_ops.aten.logits import (
     row_moments,
     softmax_factors,
     softmax_gradient,
+    two_sum,
     upcast,
     weighted_logits,
 )
-from flce_ops.entry import cross_entropy, log_probs, low_rank, policy
+from flce_ops.entry import BODIES
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
 from flce_ops.math.slots import tokens_that_count
-from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
+from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import Gradients, Outputs
 from flce_ops.ops.upstream import multiply
 from flce_ops.ops.with_grad_autograd import concatenated, of_pair, recomputed_step
-from flce_ops.support.target_range import check_target_range
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import functional
 
 # N tokens, D hidden, V vocabulary, v classes of a block
@@ -80,18 +81,19 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
     Errors:
         A target outside [0, V) fails an assertion when the program runs.
     """
+    entries = ["linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs"]
+    entries += ["linear_cross_entropy_low_rank", *ROW_LOSSES]
     return {
-        torch.ops.flce.linear_cross_entropy.default: cross_entropy.composite,
-        torch.ops.flce.linear_cross_entropy_metrics.default: cross_entropy.composite_metrics,
-        torch.ops.flce.linear_log_probs.default: log_probs.composite,
+        **{getattr(torch.ops.flce, name).default: BODIES[name] for name in entries},
         torch.ops.flce.linear_cross_entropy_forward.default: forward,
         torch.ops.flce.linear_cross_entropy_backward.default: backward,
         torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
-        torch.ops.flce.linear_cross_entropy_low_rank.default: low_rank.composite,
         torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         torch.ops.flce.linear_cross_entropy_upstream.default: multiply,
-        torch.ops.flce.linear_policy_loss.default: policy.composite,
-        torch.ops.flce.linear_policy_loss_with_grad.default: policy_with_grad,
+        **{
+            getattr(torch.ops.flce, row_loss.op).default: takes(row_loss)(losses_with_grad)
+            for row_loss in ROW_LOSSES.values()
+        },
     }
 
 
@@ -165,7 +167,9 @@ def forward(call: Forward) -> Outputs:
     target_logit = torch.where(hit, target_logit, 0.0)
     lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
     sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
-    retained = target.new_zeros(call.shape_of_retained, dtype=torch.int16)  # which backward, below, does not read
+    retained = target.new_zeros(
+        call.retain, call.operands.retained_columns, dtype=torch.int16
+    )  # which backward, below, does not read
     return target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained
 
 
@@ -200,9 +204,7 @@ def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: T
 
 def refuse_sparse(call: Backward | WithGrad) -> None:
     if call.sparse.gradient_threshold:
-        raise NotImplementedError(
-            "export_decompositions: a gradient with gradient_threshold is not implemented; leave gradient_threshold out"
-        )
+        refuse_hole("export_decompositions", "exported sparse gradient")
 
 
 @functional
@@ -252,11 +254,13 @@ def with_grad(call: WithGrad) -> tuple[Tensor, ...]:
     return call.reduction.loss(losses, valid), losses, *gradients, *found
 
 
-@takes(PolicyWithGrad)
-def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def losses_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gradients, losses, (log_probs,) = recomputed_step(call, forward, backward)
     valid = call.operands.target != call.ignore_index
     return call.reduction.loss(losses, valid), losses, *gradients, log_probs
+
+
+policy_with_grad = takes(ROW_LOSSES["linear_policy_loss"])(losses_with_grad)
 
 
 @takes(LowRankWithGrad)

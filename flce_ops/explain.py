@@ -23,6 +23,7 @@ from flce_ops.functional import (
     linear_policy_loss,
 )
 from flce_ops.math.sparse_gradient import SparseGradient
+from flce_ops.meta.arguments import ROW_LOSSES
 from flce_ops.ops.paths import KERNELS, LOSS, RETAIN
 from flce_ops.ops.retained import rows_to_retain
 from flce_ops.ops.situations import (
@@ -83,7 +84,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
 def of_head(function: Callable, call: dict) -> list[str]:
     call, positions = of_one_position(call)
     situation = situation_of_call(call)
-    policy = function is linear_policy_loss
+    policy = function.__name__ in ROW_LOSSES
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
     if divergence:
@@ -95,7 +96,7 @@ def of_head(function: Callable, call: dict) -> list[str]:
             title, in_forward = "a scalar loss over a sharded vocabulary", "vocab_parallel_with_grad"
     lines, path = of_loss(title, situation)
     if path != "recompute":
-        op = f"linear_policy_loss_{in_forward}" if policy else f"{stem}_{in_forward}"
+        op = f"{function.__name__}_{in_forward}" if policy else f"{stem}_{in_forward}"
         lines += of_operators(situation, op)
         one_pass_step = in_forward == "with_grad" and not (divergence or situation.sparse)
         if one_pass_step and choose(KERNELS[op], situation).name == "triton":

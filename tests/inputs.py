@@ -147,7 +147,7 @@ def make_inputs(
 
 
 def scalars(options: dict, device: str = "cpu") -> dict:
-    """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops/math/scalars.py)."""
+    """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops.math.options.py)."""
     return {
         name: torch.tensor(float(value), dtype=torch.float64, device=device)
         if name in NUMBERS and value is not None

@@ -274,7 +274,7 @@ def different_arguments(device):
 
 
 def test_an_environment_variable_turns_on_the_check_of_ranks():
-    script = "from flce_ops.support import rank_check; print(rank_check.wanted())"
+    script = "from flce_ops.support import rank_check; print(rank_check.ENABLED)"
     for value, wanted in (("1", True), ("0", False), (None, False)):
         given = "" if value is None else f"import os; os.environ['FLCE_CHECK_RANKS'] = '{value}'; "
         assert run_script(given + script).stdout.strip() == str(wanted)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import flce_ops
 from flce_ops import aten, explain
 from flce_ops.meta.arguments import KlDivForward
-from flce_ops.ops.paths import KERNELS, LOSS, RETAIN, choice_of
-from flce_ops.ops.situations import Situation
+from flce_ops.ops.paths import KERNELS, LOSS, RETAIN
+from flce_ops.ops.situations import Situation, situation_of
 from flce_ops.support.path import Choice
 from flce_ops.support.table import choose
 
@@ -277,9 +277,7 @@ def test_divergences_that_triton_takes(op, situation, triton):
 def test_the_facts_of_a_divergence_are_the_same_on_all_ranks():
     operands = [torch.zeros(4, 8), torch.zeros(1, 8), None, torch.zeros(4, 6), torch.zeros(1, 6), None, None, None]
     call = KlDivForward.bind(*operands, group="any", ranks=3, vocab_size=4)
-    assert choice_of("linear_kl_div_forward", call).situation == Situation(
-        vocabulary_dimensions=1, rank_without_classes=True, teacher=torch.float32
-    )
+    assert situation_of(call) == Situation(vocabulary_dimensions=1, rank_without_classes=True, teacher=torch.float32)
 
 
 def as_markdown() -> str:

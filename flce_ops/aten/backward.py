@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import (
@@ -20,7 +20,6 @@ from flce_ops.aten.logits import (
 from flce_ops.aten.sparse_gradients import (
     SparseAccumulator,
     draws_of,
-    matrices_for_keeping,
     multiple_of,
     needs_exact,
     whole_tiles,
@@ -60,7 +59,7 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
     weight = upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
-    in_block += matrices_for_keeping(call)
+    in_block += draws is not None
     # the user's sum; a half one, too, is added to in float32 over several chunks
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
     sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
@@ -68,18 +67,19 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
         input,
         num_classes,
         sums,
-        matrices=needs_exact(call),
+        matrices=draws is not None and needs_exact(call),
         matrices_in_block=in_block,
         reserved=copy_bytes(linear_weight),
     )
-    step = whole_tiles(call, step)
     retained = None if call.retained is None else call.retained.view(input.dtype)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
     else:
+        step = whole_tiles(call, step)
         gradients = SparseAccumulator(call, draws, grads, step)
+    nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
-        for rows, block in row_blocks(input, chunk, product, multiple=multiple_of(gradients)):
+        for rows, block in row_blocks(input, chunk, product, nbytes, multiple=multiple_of(gradients)):
             logits, slope = activate_with_slope(block, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)

@@ -26,8 +26,7 @@ from flce_ops.aten.second_order import SecondOrder, slope_derivative
 from flce_ops.math.options import Cotangents
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import DoubleBackward
-from flce_ops.meta.outputs import Outputs
-from flce_ops.meta.results import allocate
+from flce_ops.meta.outputs import Outputs, allocate
 
 # N tokens, D hidden, V vocabulary
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_ops.aten.kept_tokens import RowsByChunk, tokens_of
+from flce_ops.aten.kept_tokens import RowsByChunk
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
-from flce_ops.support.readable import copied_row_bytes, readable, readable_rows
-from flce_ops.support.workspace import matrix_bytes
+from flce_ops.support.readable import readable, readable_rows
+from flce_ops.support.workspace import VECTOR_BYTES_PER_TOKEN, get_workspace
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -51,8 +51,8 @@ def product_is_rounded(input: Tensor) -> bool:
 def chunk_product(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # u, (n, V)
-    dtype = product_dtype(input)
-    if readable(linear_weight):
+    dtype = product_dtype(input) if out is None else out.dtype
+    if linear_weight.is_contiguous() or readable(linear_weight):
         return product(input, linear_weight.T, dtype, linear_bias, out)
     if out is None:
         out = input.new_empty(input.shape[0], linear_weight.shape[0], dtype=dtype)
@@ -76,7 +76,8 @@ def product(
 
 
 def block_bytes(input: Tensor) -> int:
-    share = matrix_bytes(tokens_of(input)) // BLOCK_SHARE
+    tokens = input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
+    share = max(get_workspace() - VECTOR_BYTES_PER_TOKEN * tokens, 1) // BLOCK_SHARE
     return min(share, CPU_BLOCK_BYTES) if input.device.type == "cpu" else share
 
 
@@ -91,9 +92,13 @@ def rows_per_chunk(
     accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
-    row_bytes += copied_row_bytes(input) if read_in_place(input) else input.shape[1] * input.dtype.itemsize
+    # chunks are rows of input itself on a CPU, where no token is ignored (kept_tokens.py) and BLAS can read them
+    in_place = input.device.type == "cpu" and not isinstance(input, RowsByChunk)
+    if not in_place or not (input.is_contiguous() or readable(input)):
+        row_bytes += input.shape[1] * input.dtype.itemsize
     beside = reserved + (matrices_in_block * block_bytes(input) if matrices_in_block else 0)
-    rows = (matrix_bytes(tokens_of(input)) - beside) // row_bytes
+    tokens = input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
+    rows = (max(get_workspace() - VECTOR_BYTES_PER_TOKEN * tokens, 1) - beside) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
@@ -101,16 +106,12 @@ def rows_per_chunk(
     return max(1, min(max(rows, least), input.shape[0]))
 
 
-def read_in_place(input: Tensor) -> bool:
-    """Whether chunks are rows of input itself: on a CPU, where no token is ignored (kept_tokens.py)."""
-    return input.device.type == "cpu" and not isinstance(input, RowsByChunk)
-
-
-def row_chunks(call: Arguments, input: Tensor, rows: int) -> Iterator[slice]:
-    total = input.shape[0]
-    record_run(call, rows, -(-total // rows))
+def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
+    total, chunks = input.shape[0], []
     for start in range(0, total, rows):
-        yield slice(start, min(start + rows, total))
+        chunks.append(slice(start, min(start + rows, total)))
+    record_run(call, rows, len(chunks))
+    return chunks
 
 
 def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
@@ -129,19 +130,25 @@ def chunk_products(
     retained: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each chunk and their u, (n, V), in memory that the chunks share; the first R, if any, are known."""
-    memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
-    for chunk in row_chunks(call, input, rows):
-        n, known = chunk.stop - chunk.start, 0
-        product = memory if n == rows else memory[:n]
+    whole = linear_weight.is_contiguous() or readable(linear_weight)
+    total, dtype = input.shape[0], product_dtype(input)
+    memory = input.new_empty(rows, linear_weight.shape[0], dtype=dtype)
+    record_run(call, rows, -(-total // rows))
+    for start in range(0, total, rows):
+        chunk, known = slice(start, min(start + rows, total)), 0
+        u = memory if chunk.stop - start == rows else memory[: chunk.stop - start]
         if retained is not None:
-            own = retained[chunk, : product.shape[1]]
+            own = retained[chunk, : u.shape[1]]
             known = own.shape[0]
-            product[:known].copy_(own)
-        if known < n:
-            rest = slice(chunk.start + known, chunk.stop)
-            out = product[known:] if known else product
-            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
-        yield chunk, product
+            u[:known].copy_(own)
+        if start + known < chunk.stop:
+            rest = rows_of(input, slice(start + known, chunk.stop))
+            out = u[known:] if known else u
+            if whole:
+                product(rest, linear_weight.T, dtype, linear_bias, out)
+            else:
+                chunk_product(rest, linear_weight, linear_bias, out)
+        yield chunk, u
 
 
 def retain_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
@@ -151,14 +158,17 @@ def retain_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
         own.copy_(product[: own.shape[0]])
 
 
-def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor, multiple: int = 1) -> Iterator[tuple]:
-    """Rows of each block, counted as the chunk's are, their part of the product, and of vectors (N, ...)."""
+def row_blocks(
+    input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor, multiple: int = 1
+) -> list[tuple]:
+    """Rows of each block of `nbytes`, counted as the chunk's are; their part of the product and of vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
-    step = max(block_bytes(input) // row_bytes // multiple, 1) * multiple
+    step = max(nbytes // row_bytes // multiple, 1) * multiple
     if chunk.stop - chunk.start == input.shape[0] <= step:
-        yield chunk, product, *vectors
-        return
+        return [(chunk, product, *vectors)]
+    blocks = []
     for start in range(chunk.start, chunk.stop, step):
         rows = slice(start, min(start + step, chunk.stop))
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
-        yield rows, block, *(vector[rows] for vector in vectors)
+        blocks.append((rows, block, *(vector[rows] for vector in vectors)))
+    return blocks

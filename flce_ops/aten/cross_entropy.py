@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
-from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     SoftmaxFactors,
     activate,
@@ -22,6 +22,7 @@ from flce_ops.aten.logits import (
     apply_slope,
     exponentiate_rows,
     softmax_gradient,
+    two_sum,
     upcast,
     weighted_logits,
 )
@@ -29,10 +30,8 @@ from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
-from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.meta.call import takes
-from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a block, V vocabulary
 
@@ -51,7 +50,7 @@ def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
 @takes(LogitsForward)
 def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
@@ -111,7 +110,7 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
     """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
-    check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])
     loss.copy_(call.reduction.loss(losses, call.operands.target != call.ignore_index))
 

@@ -6,23 +6,21 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, retain_product, row_blocks, rows_per_chunk
-from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
+from flce_ops.aten.chunks import block_bytes, chunk_products, product_dtype, retain_product, row_blocks, rows_per_chunk
+from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate,
     at_columns,
     exponentiate_rows,
     log_sum_of_squares,
     row_moments,
-    upcast,
+    two_sum,
     weighted_logits,
 )
 from flce_ops.math.shards import target_columns
-from flce_ops.math.two_sum import two_sum
 from flce_ops.meta.arguments import Forward
 from flce_ops.meta.call import takes
 from flce_ops.support.readable import copy_bytes
-from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -31,7 +29,8 @@ from flce_ops.support.target_range import check_target_range
 def forward(call: Forward) -> meta.Outputs:
     outputs = meta.outputs(call)
     target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
-    check_target_range(target, num_classes if call.vocab_size is None else call.vocab_size, call.ignore_index)
+    vocab_size = num_classes if call.vocab_size is None else call.vocab_size
+    call.all_count = check_target_range(target, vocab_size, call.ignore_index)
     on_kept_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
@@ -45,16 +44,19 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
-    weight = upcast(weight, lse.dtype)
-    in_block = product_is_rounded(input) + (call.expected_log_prob or call.log_sum_sq_probs)
-    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
-    products = retained.view(input.dtype)
+    weight = None if weight is None else weight.to(lse.dtype)
+    in_block = (product_dtype(input) != lse.dtype) + (call.expected_log_prob or call.log_sum_sq_probs)
+    reserved = 0 if linear_weight.is_contiguous() else copy_bytes(linear_weight)
+    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=reserved)
     if call.retain:
+        products = retained.view(input.dtype)
         products[:, num_classes:].zero_()
         products[input.shape[0] :].zero_()
+    nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step):
-        retain_product(products, chunk, product)
-        blocks = row_blocks(input, chunk, product, column, target_logit, lse, lse_rest)
+        if call.retain:
+            retain_product(products, chunk, product)
+        blocks = row_blocks(input, chunk, product, nbytes, column, target_logit, lse, lse_rest)
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, call.logits)
             at_target = at_columns(logits, own_column, own_target_logit)

@@ -22,6 +22,8 @@ from torch import Tensor
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.meta.call import Arguments
 from flce_ops.meta.results import AtIgnored
+from flce_ops.objectives.row import RowObjective
+from flce_ops.support.target_range import assert_in_range, in_range
 
 # N tokens, n of them that are not ignored, K slots of a target, D hidden, V vocabulary
 
@@ -35,9 +37,7 @@ MATRICES = {  # (N, ...)
     "teacher_probs": 1.0,
 }
 VECTORS = {  # (..., N)
-    "advantages",
-    "old_log_probs",
-    "ref_log_probs",
+    *(name for objective in RowObjective.named.values() for name in objective.tokens_of._fields),
     "row_scale",
     "lse",
     "lse_rest",
@@ -95,7 +95,7 @@ Fills = Sequence[AtIgnored | None]  # None for a result that is not by token
 
 
 def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:
-    valid = counted(call)
+    valid = None if call.all_count else counted(call)
     if valid is None:
         body(call, results, *direction)
     elif valid.device.type != "cpu":
@@ -104,6 +104,19 @@ def on_kept_tokens(body: Body, call: Arguments, results: Results, fills: Fills, 
         body(call, results, *direction)
     else:
         with_kept_rows(body, call, results, fills, valid, *direction)
+
+
+def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
+    """Whether it is known that no token is ignored: on a CPU one pass tells both."""
+    if not on_device and target.device.type == "cpu":
+        if not target.numel():
+            return False
+        lowest, highest = map(int, target.aminmax())
+        if 0 <= lowest and highest < num_classes:
+            return not lowest <= ignore_index <= highest
+    valid = in_range(target, num_classes, ignore_index).all()
+    assert_in_range(valid, target, num_classes, ignore_index, on_device=on_device)
+    return False
 
 
 def counted(call: Any) -> Tensor | None:  # (N,) bool, None for all

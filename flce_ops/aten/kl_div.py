@@ -11,7 +11,7 @@
 All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import log_denominator
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
-from flce_ops.meta.results import allocate
+from flce_ops.meta.outputs import allocate
 from flce_ops.objectives.divergence import DIVERGENCES, Divergence
 from flce_ops.support.exchange import all_reduce
 from flce_ops.support.readable import copy_bytes
@@ -143,7 +143,6 @@ def stream_rows(
 ) -> None:
     """One pass over the logits: the divergence of every row, and the gradients where they are wanted."""
     operands, options = call.operands, call.options
-    kind, beta = DIVERGENCES[options.kind], options.beta
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
@@ -161,23 +160,11 @@ def stream_rows(
         for logits, known in softmaxes:
             logits.sub_(known[1, rows, None])
         del softmaxes, logits
-        weighed = operands.teacher_probs is not None and not kind.of_student  # else probabilities add up to 1
-        number: Tensor | float = 1.0
-        if divergence is None and kind.of_student:
-            number = student_kl[rows]
-        elif divergence is not None or weighed:
-            sums = all_reduce(row_sums(kind, log_q, log_p, beta, weighed), options.group, options.ranks)
-            value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
-        if divergence is not None:
-            valid = operands.valid
-            divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
-            if kind.of_student:
-                student_kl[rows] = number
-        if gradients is not None:
-            scale = row_scale[rows].unsqueeze(1)
-            for block in blocks_of(log_q):
-                of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
-                log_q[block] = kind.gradient(log_q[block], log_p[block], of_row, scale[block], beta)
+        # what the sums of a block and its gradient read is made once where no other rank has a part of the sums
+        for part in blocks_of(log_q) if options.ranks == 1 else [slice(0, log_q.shape[0])]:
+            places = slice(rows.start + part.start, min(rows.start + part.stop, rows.stop))
+            scale = None if gradients is None else row_scale[places].unsqueeze(1)
+            finish_rows(call, log_q[part], log_p[part], places, divergence, student_kl, scale)
         grad_logits = log_q
         del log_q, log_p  # before G is rounded
         if gradients is not None:
@@ -187,19 +174,57 @@ def stream_rows(
         gradients.finish()
 
 
+def finish_rows(
+    call: KlDivForward | KlDivWithGrad | KlDivBackward,
+    log_q: Tensor,  # (n, V), G in the end where it is wanted
+    log_p: Tensor,  # (n, V)
+    rows: slice,  # of the next two
+    divergence: Tensor | None,  # (N,) out; None: the next is known
+    student_kl: Tensor,  # (N,)
+    scale: Tensor | None,  # (n, 1); None where no gradient is wanted
+) -> None:
+    operands, options = call.operands, call.options
+    kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
+    weighed = operands.teacher_probs is not None and not kind.of_student  # else probabilities add up to 1
+    number: Tensor | float = 1.0
+    if divergence is None and kind.of_student:
+        number = student_kl[rows]
+    elif divergence is not None or weighed:
+        sums = all_reduce(row_sums(kind, blocks(log_q, log_p, alone), beta, weighed), options.group, options.ranks)
+        value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
+    if divergence is not None:
+        valid = operands.valid
+        divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
+        if kind.of_student:
+            student_kl[rows] = number
+    if scale is not None:
+        for block, block_q, block_p in blocks(log_q, log_p, alone):
+            of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
+            block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
+
+
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
-    """An eighth of the rows at a time, or what is small: what is made of a block is of a matrix's size together."""
+    """A part of the rows at a time, or what is small: what is made of a block is less than a matrix together."""
     rows, classes = matrix.shape
-    step = max(-(-rows // 8), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()))
+    step = max(-(-rows // 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()))
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
 
-def row_sums(kind: type[Divergence], log_q: Tensor, log_p: Tensor, beta: Tensor | None, weighed: bool) -> Tensor:
+def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:
+    """Themselves, or a part of the rows at a time."""
+    if whole:
+        return [(slice(None), log_q, log_p)]
+    return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
+
+
+def row_sums(
+    kind: type[Divergence], blocks: Iterable[tuple[slice, Tensor, Tensor]], beta: Tensor | None, weighed: bool
+) -> Tensor:
     """(k, n) of this rank's columns; the mass only where `weighed`."""
-    terms = (kind.of_entry(log_q[rows], log_p[rows], beta) for rows in blocks_of(log_q))
     count = kind.sums if weighed else kind.sums - 1
-    return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block[:count]]) for block in terms], 1)
+    terms = (kind.of_entry(log_q, log_p, beta)[:count] for _, log_q, log_p in blocks)
+    return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
 
 
 def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:

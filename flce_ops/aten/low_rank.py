@@ -19,7 +19,7 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.kept_tokens import on_kept_tokens
+from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens
 from flce_ops.aten.logits import upcast
 from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
 from flce_ops.math.options import TokenStatistics
@@ -27,7 +27,6 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.meta.arguments import LowRankWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.support.readable import copy_bytes
-from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 
@@ -35,7 +34,7 @@ from flce_ops.support.target_range import check_target_range
 @takes(LowRankWithGrad)
 def low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 

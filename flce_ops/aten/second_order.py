@@ -8,7 +8,7 @@ double backward is dL/du),
     out_linear_bias = G'.T @ 1
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class SecondOrder:
         self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
         self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)
 
-    def chunks(self) -> Iterator[slice]:
+    def chunks(self) -> list[slice]:
         # u', p and four on the way to G'; with a softcap slope and one more
         matrices = 6 if self.call.logits.softcap is None else 8
         rows = rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices)

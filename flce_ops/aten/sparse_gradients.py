@@ -23,7 +23,7 @@ Call = WithGrad | VocabParallelWithGrad | Backward
 
 def draws_of(call: Call) -> tuple[Draws, ...]:
     """What a body over rows is given besides: nothing where no gradient is to be sparse."""
-    if not any(call.sparse.products(call.output_mask)):
+    if not call.sparse.gradient_threshold or not any(call.sparse.products(call.output_mask)):
         return ()
     call.notes += ("a sparse gradient, as a dense matrix",)
     target = call.operands.target
@@ -31,20 +31,12 @@ def draws_of(call: Call) -> tuple[Draws, ...]:
 
 
 def needs_exact(call: Call) -> bool:
-    sparse = call.sparse.products(call.output_mask)
-    return any(sparse) and list(sparse) != call.output_mask[:2]
-
-
-def matrices_for_keeping(call: Call) -> int:
-    """Beside the block that entries are kept of."""
-    return int(any(call.sparse.products(call.output_mask)))
+    return list(call.sparse.products(call.output_mask)) != call.output_mask[:2]
 
 
 def whole_tiles(call: Call, rows: int) -> int:
     """Rows of a chunk, where tiles of tokens are kept or not."""
-    if call.sparse.gradient_mode != "tiles" or not any(call.sparse.products(call.output_mask)):
-        return rows
-    return max(rows // LIVE, 1) * LIVE
+    return max(rows // LIVE, 1) * LIVE if call.sparse.gradient_mode == "tiles" else rows
 
 
 def multiple_of(gradients: object) -> int:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
+from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
+    two_sum,
     upcast,
     weighted_logits,
 )
@@ -25,7 +26,6 @@ from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_mat
 from flce_ops.aten.sparse_gradients import (
     SparseAccumulator,
     draws_of,
-    matrices_for_keeping,
     multiple_of,
     needs_exact,
     whole_tiles,
@@ -36,14 +36,18 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.math.slots import beside_slots
 from flce_ops.math.sparse_gradient import Draws, Shard
-from flce_ops.math.two_sum import two_sum
-from flce_ops.meta.arguments import LogitsWithGrad, LowRankWithGrad, PolicyWithGrad, VocabParallelWithGrad, WithGrad
+from flce_ops.meta.arguments import (
+    LogitsWithGrad,
+    LowRankWithGrad,
+    PolicyWithGrad,
+    RowLossWithGrad,
+    VocabParallelWithGrad,
+    WithGrad,
+)
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
-from flce_ops.objectives.policy import Policy
-from flce_ops.objectives.row import RowObjective
+from flce_ops.objectives.row import RowObjective, changed
 from flce_ops.support.readable import copy_bytes
-from flce_ops.support.target_range import check_target_range
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
@@ -51,15 +55,15 @@ from flce_ops.support.target_range import check_target_range
 @takes(WithGrad)
 def with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
 
 
 @takes(PolicyWithGrad)
-def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
     on_kept_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
@@ -68,7 +72,7 @@ def policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, Tensor, Tensor, Tens
 def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
     """flce_ops/distributed/one_pass.py says what it does."""
     outputs = meta.outputs(call)
-    check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
+    call.all_count = check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
     # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
     on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
@@ -78,29 +82,30 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
-    beside = extra_matrices(call.statistics) + matrices_for_keeping(call)
-    want_weight, matrices = call.output_mask[1], needs_exact(call)
-    reserved = copy_bytes(linear_weight)
+    beside, matrices = extra_matrices(call.statistics), 0
+    if draws is not None:
+        beside, matrices = beside + 1, int(needs_exact(call))
+    reserved, want_weight = copy_bytes(linear_weight), call.output_mask[1]
     step = rows_of_chunk(call, call.operands, want_weight, reserved=reserved, matrices_beside=beside, matrices=matrices)
-    step = whole_tiles(call, step)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
+        step = whole_tiles(call, step)
         gradients = SparseAccumulator(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-def policy_with_grad_of_rows(call: PolicyWithGrad, outputs: Sequence[Tensor]) -> None:
+def policy_with_grad_of_rows(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
     gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
-    tokens = call.tokens.map(lambda values: zero_where_ignored(input, values).to(losses.dtype))
+    tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
-    objective = Policy(call.policy, tokens)
+    objective = call.objective(call.options, tokens)
     of_tokens = RowsOfTokens(input, objective, valid, column, call.reduction, losses, log_probs=log_probs)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
@@ -117,7 +122,7 @@ def vocab_parallel_with_grad_of_rows(
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
     own_statistics = statistics_of_shard(call.statistics, losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    matrices += needs_exact(call) + matrices_for_keeping(call)
+    matrices += 0 if draws is None else needs_exact(call) + 1
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
@@ -132,7 +137,7 @@ def vocab_parallel_with_grad_of_rows(
 
 
 def rows_of_chunk(
-    call: WithGrad | LowRankWithGrad | PolicyWithGrad,
+    call: WithGrad | LowRankWithGrad | RowLossWithGrad,
     operands: Any,
     want_weight: bool,
     *,
@@ -236,10 +241,13 @@ def loss_and_gradients(
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
+    if reduction.row_scale is None:  # counted once
+        reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
+    nbytes, multiple = block_bytes(input), multiple_of(gradients)
     for chunk, product in products:
         # ranks meet once for a chunk
-        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, multiple=multiple_of(gradients))
+        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
             found = logits.gather(1, column[rows])

@@ -25,6 +25,7 @@ from flce_ops.distributed.one_rank import OneRank
 from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import check_dense
+from flce_ops.support.holes import refuse_hole
 
 # N tokens of this rank, K slots of a target, V vocabulary, v of them on this rank, D hidden
 
@@ -280,10 +281,7 @@ def layout_of_logits(op: str, logits: Tensor, **others: Tensor | None) -> Layout
     for placement in logits.placements:
         of_classes = splits(placement) and cast(Shard, placement).dim % logits.dim() == logits.dim() - 1
         if of_classes and type(placement) is not Shard:
-            raise NotImplementedError(
-                f"{op}: logits are sharded along their classes in strides, {describe(logits)}, which is not "
-                "implemented; pass logits.redistribute(placements=[Shard(-1)]) or [Replicate()]"
-            )
+            refuse_hole(op, "strided classes", layout=describe(logits))
         vocabulary.append(of_classes)
         tokens.append(placement if splits(placement) and not of_classes else Replicate())
     return Layout(logits.device_mesh, tuple(tokens), tuple(vocabulary))
@@ -297,10 +295,7 @@ def check_teacher_layout(
     teacher_weight: Tensor | None,
 ) -> None:
     if sum(layout.vocabulary) > 1:
-        raise NotImplementedError(
-            f"{op}: linear_weight is {describe(linear_weight)}: a vocabulary sharded over more than one mesh "
-            "dimension is not implemented; shard it over one and replicate it over the others"
-        )
+        refuse_hole(op, "two dimensions of classes", layout=describe(linear_weight))
     expected = layout.placements(vocabulary=Shard(0))
     for name, tensor in (("teacher_input", teacher_input), ("teacher_weight", teacher_weight)):
         if tensor is not None and not isinstance(tensor, DTensor):

@@ -21,11 +21,11 @@ from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.objectives.cross_entropy import losses_of_rows
-from flce_ops.ops.formula import OPERANDS, SPARSE_SECOND_DERIVATIVE_REFUSAL
+from flce_ops.ops.formula import OPERANDS
 from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.ops.paths import LOSS
-from flce_ops.ops.situations import loss_situation, needs_gradient, options_in_situation, sharding_of
-from flce_ops.support.table import choose
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient, options_in_situation, sharding_of
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -36,8 +36,8 @@ def applies(layout: Layout, problem: TokenLosses) -> bool:
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_situation(problem.loss, problem.logits)
     known |= {"slots": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
-    situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss over a sharded vocabulary"], situation).name != "recompute"
+    title = "a scalar loss over a sharded vocabulary"
+    return gradients_in_the_same_pass(input, linear_weight, linear_bias, title=title, **known)
 
 
 def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
@@ -81,7 +81,7 @@ class VocabParallelFormula(MadeInForward):
         if not torch.is_grad_enabled():
             return super().gradients(ctx, call, kept, grad_loss)
         if call.sparse.gradient_threshold:
-            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
+            refuse_hole(cls.function, "second of a sparse gradient")
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         return dict(zip((*OPERANDS, "row_scale"), gradients))
@@ -94,7 +94,7 @@ def differentiable_gradients(
     # made from it, so no path leads from one to another.
     problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
     rows = vocab_parallel_rows(layout, problem)
-    losses, _ = losses_of_rows(call.operands, call.ignore_index, call.loss, layout.num_classes, *rows[:4])
+    losses = losses_of_rows(problem, layout.num_classes, *rows[:4])
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, gradients)}

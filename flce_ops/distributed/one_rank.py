@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flce_ops.math import reduction
 from flce_ops.math.options import Operands
-from flce_ops.math.sparse_gradient import SparseGradient
 
 # N tokens of this rank, K slots of a target, D hidden, V vocabulary, v of them on this rank
 
@@ -29,14 +28,16 @@ class OneRank:
 
     def head(self, call: Any) -> Operands:
         """Those of an entry's call, flat."""
-        self.measure(call.input, call.linear_weight.shape[0])
-        call.target = self.beside_tokens(call.target)
+        self.shape, self.num_classes = call.input.shape[:-1], call.linear_weight.shape[0]
+        if self.is_mesh:
+            call.target, call.sparse = self.beside_tokens(call.target), self.sparse(call.sparse)
+        weight = getattr(call, "weight", None)
         return Operands(
             self.rows(call.input),
             self.per_class(call.linear_weight),
             self.per_token(call.target),
-            self.per_class(call.linear_bias),
-            self.whole(getattr(call, "weight", None)),
+            None if call.linear_bias is None else self.per_class(call.linear_bias),
+            None if weight is None else self.whole(weight),
         )
 
     def rows(self, tensor: Tensor | None) -> Tensor | None:  # (..., D) -> (N, D)
@@ -58,10 +59,8 @@ class OneRank:
     whole = as_it_is  # the same on every rank
     number = as_it_is  # (), its gradient a sum over the ranks that share the tokens
     beside_tokens = as_it_is  # (...), moved to the ranks of its tokens
+    sparse = as_it_is  # with a seed of the rank's own
     sum_over_tokens = as_it_is  # (), of this rank's tokens -> of all
-
-    def sparse(self, sparse: SparseGradient) -> SparseGradient:
-        return sparse
 
     def sharing(self) -> dict[str, Any]:
         """Arguments of linear_kl_div's operators: the one mesh dimension that shards the vocabulary, if any does."""

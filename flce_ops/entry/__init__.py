@@ -5,12 +5,11 @@ argument_types.py      refusals of wrong types by name
 arguments.py           refusals by name of what an argument must be
 refusals.py            the combinations that nobody wrote
 loss.py                the story of a loss, for plain tensors and DTensors, and for every objective
-rows.py                the numbers of rows that a loss is made of, from each source
 
 cross_entropy.py       of a head
 low_rank.py            of a head with a low-rank pair (LoRA)
 logits.py              of given logits
-policy.py              policy losses
+row_loss.py            of objectives with operators of their own: policy losses
 log_probs.py           log-probabilities, and what else is asked of a row
 kl_div.py              divergences from a teacher
 class_probabilities.py targets that are class probabilities
@@ -23,18 +22,21 @@ first_classes.py       the classes that vocabularies have but for their padding
 shifted_target.py      labels whose targets are the next ones
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, policy, schemas
+from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
+from flce_ops.meta.call import Arguments
+from flce_ops.objectives.row import RowObjective
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.library import library
+from flce_ops.support.holes import refuse_hole
 
-ENTRIES = {
+ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
     "linear_cross_entropy_metrics": (
         schemas.CrossEntropyMetrics,
@@ -50,18 +52,21 @@ ENTRIES = {
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
-    "linear_policy_loss": (schemas.PolicyLoss, "(Tensor loss, Tensor log_probs)", policy.composite),
-    "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", logits.composite),
+    **{
+        name: (schemas.schema_of(objective), "(Tensor loss, Tensor log_probs)", row_loss.composite)
+        for name, objective in RowObjective.named.items()
+    },
+    "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),
     "cross_entropy_metrics": (
         schemas.LogitsCrossEntropy,
         "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
-        logits.composite_metrics,
+        partial(logits.metrics, handed_over=False),
     ),
-    "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", logits.composite_in_place),
+    "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", partial(logits.composite, handed_over=True)),
     "cross_entropy_metrics_": (
         schemas.LogitsCrossEntropyInPlace,
         "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
-        logits.composite_metrics_in_place,
+        partial(logits.metrics, handed_over=True),
     ),
 }
 CAST = (
@@ -69,12 +74,14 @@ CAST = (
     schemas.CrossEntropyMetrics,
     schemas.LowRankCrossEntropy,
     schemas.LogProbs,
-    schemas.PolicyLoss,
+    schemas.RowLoss,
 )
 
 
-def refused_in_onnx(name: str, body: Callable) -> Callable:
-    """Its exporter runs bodies to decompose them, and knows none of the inner operators."""
+def body_of(name: str) -> Callable:
+    """On what the operator takes. ONNX's exporter runs bodies to decompose them, and knows no inner operator."""
+    arguments, results, body = ENTRIES[name]
+    alone = results == "Tensor"
     # whose inner operators export_decompositions() leaves out
     whole = name == "linear_kl_div" or name.startswith("cross_entropy")
     instead = (
@@ -86,21 +93,22 @@ def refused_in_onnx(name: str, body: Callable) -> Callable:
         )
     )
 
-    @functools.wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.onnx.is_in_onnx_export():
-            raise NotImplementedError(f"{name}: ONNX has no such operator; {instead}")
-        return body(*args, **kwargs)
+            refuse_hole(name, "onnx", instead=instead)
+        found = body(arguments.bind(*args, **kwargs))
+        return found[0] if alone and isinstance(found, tuple) else found
 
     return run
 
 
-for _name, (_arguments, _results, _body) in ENTRIES.items():
+BODIES = {name: body_of(name) for name in ENTRIES}
+for _name, (_arguments, _results, _) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
     # On torch.func's key too: the bodies must run before any transform has been peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-        library.impl(_name, refused_in_onnx(_name, _body), _key)
+        library.impl(_name, BODIES[_name], _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if _arguments in CAST else ():
+    for _device_type in ("cpu", "cuda") if issubclass(_arguments, CAST) else ():
         _op = getattr(torch.ops.flce, _name).default
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 import torch
 from torch import SymFloat, SymInt, Tensor
 
+from flce_ops.support.holes import refuse_hole
+
 Function = TypeVar("Function", bound=Callable)
 
 # Real and Integral are numpy's, behind those that an isinstance finds faster.
@@ -96,10 +98,7 @@ def refuse_name(op: str, name: str, names: tuple[str, ...]) -> NoReturn:
 
 def refuse_type(op: str, name: str, value: Any, expected: str) -> NoReturn:
     if isinstance(value, torch.fx.Proxy):
-        raise NotImplementedError(
-            f"{op}: torch.fx.symbolic_trace is not implemented, since its Proxy (as {name}) has no shape or dtype; use "
-            "torch.export.export, or torch.fx.wrap your function that makes the call"
-        )
+        refuse_hole(op, "torch.fx", name=name)
     got = repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
     raise TypeError(f"{op}: expected {name} to be {expected}, got {got}")
 

@@ -11,39 +11,46 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.refusals import wants_gradient
-from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, RowLoss
 from flce_ops.math import options
 from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.math.options import Number
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.scalars import Number
+from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
     TARGET_DTYPES,
+    check_constants,
     check_dense,
     check_device,
     check_linear,
     check_per_class,
     check_real,
-    check_supported_dtype,
     check_target_dtype,
+    refuse_dtype,
 )
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
-from flce_ops.meta.policy import check_constants
 from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
-from flce_ops.objectives import class_probabilities, cross_entropy, policy
-from flce_ops.objectives.policy import CONSTANTS
-from flce_ops.support.differentiated import has_tangent
+from flce_ops.objectives import class_probabilities, cross_entropy
+from flce_ops.objectives.row import RowObjective
+from flce_ops.support.holes import refuse_hole
+from flce_ops.support.torch_private import has_tangent
 
 OP = "linear_cross_entropy"
-RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
+RANGES = options.RANGES | cross_entropy.RANGES
+for _objective in RowObjective.named.values():
+    RANGES |= _objective.ranges
 ReductionName = Literal["none", "mean", "sum"]
 REDUCTIONS = get_args(ReductionName)
 
 
 def check_arguments(call: CrossEntropy) -> None:
     target, weight, target_weight = call.target, call.weight, call.target_weight
-    check_dense(OP, weight=weight, target_weight=target_weight)
+    if weight is not None or target_weight is not None:
+        check_dense(OP, weight=weight, target_weight=target_weight)
     check_head(OP, call)
-    check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
+    if weight is not None:
+        check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
     if target_weight is not None:
         if not target_weight.dtype.is_floating_point:
             raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
@@ -52,7 +59,7 @@ def check_arguments(call: CrossEntropy) -> None:
                 f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
                 f"{tuple(target_weight.shape)}"
             )
-        check_no_gradient(OP, target_weight, "target_weight gets no gradient; pass target_weight.detach()")
+        check_no_gradient(OP, "target_weight", target_weight)
         check_device(OP, call.input, target_weight=target_weight)
     check_reduced(OP, call, call.input, token_weight=call.token_weight)
 
@@ -61,7 +68,8 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     """The arguments of a loss of given logits."""
     logits, target = call.logits, call.target
     check_dense(op, logits=logits, target=target, weight=call.weight)
-    check_supported_dtype(op, "logits", logits)
+    if logits.dtype not in SUPPORTED_DTYPES:
+        refuse_dtype(op, "logits", logits)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
@@ -69,21 +77,24 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
         op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}, got"
     )
     check_device(op, logits, "logits", target=target)
-    check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
+    if call.weight is not None:
+        check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
     check_ranges(op, **call.numbers._asdict())
     check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
 
-def check_policy_loss(op: str, call: PolicyLoss) -> None:
-    if call.target.is_floating_point() and call.advantages.dtype in TARGET_DTYPES:
+def check_row_loss(op: str, call: RowLoss) -> None:
+    first = call.tokens[0] if call.tokens else None
+    if call.target.is_floating_point() and first is not None and first.dtype in TARGET_DTYPES:
+        name = call.tokens._fields[0]
         raise TypeError(
-            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and advantages in "
-            f"{call.advantages.dtype}; are the two swapped?"
+            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and {name} in "
+            f"{first.dtype}; are the two swapped?"
         )
     check_head(op, call)
-    constants = {name: getattr(call, name) for name in CONSTANTS}
+    constants = call.tokens._asdict()
     check_constants(op, **constants)
-    check_ranges(op, clip_low=call.clip_low, clip_high=call.clip_high, dual_clip=call.dual_clip)
+    check_ranges(op, **call.own._asdict())
     hint = "; one a sequence is {name}[:, None].expand_as(target)"
     what = "one number per token, got"
     check_reduced(op, call, call.input, what=what, hint=hint, **constants, token_weight=call.token_weight)
@@ -111,7 +122,7 @@ def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
 
 def check_reduced(
     op: str,
-    call: CrossEntropy | LogitsCrossEntropy | PolicyLoss | KlDiv,
+    call: CrossEntropy | LogitsCrossEntropy | RowLoss | KlDiv,
     rows: Tensor,  # (..., D) or (..., V)
     *,
     of: str = "input",
@@ -120,27 +131,29 @@ def check_reduced(
     **per_token: Tensor | None,  # (...)
 ) -> None:
     """What a loss of tokens adds up and divides by."""
-    check_dense(op, **per_token, normalizer=call.normalizer)
-    check_device(op, rows, of, **per_token)
-    check_real(op, **per_token)
+    for name, tensor in (*per_token.items(), ("normalizer", call.normalizer)):
+        if tensor is not None:
+            check_dense(op, **{name: tensor})
     for name, tensor in per_token.items():
-        check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
-    check_reduction(op, call.reduction)
-    check_normalizer(op, call.normalizer, call.reduction, rows, of)
+        if tensor is not None:
+            check_device(op, rows, of, **{name: tensor})
+            check_real(op, **{name: tensor})
+            check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
+    if call.reduction not in REDUCTIONS:
+        check_reduction(op, call.reduction)
+    if call.normalizer is not None:
+        check_normalizer(op, call.normalizer, call.reduction, rows, of)
 
 
-def check_class_weight(
-    op: str, weight: Tensor | None, rows: Tensor, of: str, num_classes: int, of_classes: str
-) -> None:
-    if weight is not None:
-        check_per_class(op, "weight", weight, num_classes, of_classes)
-        check_device(op, rows, of, weight=weight)
-        check_no_gradient(op, weight, "weight (class weights) gets no gradient; pass weight.detach()")
+def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:
+    check_per_class(op, "weight", weight, num_classes, of_classes)
+    check_device(op, rows, of, weight=weight)
+    check_no_gradient(op, "weight", weight)
 
 
-def check_no_gradient(op: str, tensor: Tensor, message: str) -> None:
+def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
     if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
-        raise NotImplementedError(f"{op}: {message}")
+        refuse_hole(op, name)
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
@@ -150,8 +163,7 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int],
 
 def check_main_grad(op: str, call: CrossEntropy) -> None:
     """What the buffer itself must be is checked where all operands are known: flce_ops/meta/main_grad.py."""
-    if call.main_grad is None:
-        return
+    assert call.main_grad is not None
     if call.main_grad.requires_grad:
         raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
     if torch.is_grad_enabled() and not call.linear_weight.requires_grad:
@@ -161,7 +173,7 @@ def check_main_grad(op: str, call: CrossEntropy) -> None:
         )
 
 
-def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
+def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     """Operands are in the dtype that autocast makes them."""
     if wants_gradient(call):
         check_sparse(op, call.sparse, call.input)
@@ -169,7 +181,7 @@ def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -
         check_sparse_options(op, call.sparse)
 
 
-def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
+def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     """The arguments that make logits, and the targets among them."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
@@ -185,11 +197,14 @@ def check_head(op: str, call: CrossEntropy | LogProbs | PolicyLoss) -> None:
         check_class_indices(op, target, input, linear_weight, slots=slots)
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
+    if call.sparse != SparseGradient():
+        check_sparse_gradient(op, call)
 
 
 def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, slots: bool) -> None:
     """(...), or with `slots` (..., K)."""
-    check_target_dtype(op, target)
+    if target.dtype not in TARGET_DTYPES:
+        check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
     if slots and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
         raise ValueError(
@@ -220,7 +235,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
         )
-    check_no_gradient(OP, target, "target (class probabilities) gets no gradient; pass target.detach()")
+    check_no_gradient(OP, "target", target)
     if call.ignore_index != -100:
         raise ValueError(
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
@@ -229,18 +244,16 @@ def check_class_probabilities(call: CrossEntropy) -> None:
     undeclared = set(cross_entropy.LossOptions._fields) - set(class_probabilities.OPTIONS)
     for name in sorted(undeclared):
         if getattr(call.numbers, name) != cross_entropy.LossNumbers._field_defaults[name]:
-            raise NotImplementedError(
-                f"{OP}: {name} is not implemented for a target of class probabilities"
-                + ("; add it from linear_log_probs' lse" if name == "z_loss" else "")
-            )
+            instead = "; add it from linear_log_probs' lse" if name == "z_loss" else ""
+            refuse_hole(OP, "option of probabilities", name=name, instead=instead)
 
 
 def check_ranges(op: str, **numbers: Number | None) -> None:
     for name, number in numbers.items():
         if number is None or name not in RANGES:
             continue
-        expected, fits = RANGES[name]
-        if not fits(number):
+        expected, least, largest = RANGES[name]
+        if not least <= number <= largest:
             raise ValueError(f"{op}: {expected}, got {number}")
 
 
@@ -298,12 +311,6 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
         return
     expected = accumulation_dtype(dtype)
     if options.acc_dtype not in (None, expected):
-        raise NotImplementedError(
-            f"{op}: options.acc_dtype={options.acc_dtype} is not implemented for input in {dtype}, whose sums are kept "
-            f"in {expected}; pass acc_dtype=None"
-        )
+        refuse_hole(op, "acc_dtype", given=options.acc_dtype, dtype=dtype, expected=expected)
     if options.acc_policy == "accurate" and dtype != expected:
-        raise NotImplementedError(
-            f"{op}: options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
-            "read is rounded to it; pass 'auto', or operands in float32"
-        )
+        refuse_hole(op, "acc_policy", dtype=dtype)

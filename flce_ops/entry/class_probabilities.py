@@ -13,18 +13,16 @@ from flce_ops.entry.arguments import check_arguments
 from flce_ops.entry.kl_div import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
 from flce_ops.entry.schemas import CrossEntropy
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
+from flce_ops.math.options import logit_options, scalar
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import quotient, row_factor
-from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.objectives.class_probabilities import smoothed_and_weighted
-from flce_ops.ops.autocast import autocast_head
 
 # N tokens, D hidden, V vocabulary
 
 
 def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     layout = OneRank()
-    autocast_head(call)
     check_arguments(call)
     input = call.input
     student = (input, call.linear_weight, call.linear_bias)

@@ -12,13 +12,10 @@ from flce_ops.entry.arguments import check_divergence, check_ranges
 from flce_ops.entry.loss import layout_of_call, weightless
 from flce_ops.entry.schemas import KlDiv
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import LogitNumbers
+from flce_ops.math.options import LogitNumbers, Number, logit_options, scalar
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, row_factor, weighted_sum
-from flce_ops.math.scalars import Number, logit_options, scalar
-from flce_ops.meta.call import takes
 from flce_ops.meta.kl_div_checks import check_kind
-from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient
 
@@ -27,16 +24,12 @@ from flce_ops.ops.situations import needs_gradient
 OP = "linear_kl_div"
 
 
-@takes(KlDiv)
 def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
     check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=call.temperature)
     options = kl_div_options(call)
     layout = layout_of_call(OP, call)
-    # autocast hands both pairs to F.linear so; given probabilities stay as they are
-    names = KlDivOperands._fields[:6]
-    pairs = autocast_operands(call.input.device.type, *(getattr(call, name) for name in names))
-    operands = KlDivOperands._make((*pairs, call.teacher_probs, None))
+    operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
     check_divergence(OP, call, operands)
     operands = flatten_tokens(layout, operands, call.target, call.ignore_index)
     options = options._replace(**layout.sharing())

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from flce_ops.math.options import Number
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.scalars import Number
 from flce_ops.meta.checks import check_device
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import check_value, forward_mode_is_active
 
 
@@ -31,10 +32,7 @@ def apply_learnt_scale(
     if isinstance(temperature, Tensor):
         check_scale(op, "temperature", temperature, input)
         if softcap is not None:
-            raise NotImplementedError(
-                f"{op}: a tensor as temperature is not implemented together with softcap, behind which it divides; "
-                "pass temperature as a number"
-            )
+            refuse_hole(op, "temperature and softcap")
         check_value(
             (temperature > 0.0) & (temperature < math.inf),
             f"{op}: expected temperature to be positive and finite, got a tensor that holds another number",
@@ -82,10 +80,7 @@ class Scaled(Function):
 
 def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:
     if any_dtensor(scale, input):
-        raise NotImplementedError(
-            f"{op}: a tensor as {name} is not implemented beside DTensors; pass a number, or multiply the hidden "
-            "states by it before the head"
-        )
+        refuse_hole(op, "scale of DTensors", name=name)
     if scale.dim() != 0:
         raise ValueError(f"{op}: expected {name} to be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
     if scale.is_complex():

@@ -9,31 +9,23 @@ With K slots a token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log(1
 
 from torch import Tensor
 
-from flce_ops.entry.arguments import check_head, check_sparse_gradient
-from flce_ops.entry.loss import layout_of_call
-from flce_ops.entry.rows import rows_of
+from flce_ops.entry.arguments import check_head
+from flce_ops.entry.loss import layout_of_call, rows_of
 from flce_ops.entry.schemas import LogProbs
 from flce_ops.math.log_probs import log_probs_of_rows
-from flce_ops.math.options import Statistics, TokenLosses
-from flce_ops.math.scalars import logit_options
+from flce_ops.math.options import Statistics, TokenLosses, logit_options
 from flce_ops.math.statistics import asked_of_forward
-from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.ops.autocast import autocast_head
 
 # N tokens, K slots of a target, D hidden, V vocabulary
 
 OP = "linear_log_probs"
 
 
-@takes(LogProbs)
 def composite(call: LogProbs) -> tuple[Tensor, ...]:
     """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
     layout = layout_of_call(OP, call)
-    autocast_head(call)
     check_head(OP, call)
-    call.sparse = layout.sparse(call.sparse)
-    check_sparse_gradient(OP, call)
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     logits = logit_options(call.numbers, operands.input)

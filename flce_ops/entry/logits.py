@@ -1,7 +1,7 @@
 """cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
 
-loss_and_argmax -> losses_with_grad       ..._with_grad_ | ..._with_grad
-                -> from_rows              ..._forward, then differentiable ATen; where ranks share the classes always
+composite -> losses_with_grad       ..._with_grad_ | ..._with_grad
+          -> losses_and_statistics  ..._forward, then differentiable ATen; where ranks share the classes always
 
 DTensors are not overwritten.
 
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, token_losses
+from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from flce_ops.entry.metrics import accuracy_and_top1
-from flce_ops.entry.rows import cross_entropy_of_rows, from_rows
-from flce_ops.entry.schemas import LogitsCrossEntropy, LogitsCrossEntropyInPlace
+from flce_ops.entry.schemas import LogitsCrossEntropy
 from flce_ops.math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.call import takes
 from flce_ops.ops.cross_entropy_autograd import remember_handed_over
 from flce_ops.ops.paths import path_of_given_logits
 
@@ -30,34 +28,14 @@ from flce_ops.ops.paths import path_of_given_logits
 OP = "cross_entropy"
 
 
-@takes(LogitsCrossEntropy)
-def composite(call: LogitsCrossEntropy) -> Tensor:
-    return loss_and_argmax(call, argmax=False, handed_over=False)[0]
-
-
-@takes(LogitsCrossEntropyInPlace)
-def composite_in_place(call: LogitsCrossEntropyInPlace) -> Tensor:
-    return loss_and_argmax(call, argmax=False, handed_over=True)[0]
-
-
-@takes(LogitsCrossEntropy)
-def composite_metrics(call: LogitsCrossEntropy) -> tuple[Tensor, Tensor, Tensor]:
-    return metrics(call, handed_over=False)
-
-
-@takes(LogitsCrossEntropyInPlace)
-def composite_metrics_in_place(call: LogitsCrossEntropyInPlace) -> tuple[Tensor, Tensor, Tensor]:
-    return metrics(call, handed_over=True)
-
-
 def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, token_accuracy, argmax)."""
-    loss, argmax = loss_and_argmax(call, argmax=True, handed_over=handed_over)
+    loss, argmax = composite(call, handed_over, argmax=True)
     assert argmax is not None
     return loss, accuracy_and_top1(argmax, call.target, call.ignore_index)[0], argmax
 
 
-def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -> tuple[Tensor, Tensor | None]:
+def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False) -> tuple[Tensor, Tensor | None]:
     layout = layout_of_call(OP, call)
     check_logits(OP, call)
     layout.measure(call.logits, call.logits.shape[-1])
@@ -69,7 +47,7 @@ def loss_and_argmax(call: LogitsCrossEntropy, argmax: bool, handed_over: bool) -
         with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)
     if handed_over and not copied and not layout.is_mesh and with_grad is not None:
         with_grad = partial(losses_of_handed_over, with_grad, call.logits)
-    loss, (largest, *_) = loss_of_tokens(layout, call, problem, from_rows(layout, cross_entropy_of_rows), with_grad)
+    loss, (largest, *_) = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     return loss, largest
 
 

@@ -1,12 +1,18 @@
 """The loss of tokens, one story for every source of logits, objective and layout.
 
     layout_of_call                        plain tensors, or DTensors; combinations that nobody wrote are refused
-    loss_of_tokens -> weighted_losses     reduction="none": from_forward
+    loss_of_tokens -> from_forward        reduction="none"
                    -> with_grad           a training step's loss, divided by the operator
-                   -> weighted_loss       another scalar loss, reduced in ATen: with_grad | from_forward
+                   -> with_grad | from_forward       another scalar loss, reduced in ATen
 
 An objective brings two functions: from_forward, the losses of tokens as differentiable ATen over what a forward
 operator found of each row, and with_grad, an operator that makes a scalar loss and its gradients in one pass.
+
+The numbers of rows come from one of the forward operators:
+
+    a head             linear_cross_entropy_forward        logits made and thrown away
+    given logits       cross_entropy_forward               logits read
+    ranks that share the vocabulary                        one of the two on each, one exchange: vocab_parallel.py
 
 Tokens whose loss is multiplied by 0 are left out as ignored ones are. They stay in the denominators and in
 token_accuracy, which go by the target. They are computed where their losses are wanted, as the gradient of
@@ -14,26 +20,37 @@ token_weight; where metrics are; and over a denominator of 0 or nan, which makes
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flce_ops.distributed.one_rank import OneRank
-from flce_ops.entry.refusals import refuse
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, PolicyLoss
-from flce_ops.math.options import LogitOperands, Operands, Statistics, TokenLosses
+from flce_ops.entry.refusals import features_of, refuse
+from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
+from flce_ops.math.options import (
+    LogitOperands,
+    Operands,
+    Statistics,
+    TokenLosses,
+    TokenStatistics,
+    logit_options,
+    scalar,
+)
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from flce_ops.math.scalars import logit_options, scalar
 from flce_ops.math.slots import beside_slots
+from flce_ops.math.statistics import Rows, asked_of_forward
 from flce_ops.meta.call import Arguments
-from flce_ops.objectives.cross_entropy import loss_options
-from flce_ops.support.differentiated import differentiated
-from flce_ops.support.dtensor import any_dtensor
+from flce_ops.objectives.cross_entropy import loss_options, losses_of_rows
+from flce_ops.ops.autocast import autocast_call
+from flce_ops.support.torch_private import autocast_is_active, differentiated
 
 # N tokens, V vocabulary
 
-Call = CrossEntropy | LogitsCrossEntropy | PolicyLoss
+NOTHING = TokenStatistics()
+Call = CrossEntropy | LogitsCrossEntropy | RowLoss
 Found = tuple[Tensor | None, ...]  # (N,) each, what else is asked for
 # Losses (N,), 0 where ignored.
 FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]
@@ -42,24 +59,55 @@ WithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
 
 
 def layout_of_call(op: str, call: Arguments) -> OneRank:
-    refuse(op, call)
-    values = call.values()
-    if not any_dtensor(*values):
-        return OneRank()
-    from flce_ops.distributed.layout import layout_of_arguments  # torch.distributed.tensor: only for its users
+    """And the operands in the dtype of autocast."""
+    features = features_of(call)
+    refuse(op, call, features)
+    layout = OneRank()
+    if "DTensors" in features:
+        from flce_ops.distributed.layout import layout_of_arguments  # torch.distributed.tensor: only for its users
 
-    layout = layout_of_arguments(op, dict(zip(call.index, values)))
-    if layout.splits_vocabulary:
-        refuse(op, call, "sharded vocabulary")
+        layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
+        if layout.splits_vocabulary:
+            refuse(op, call, features | {"sharded vocabulary"})
+    if autocast_is_active():
+        autocast_call(call)
     return layout
 
 
 def token_losses(
-    call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, asked: Statistics
+    call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, asked: Statistics, **others: Any
 ) -> TokenLosses:
     input = operands[0]
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
-    return TokenLosses(operands, call.ignore_index, loss, logits, asked)
+    return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
+
+
+def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
+    if layout.splits_vocabulary:
+        from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
+
+        return vocab_parallel_rows(cast(Any, layout), problem)
+    softcap, logit_scale = problem.logits
+    options = {"logit_sum": problem.loss.label_smoothing != 0.0, "softcap": softcap, "logit_scale": logit_scale}
+    options["ignore_index"] = problem.ignore_index
+    if isinstance(problem.operands, LogitOperands):
+        argmax = problem.statistics.argmax
+        found = torch.ops.flce.cross_entropy_forward(*problem.operands, **options, argmax=argmax)
+        target_logit, lse, logit_sum, largest, lse_rest = found
+        return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
+    if any(problem.statistics):
+        options |= asked_of_forward(problem.statistics)
+    if problem.sparse.gradient_threshold:
+        options |= problem.sparse._asdict()
+    found = torch.ops.flce.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+    target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
+    return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
+
+
+def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
+    rows = rows_of(layout, problem)
+    losses = losses_of_rows(problem, layout.num_classes, *rows[:4])
+    return losses, rows.statistics(problem.statistics) if any(problem.statistics) else NOTHING
 
 
 def loss_of_tokens(
@@ -70,56 +118,35 @@ def loss_of_tokens(
     with_grad: WithGrad | None,  # None where backward makes the gradients, or nothing does
 ) -> tuple[Tensor, Found]:
     """The loss, () or (...), and what else is asked for, (...)."""
-    if call.reduction == "none":
-        losses, found = weighted_losses(layout, call, problem, from_forward)
-        loss = layout.result(losses)
-    elif with_grad is not None and not layout.is_mesh and token_factors_are_equal(call):
-        loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
+    operands, scalar_loss = problem.operands, call.reduction != "none"
+    dtype, token_weight = accumulation_dtype(operands[0].dtype), call.token_weight
+    if token_weight is not None:
+        token_weight = cast(Tensor, layout.per_token(token_weight)).to(dtype)
+    in_operator = scalar_loss and with_grad is not None and not layout.is_mesh
+    loss: Tensor | None
+    if in_operator and token_weight is None and not differentiated(call.normalizer):
+        # all tokens that count have one factor, and nobody asks for its gradient
+        loss, _, found = cast(WithGrad, with_grad)(problem, reduction_in_operator(layout, call, problem))
     else:
-        loss, found = weighted_loss(layout, call, problem, from_forward, with_grad)
-    return loss, tuple(None if of_rows is None else layout.result(of_rows) for of_rows in found)
-
-
-def weighted_losses(
-    layout: OneRank, call: Call, problem: TokenLosses, from_forward: FromForward
-) -> tuple[Tensor, Found]:
-    """(N,), and what else is asked for."""
-    token_weight = weight_of_tokens(layout, call, problem)
-    if token_weight is None:
-        return from_forward(problem)
-    factor = row_factor(problem.valid, token_weight, None)
-    losses, found = from_forward(without_weightless(layout, problem, token_weight, factor))
-    return losses * factor, found
-
-
-def weighted_loss(
-    layout: OneRank, call: Call, problem: TokenLosses, from_forward: FromForward, with_grad: WithGrad | None
-) -> tuple[Tensor, Found]:
-    """(), and what else is asked for."""
-    operands, valid = problem.operands, problem.valid
-    token_weight, denominator = weight_of_tokens(layout, call, problem), denominator_of(layout, call, problem)
-    wants_gradient = differentiated(*operands, token_weight, denominator)
-    if token_weight is None and not wants_gradient:
-        losses, found = from_forward(problem)
-        return layout.quotient(None, losses.sum(), denominator), found
-    row_scale = row_factor(valid, token_weight, denominator, accumulation_dtype(operands[0].dtype))
-    problem = without_weightless(layout, problem, token_weight, row_scale)
-    if with_grad is not None:
-        loss, losses, found = with_grad(problem, Reduction(row_scale))
-    else:
-        losses, found = from_forward(problem)
-        loss = (row_scale * losses).sum() if wants_gradient else None
-    return layout.quotient(loss, weighted_sum(valid, token_weight, losses), denominator), found
-
-
-def weight_of_tokens(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # (N,)
-    token_weight = layout.per_token(call.token_weight)
-    return None if token_weight is None else token_weight.to(accumulation_dtype(problem.operands[0].dtype))
-
-
-def token_factors_are_equal(call: Call) -> bool:
-    """All tokens that count have one factor, and nobody asks for its gradient."""
-    return call.token_weight is None and not differentiated(call.normalizer)
+        denominator = denominator_of(layout, call, problem) if scalar_loss else None
+        wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator)
+        if token_weight is None and not wants_gradient:
+            losses, found = from_forward(problem)
+            loss, total = None, losses.sum() if scalar_loss else losses
+        else:
+            factor = row_factor(problem.valid, token_weight, denominator, dtype)
+            kept = without_weightless(layout, problem, token_weight, factor)
+            if scalar_loss and with_grad is not None:
+                loss, losses, found = with_grad(kept, Reduction(factor))
+            else:
+                losses, found = from_forward(kept)
+                loss = (factor * losses).sum() if wants_gradient else None
+            total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
+        loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
+    results: list[Tensor | None] = []
+    for of_rows in found:
+        results.append(None if of_rows is None else layout.result(of_rows))
+    return loss, tuple(results)
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:
@@ -136,10 +163,12 @@ def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> 
 def denominator_of(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # ()
     """Over the tokens of all ranks."""
     dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
-    weight, normalizer = problem.denominator_weight, layout.number(call.normalizer)
-    denominator = mean_denominator(call.reduction, normalizer, problem.valid, dtype, target, weight)
-    if denominator is None or normalizer is not None:
-        return denominator
+    if call.normalizer is not None:
+        return cast(Tensor, layout.number(call.normalizer)).to(dtype)
+    weight = problem.denominator_weight
+    denominator = mean_denominator(call.reduction, None, problem.valid, dtype, target, weight)
+    if denominator is None:
+        return None
     denominator = layout.sum_over_tokens(denominator)
     return denominator if weight is None else nan_for_nothing(denominator)
 
@@ -161,4 +190,4 @@ def without_weightless(
     target = problem.operands.target
     out = beside_slots(out, target)
     target = torch.where(out & (target >= 0) & (target < layout.num_classes), problem.ignore_index, target)
-    return problem._replace(operands=problem.operands._replace(target=target))
+    return replace(problem, operands=problem.operands._replace(target=target))

@@ -15,27 +15,21 @@ import torch
 from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.cross_entropy import of_matrix
+from flce_ops.entry.cross_entropy import composite as composite_of_head
 from flce_ops.entry.loss import Found, layout_of_call, loss_of_tokens, token_losses
 from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
 from flce_ops.math.reduction import Reduction
-from flce_ops.meta.call import takes
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
-from flce_ops.ops.autocast import autocast_operands
 from flce_ops.ops.paths import path_of_pair
 from flce_ops.ops.situations import needs_gradient, options_in_situation
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
 
-@takes(LowRankCrossEntropy)
 def composite(call: LowRankCrossEntropy) -> Tensor:
     """Raises NotImplementedError for DTensors, and what the loss without the pair raises."""
     layout = layout_of_call(OP, call)
-    names = ("input", "linear_weight", "low_rank_input", "low_rank_weight", "linear_bias")
-    operands = autocast_operands(call.input.device.type, *(getattr(call, name) for name in names))
-    vars(call).update(zip(names, operands))
     head = without_pair(call, call.input, call.linear_weight)
     check_target_dtype(OP, call.target)
     check_arguments(head)
@@ -48,7 +42,7 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     path = path_of_pair(rows, **options_in_situation(problem.loss, problem.logits))
     if path == "concatenated":
         input, linear_weight, *_ = operands.concatenated
-        return of_matrix(without_pair(call, input, linear_weight), Statistics())[0]
+        return composite_of_head(without_pair(call, input, linear_weight))[0]
     made_in_forward = path == "one pass" and call.reduction != "none"
     with_grad = functools.partial(losses_of_pair, rows, made_in_forward)
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_ops.math.options import Statistics
+from flce_ops.math.options import Number, Statistics
 from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from flce_ops.math.scalars import Number
 from flce_ops.support.dtensor import any_dtensor
 
 # of torch.ops.flce.linear_cross_entropy_metrics, behind the loss

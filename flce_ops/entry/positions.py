@@ -12,10 +12,9 @@ from torch import Tensor
 
 from flce_ops.entry.arguments import OP, check_normalizer, check_reduction
 from flce_ops.entry.schemas import CrossEntropy
-from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.math.options import Statistics, TokenStatistics, scalar
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, nan_for_nothing
-from flce_ops.math.scalars import scalar
 from flce_ops.meta.checks import check_dense, check_device, check_per_class
 
 # D hidden, V vocabulary; (...) tokens, (d...) positions
@@ -24,9 +23,9 @@ Result = tuple[Tensor, TokenStatistics]
 
 
 def losses_of_positions(
-    call: CrossEntropy, asked: Statistics, of_matrix: Callable[[CrossEntropy, Statistics], Result]
+    call: CrossEntropy, asked: Statistics, of_position: Callable[[CrossEntropy, Statistics], Result]
 ) -> Result:
-    """`of_matrix` computes a call whose linear_weight is (V, D)."""
+    """`of_position` computes a call whose linear_weight is (V, D)."""
     check_positions(call)
     tokens, positions = call.input.shape[:-1], call.linear_weight.shape[1:-1]
     heads = call.linear_weight.flatten(1, -2).unbind(1)
@@ -42,7 +41,7 @@ def losses_of_positions(
 
     def result_of(k: int) -> Result:
         here = everywhere | {name: parts[k] for name, parts in by_position.items()}
-        return of_matrix(call.changed(lambda name, value: here.get(name, value)), asked)
+        return of_position(call.changed(lambda name, value: here.get(name, value)), asked)
 
     losses, statistics = zip(*(result_of(k) for k in range(len(heads))))
     shape = (*tokens, *positions)

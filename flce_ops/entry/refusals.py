@@ -8,12 +8,13 @@
 All other combinations are implemented. What is new and does not go with everything adds its feature and its rows.
 """
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
-from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, PolicyLoss
+from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 from flce_ops.ops.situations import needs_gradient
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.holes import not_implemented
 from flce_ops.support.torch_private import functorch_is_active
 
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
@@ -23,36 +24,43 @@ def wants_gradient(call: Any) -> bool:
     return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
 
 
-def wants_sparse_gradient(call: Any) -> bool:
-    if not hasattr(call, "sparse"):
-        return False
-    return bool(call.sparse.gradient_threshold) and wants_gradient(call)
+GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # by the argument
+# the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
+FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
+FEATURES += ("slots", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
+FEATURES += ("recomputing shards",)
 
 
-def given(name: str) -> Callable[[Any], bool]:
-    return lambda call: getattr(call, name, None) is not None
+def features_of(call: Any) -> set[str]:
+    """What the arguments show."""
+    values = vars(call)
+    found = set()
+    for name in GIVEN:
+        if values.get(name) is not None:
+            found.add(name)
+    if "torch.distributed.tensor" in sys.modules and any_dtensor(*call.values()):
+        found.add("DTensors")
+    if functorch_is_active():
+        found.add("torch.func")
+    if isinstance(call, LowRankCrossEntropy):
+        found.add("a low-rank pair")
+    if isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2:
+        found.add("positions")
+    if isinstance(call, CrossEntropy) and call.target.is_floating_point():
+        found.add("class probabilities")
+    if isinstance(call, CrossEntropyMetrics) and any(call.statistics):
+        found |= {"metrics", "argmax"} if call.statistics.argmax else {"metrics"}
+    if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
+        found.add("sparse gradient")
+        if call.sparse.gradient_mode == "tiles":
+            found.add("tiles")
+        if call.target.dim() == call.input.dim():
+            found.add("slots")
+    if isinstance(call, LogProbs | RowLoss):
+        found.add("recomputing always")
+    return found
 
 
-FEATURES: dict[str, Callable[[Any], bool]] = {
-    "DTensors": lambda call: any_dtensor(*call.values()),
-    "torch.func": lambda call: functorch_is_active(),
-    "a low-rank pair": lambda call: isinstance(call, LowRankCrossEntropy),
-    "positions": lambda call: isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2,
-    "class probabilities": lambda call: isinstance(call, CrossEntropy) and call.target.is_floating_point(),
-    "target_weight": given("target_weight"),
-    "slots": lambda call: call.target.dim() == call.input.dim(),
-    "teacher_probs": given("teacher_probs"),
-    "metrics": lambda call: isinstance(call, CrossEntropyMetrics) and any(call.statistics),
-    "argmax": lambda call: isinstance(call, CrossEntropyMetrics) and call.statistics.argmax,
-    "main_grad": given("main_grad"),
-    "sparse gradient": wants_sparse_gradient,
-    "tiles": lambda call: call.sparse.gradient_mode == "tiles",
-    "gradient_class_order": given("gradient_class_order"),
-    # what a layout and a path tell: of the arguments it is not known
-    "sharded vocabulary": lambda call: False,
-    "recomputing shards": lambda call: False,
-    "recomputing always": lambda call: isinstance(call, LogProbs | PolicyLoss),
-}
 REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "target_weight": {
         ("argmax",): "return_metrics of accuracy and argmax is not implemented beside target_weight, whose target "
@@ -100,9 +108,9 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
 }
 
 
-def refuse(op: str, call: Any, *found: str) -> None:
-    """`found` are features that the arguments alone do not show."""
+def refuse(op: str, call: Any, features: set[str]) -> None:
     for feature, rows in REFUSED.items():
-        for others, text in rows.items() if FEATURES[feature](call) else ():
-            if all(other in found or FEATURES[other](call) for other in others):
-                raise NotImplementedError(f"{op}: " + text.format(linear_weight=tuple(call.linear_weight.shape)))
+        if feature in features:
+            for others, text in rows.items():
+                if features.issuperset(others):
+                    not_implemented(op, text.format(linear_weight=tuple(call.linear_weight.shape)))

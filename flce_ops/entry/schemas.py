@@ -1,11 +1,14 @@
 """The arguments of the entry operators: the public functions' own, with each number as a Scalar."""
 
+import types
+
 from torch import Tensor
 
 from flce_ops.math.options import LogitNumbers, OptionalScalar, Scalar, Statistics
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossNumbers
+from flce_ops.objectives.row import Nothing, RowObjective
 
 # N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -81,26 +84,27 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     sparse: SparseGradient
 
 
-class PolicyLoss(Arguments, keyword_from="objective"):
+class RowLoss(Arguments, keyword_from="own"):
+    """Of an objective with operators of its own."""
+
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
     target: Tensor  # (...)
-    advantages: Tensor  # (...)
-    old_log_probs: Tensor | None = None  # (...)
-    ref_log_probs: Tensor | None = None  # (...)
+    tokens: Nothing
     linear_bias: Tensor | None = None  # (V,)
-    objective: str = "ppo"
-    clip_low: Scalar = 0.2
-    clip_high: Scalar = 0.2
-    dual_clip: OptionalScalar = None
-    beta: Scalar = 0.0
-    kl_estimator: str = "k3"
+    own: Nothing  # the objective's numbers
     reduction: str = "mean"
     ignore_index: int = -100
     numbers: LogitNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
     sparse: SparseGradient
+
+
+def schema_of(objective: type[RowObjective]) -> type[RowLoss]:
+    members = {"__annotations__": {"tokens": objective.tokens_of, "own": objective.numbers}, "objective": objective}
+    options = {"keyword_from": "own"}
+    return types.new_class(objective.__name__, (RowLoss,), options, lambda body: body.update(members))
 
 
 class KlDiv(Arguments, keyword_from="teacher_probs"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from flce_ops.entry.arguments import resolve_ignore_index
 from flce_ops.meta.checks import check_dense
 from flce_ops.support.dtensor import any_dtensor
+from flce_ops.support.holes import refuse_hole
 
 # T tokens of a sequence, D hidden, V vocabulary
 
@@ -49,10 +50,6 @@ def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
     assert isinstance(labels, DTensor)
     for ranks, placement in zip(labels.device_mesh.shape, labels.placements):
         if ranks > 1 and splits(placement) and cast(Shard, placement).dim % labels.dim() == labels.dim() - 1:
-            raise NotImplementedError(
-                f"{op}: shift=True needs the label of the next position, which another rank may hold: target is "
-                f"{describe(labels)}; pass the labels of whole sequences, as a plain tensor that is the same on every "
-                "rank or as a DTensor that is not sharded along them, or shift before you shard"
-            )
+            refuse_hole(op, "shift over ranks", layout=describe(labels))
     local = next_labels(labels.to_local(), ignore_index)
     return globalize(labels.device_mesh, local.contiguous(), labels.placements, labels.shape)

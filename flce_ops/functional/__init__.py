@@ -7,7 +7,7 @@ log_probs.py    linear_log_probs
 kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
 logits.py       cross_entropy of given logits
-entry_of.py     the operator that each calls
+public.py       a public function, made of its signature; the operator that it calls
 keywords.py     their keyword arguments, for overloads
 """
 

@@ -1,23 +1,32 @@
 """linear_kl_div: what its arguments mean."""
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from flce_ops.entry import kl_div
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
+from flce_ops.entry.arguments import ReductionName
 from flce_ops.entry.first_classes import first_classes
-from flce_ops.entry.learnt_scale import apply_learnt_scale
-from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.functional.entry_of import entry_of
-from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.entry.kl_div import OP
+from flce_ops.functional.public import call_entry, public
 from flce_ops.objectives.divergence import Kind
-from flce_ops.support import rank_check
 
 # N tokens, D and E hidden, V vocabulary
 
 
-@typed
+def call(given: dict[str, Any]) -> Tensor:
+    learnt = isinstance(given["logit_scale"], Tensor)
+    if learnt and given["teacher_logit_scale"] is None and given["teacher_probs"] is None:
+        raise ValueError(
+            f"{OP}: logit_scale is a tensor, which the student's alone can be; pass the teacher's as a number: "
+            "teacher_logit_scale=1.0, say"
+        )
+    vocab_size = given.pop("vocab_size")
+    if vocab_size is not None:
+        given.update(first_classes(OP, vocab_size, given))
+    return call_entry(OP, given)
+
+
+@public(call)
 def linear_kl_div(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -111,43 +120,3 @@ def linear_kl_div(
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of
         Language Models", 2024. See docs/distillation.md.
     """
-    if rank_check.wanted():
-        rank_check.check_ranks(kl_div.OP, locals())
-    if isinstance(logit_scale, Tensor) and teacher_logit_scale is None and teacher_probs is None:
-        raise ValueError(
-            f"{kl_div.OP}: logit_scale is a tensor, which the student's alone can be; pass the teacher's as a number: "
-            "teacher_logit_scale=1.0, say"
-        )
-    input, linear_bias, logit_scale, _ = apply_learnt_scale(
-        kl_div.OP, input, linear_bias, logit_scale, temperature, softcap
-    )
-    normalizer = normalizer_tensor(normalizer, input)
-    if vocab_size is not None:
-        linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs = first_classes(
-            kl_div.OP, vocab_size, linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_probs
-        )
-    if shift:
-        target = shifted_target(kl_div.OP, target, input, ignore_index)
-    operands = (input, linear_weight, teacher_input, teacher_weight, teacher_probs, linear_bias, teacher_bias)
-    entry = entry_of(torch.ops.flce.linear_kl_div, kl_div.composite, *operands, target, token_weight, normalizer)
-    return entry(
-        input,
-        linear_weight,
-        teacher_input,
-        teacher_weight,
-        teacher_probs=teacher_probs,
-        linear_bias=linear_bias,
-        teacher_bias=teacher_bias,
-        kind=kind,
-        beta=beta,
-        target=target,
-        ignore_index=resolve_ignore_index(kl_div.OP, ignore_index, target),
-        token_weight=token_weight,
-        reduction=reduction,
-        normalizer=normalizer,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        teacher_logit_scale=teacher_logit_scale,
-        teacher_softcap=teacher_softcap,
-    )

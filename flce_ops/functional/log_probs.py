@@ -3,19 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_ops.entry import log_probs, metrics
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale
-from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.functional.entry_of import entry_of
+from flce_ops.entry import metrics
+from flce_ops.entry.log_probs import OP
 from flce_ops.functional.keywords import LogProbsKeywords
+from flce_ops.functional.public import call_entry, public
 from flce_ops.math.sparse_gradient import Mode, Operand
-from flce_ops.support import rank_check
 
 # N tokens, K classes of a token, D hidden, V vocabulary
 
@@ -32,6 +27,20 @@ class LinearLogProbs(NamedTuple):
     entropy: Tensor | Any  # of the distribution, nats; 0 at ignored tokens
     argmax: Tensor | Any  # class of the largest logit, -1 at ignored tokens
     tail_log_prob: Tensor | Any = None  # log of the probability of all classes that target does not name, nats
+
+
+def call(given: dict[str, Any]) -> Any:
+    return_metrics = given.pop("return_metrics")
+    names = () if return_metrics is None else metrics.checked_names(OP, return_metrics, metrics.OF_LOG_PROBS)
+    asked = {name: name in names for name in metrics.OF_LOG_PROBS}
+    wanted = [given[name] for name in ("entropy", "argmax", "tail")]
+    log_probs, lse, entropy, argmax, *others, of_tail = call_entry(OP, given, asked=asked)
+    results = (result if want else None for result, want in zip((entropy, argmax, of_tail), wanted))
+    found = LinearLogProbs(log_probs, lse, *results)
+    if return_metrics is None:
+        return found
+    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
+    return found, {name: by_name[name] for name in names}
 
 
 @overload
@@ -58,7 +67,7 @@ def linear_log_probs(
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
 
-@typed
+@public(call)
 def linear_log_probs(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -128,41 +137,3 @@ def linear_log_probs(
     Source:
         DESIGN.md has the mathematics, docs/log_probs.md what each result is for and costs.
     """
-    if rank_check.wanted():
-        rank_check.check_ranks(log_probs.OP, locals())
-    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
-        log_probs.OP, input, linear_bias, logit_scale, temperature, softcap
-    )
-    if shift:
-        target = shifted_target(log_probs.OP, target, input, ignore_index)
-    names = () if return_metrics is None else metrics.checked_names(log_probs.OP, return_metrics, metrics.OF_LOG_PROBS)
-    entry = entry_of(torch.ops.flce.linear_log_probs, log_probs.composite, input, linear_weight, target, linear_bias)
-    token_log_probs, lse, entropies, largest, *others, of_tail = entry(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        ignore_index=resolve_ignore_index(log_probs.OP, ignore_index, target),
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        entropy=entropy,
-        argmax=argmax,
-        tail=tail,
-        gradient_threshold=gradient_threshold,
-        gradient_mode=gradient_mode,
-        gradient_seed=gradient_seed,
-        gradient_sparse=gradient_sparse,
-        **{name: name in names for name in metrics.OF_LOG_PROBS},
-    )
-    found = LinearLogProbs(
-        token_log_probs,
-        lse,
-        entropies if entropy else None,
-        largest if argmax else None,
-        of_tail if tail else None,
-    )
-    if return_metrics is None:
-        return found
-    by_name = dict(zip(metrics.OF_LOG_PROBS, others))
-    return found, {name: by_name[name] for name in names}

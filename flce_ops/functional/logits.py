@@ -1,31 +1,25 @@
 """cross_entropy of logits that are given: what its arguments mean."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_ops.entry import logits as given_logits
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
+from flce_ops.entry.arguments import ReductionName
 from flce_ops.entry.logits import OP
-from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.functional.entry_of import entry_of
 from flce_ops.functional.keywords import LogitsKeywords
 from flce_ops.functional.loss import LinearCrossEntropyMetrics
-from flce_ops.math.scalars import normalizer_tensor
-from flce_ops.support import rank_check
+from flce_ops.functional.public import call_entry, public
 
 # N tokens, V vocabulary
 
-# by return_metrics and inplace_backward
-ENTRIES = {
-    (False, False): (torch.ops.flce.cross_entropy, given_logits.composite),
-    (True, False): (torch.ops.flce.cross_entropy_metrics, given_logits.composite_metrics),
-    (False, True): (torch.ops.flce.cross_entropy_, given_logits.composite_in_place),
-    (True, True): (torch.ops.flce.cross_entropy_metrics_, given_logits.composite_metrics_in_place),
-}
+
+def call(given: dict[str, Any]) -> Any:
+    in_place = "_" if given.pop("inplace_backward") else ""
+    if not given.pop("return_metrics"):
+        return call_entry(OP, given, metrics=in_place)
+    loss, token_accuracy, argmax = call_entry(OP, given, metrics="_metrics" + in_place)
+    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
 
 
 @overload
@@ -58,7 +52,7 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
 
-@typed
+@public(call)
 def cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...)
@@ -119,28 +113,3 @@ def cross_entropy(
     Source:
         DESIGN.md; docs/logits.md has the cost and who needs it.
     """
-    if rank_check.wanted():
-        rank_check.check_ranks(OP, locals())
-    normalizer = normalizer_tensor(normalizer, logits)
-    if shift:
-        target = shifted_target(OP, target, logits, ignore_index)
-    op, body = ENTRIES[return_metrics, inplace_backward]
-    entry = entry_of(op, body, logits, target, weight, token_weight, normalizer)
-    result = entry(
-        logits,
-        target,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=resolve_ignore_index(OP, ignore_index, target),
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        token_weight=token_weight,
-        normalizer=normalizer,
-    )
-    if not return_metrics:
-        return result
-    loss, token_accuracy, argmax = result
-    return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)

@@ -1,23 +1,16 @@
 """linear_cross_entropy: what its arguments mean."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_ops.entry import cross_entropy as linear
 from flce_ops.entry import metrics
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import ReductionName, check_torch_options, resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale
-from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.functional.entry_of import entry_of
+from flce_ops.entry.arguments import OP, ReductionName, check_torch_options
 from flce_ops.functional.keywords import CrossEntropyKeywords
-from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.functional.public import call_entry, public
 from flce_ops.math.sparse_gradient import Mode, Operand
-from flce_ops.support import rank_check
 
 # N tokens, D hidden, V vocabulary
 
@@ -27,6 +20,21 @@ class LinearCrossEntropyMetrics(NamedTuple):
 
     token_accuracy: Tensor  # (), float32: share of the tokens not ignored whose target has the largest logit
     argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
+
+
+def call(given: dict[str, Any]) -> Any:
+    options, return_metrics = given.pop("options"), given.pop("return_metrics")
+    if options is not None:
+        check_torch_options(OP, options, given["input"].dtype)
+    if return_metrics is False:
+        return call_entry(OP, given)
+    names = metrics.metric_names(OP, return_metrics)
+    asked = metrics.statistics_for(names)._asdict()
+    loss, *found = call_entry(OP, given, metrics="_metrics", asked=asked)
+    by_name = metrics.by_name(names, found, given["z_loss"])
+    if return_metrics is True:
+        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
+    return loss, by_name
 
 
 @overload
@@ -77,7 +85,7 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
 
-@typed
+@public(call)
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)
@@ -221,51 +229,3 @@ def linear_cross_entropy(
     Source:
         Memory idea: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. See DESIGN.md.
     """
-    if rank_check.wanted():
-        rank_check.check_ranks(linear.OP, locals())
-    check_torch_options(linear.OP, options, input.dtype)
-    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
-        linear.OP, input, linear_bias, logit_scale, temperature, softcap
-    )
-    normalizer = normalizer_tensor(normalizer, input)
-    if shift:
-        target = shifted_target(linear.OP, target, input, ignore_index)
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer, main_grad, target_weight)
-    names = metrics.metric_names(linear.OP, return_metrics)
-    asked: dict[str, bool] = {}
-    if return_metrics is False:
-        entry = entry_of(torch.ops.flce.linear_cross_entropy, linear.composite, *tensors)
-    else:
-        entry = entry_of(torch.ops.flce.linear_cross_entropy_metrics, linear.composite_metrics, *tensors)
-        asked = metrics.statistics_for(names)._asdict()
-    result = entry(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=resolve_ignore_index(linear.OP, ignore_index, target),
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        token_weight=token_weight,
-        normalizer=normalizer,
-        main_grad=main_grad,
-        target_weight=target_weight,
-        gradient_threshold=gradient_threshold,
-        gradient_mode=gradient_mode,
-        gradient_seed=gradient_seed,
-        gradient_sparse=gradient_sparse,
-        gradient_class_order=gradient_class_order,
-        **asked,
-    )
-    if return_metrics is False:
-        return result
-    loss, *found = result
-    by_name = metrics.by_name(names, found, z_loss)
-    if return_metrics is True:
-        return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
-    return loss, by_name

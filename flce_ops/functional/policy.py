@@ -2,19 +2,12 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from flce_ops.entry import policy
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import ReductionName, resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale
-from flce_ops.entry.policy import OP
-from flce_ops.functional.entry_of import entry_of
-from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.entry.arguments import ReductionName
+from flce_ops.functional.public import call_entry, public
 from flce_ops.math.sparse_gradient import Mode, Operand
 from flce_ops.objectives.policy import KlEstimator, Objective
-from flce_ops.support import rank_check
 
 # N tokens, D hidden, V vocabulary
 
@@ -26,7 +19,7 @@ class LinearPolicyResult(NamedTuple):
     log_probs: Tensor  # target's shape: log p(target), nats; 0 at tokens that are ignored or left out by weight 0
 
 
-@typed
+@public(lambda given: LinearPolicyResult(*call_entry("linear_policy_loss", given)))
 def linear_policy_loss(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D)
@@ -121,32 +114,3 @@ def linear_policy_loss(
         et al., "DAPO", 2025; MiniMax, "MiniMax-M1", 2025 (CISPO); Ye et al., "Mastering Complex Control in MOBA
         Games", 2020 (dual clip). See docs/policy_loss.md.
     """
-    if rank_check.wanted():
-        rank_check.check_ranks(OP, locals())
-    input, linear_bias, logit_scale, temperature = apply_learnt_scale(
-        OP, input, linear_bias, logit_scale, temperature, softcap
-    )
-    normalizer = normalizer_tensor(normalizer, input)
-    tensors = (input, linear_weight, target, advantages, old_log_probs, ref_log_probs, linear_bias)
-    entry = entry_of(torch.ops.flce.linear_policy_loss, policy.composite, *tensors, token_weight, normalizer)
-    result = entry(
-        *tensors,
-        objective=objective,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        beta=beta,
-        kl_estimator=kl_estimator,
-        reduction=reduction,
-        ignore_index=resolve_ignore_index(OP, ignore_index, target),
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        token_weight=token_weight,
-        normalizer=normalizer,
-        gradient_threshold=gradient_threshold,
-        gradient_mode=gradient_mode,
-        gradient_seed=gradient_seed,
-        gradient_sparse=gradient_sparse,
-    )
-    return LinearPolicyResult(*result)

@@ -1,12 +1,11 @@
 """The mathematics around the objectives, in torch alone: arguments, numbers of rows, reductions.
 
 options.py                     the arguments by group, and the formulas that they stand in
-scalars.py                     numbers among them, as 0-d tensors
 slots.py                       tokens whose target names several classes
 log_probs.py, statistics.py    log-probability and entropy; accuracy and other by-products of a row
 reduction.py                   from the losses of tokens to a scalar
 shards.py                      rows whose classes are shared by ranks
 sparse_gradient.py             which entries of a logit gradient are kept, and what they become
 kl_div_arguments.py            of linear_kl_div
-precision.py, two_sum.py       the dtype of sums; a sum in two numbers
+precision.py                   the dtype of sums
 """

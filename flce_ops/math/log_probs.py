@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.math.slots import beside_slots, repeats
+from flce_ops.math.slots import repeats
 
 # K slots of a target (..., K)
 
@@ -15,10 +15,11 @@ def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Ten
 
     The target is among the classes of a whole row, so below 0 stands a rounding of target_logit.
     """
-    distance = beside_slots(lse, target_logit) - target_logit
+    several = target_logit.dim() > lse.dim()
+    distance = (lse.unsqueeze(-1) if several else lse) - target_logit
     if lse_rest is None:
         return distance
-    distance = distance + beside_slots(lse_rest, target_logit)
+    distance = distance + (lse_rest.unsqueeze(-1) if several else lse_rest)
     return distance - distance.detach().clamp(max=0.0)
 
 

@@ -3,21 +3,40 @@
     u_ij  = input_i . linear_weight_j + linear_bias_j
     z_ij  = softcap tanh(logit_scale u_ij / softcap)                 LogitOptions; without softcap: logit_scale u_ij
 
-Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing (scalars.py says why).
+Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing.
+A number in a compiled graph is a constant of it: another value is another compilation. A 0-d tensor is an input.
+torch.compile turns a Python float that changed between two calls into a SymFloat, and arithmetic of a tensor with a
+SymFloat into an input of the graph, so that from the third value on a graph is found that fits.
+
+    logit_scale = 30, softcap = None   ->   tensor(30.), None          None: the option is off and costs nothing
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from math import inf
+from dataclasses import dataclass
+from math import inf, nextafter, ulp
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import SymFloat, Tensor
 
-from flce_ops.math.slots import tokens_that_count
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import SparseGradient
 
 # N tokens, K slots, D hidden, V vocabulary (a rank's part of it where it is sharded)
+
+
+CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
+
+
+def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
+    """16-bit columns of a row of retained logits, which starts on 16 bytes.
+
+    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
+    (flce_ops/triton/steps/logit_codes.py, flce_ops/aten/chunks.py).
+    """
+    numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
+    return 4 * dtype.itemsize * (numbers + maxima)
 
 
 class Operands(NamedTuple):
@@ -30,6 +49,10 @@ class Operands(NamedTuple):
     @property
     def num_classes(self) -> int:
         return self.linear_weight.shape[0]
+
+    @property
+    def retained_columns(self) -> int:
+        return retained_columns(self.linear_weight.shape[0], self.input.dtype)
 
 
 class LowRankOperands(NamedTuple):
@@ -127,10 +150,13 @@ class TokenStatistics(NamedTuple):
     @classmethod
     def found(cls, asked: Statistics, results: Sequence[Tensor]) -> "TokenStatistics":
         """Of an operator's results, which are (0,) where not asked for."""
+        if not any(asked):
+            return cls()
         return cls(*(result if wanted else None for result, wanted in zip(results, asked, strict=True)))
 
 
-class TokenLosses(NamedTuple):
+@dataclass(eq=False)
+class TokenLosses:
     """What the losses of tokens are a function of, one row a token."""
 
     operands: Any  # Operands, or LogitOperands where the logits are given
@@ -142,9 +168,10 @@ class TokenLosses(NamedTuple):
     target_weight: Tensor | None = None  # (N, K), of a target (N, K)
     sparse: SparseGradient = SparseGradient()
 
-    @property
+    @functools.cached_property
     def valid(self) -> Tensor:  # (N,)
-        return tokens_that_count(self.operands.target, self.ignore_index)
+        counts = self.operands.target != self.ignore_index
+        return counts if counts.dim() == 1 else counts.any(1)
 
     @property
     def denominator_weight(self) -> Tensor | None:  # (V,)
@@ -174,10 +201,50 @@ def numbers_of(group: Any) -> tuple[str, ...]:
     return tuple(name for name, hint in get_type_hints(group).items() if hint in (Tensor, Tensor | None))
 
 
-# What a user's number must be: as the message says it, and whether it is.
-Ranges = dict[str, tuple[str, Callable[[float], bool]]]
+# What a user's number must be: as the message says it, the least and the largest.
+Ranges = dict[str, tuple[str, float, float]]
+LEAST, LARGEST = ulp(0.0), nextafter(inf, 0.0)  # that are positive and finite
 RANGES: Ranges = {
-    "softcap": ("expected softcap to be positive and finite, or None", lambda value: 0.0 < value < inf),
-    "teacher_softcap": ("expected teacher_softcap to be positive and finite, or None", lambda value: 0.0 < value < inf),
-    "temperature": ("expected temperature to be positive and finite", lambda value: 0.0 < value < inf),
+    "softcap": ("expected softcap to be positive and finite, or None", LEAST, LARGEST),
+    "teacher_softcap": ("expected teacher_softcap to be positive and finite, or None", LEAST, LARGEST),
+    "temperature": ("expected temperature to be positive and finite", LEAST, LARGEST),
 }
+
+Number = float  # an int will do, and the SymFloat above, whose products with tensors torch's stubs do not have
+
+
+def scalar(value: Number, like: Tensor) -> Tensor:  # ()
+    """`value` on the device and in the accumulation dtype of `like`."""
+    dtype = accumulation_dtype(like.dtype)
+    if isinstance(value, SymFloat):
+        return torch.ones((), dtype=dtype, device=like.device) * value
+    return torch.full((), value, dtype=dtype, device=like.device)
+
+
+def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor | None:  # ()
+    """`scalar(value)`, or None where the option does nothing: a value that is known, and neutral."""
+    if value is None or (not isinstance(value, SymFloat) and value == neutral):
+        return None
+    return scalar(value, like)
+
+
+def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
+    """The entries take a tensor. Dynamo sees this function, and to it a float that changes still looks like a float."""
+    if normalizer is None or isinstance(normalizer, Tensor):
+        return normalizer
+    if torch.compiler.is_compiling():
+        return scalar(1.0, like) * normalizer
+    return scalar(normalizer, like)
+
+
+def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
+    """LogitNumbers or LossNumbers as the inner operators take them. The temperature, behind the cap, goes into both:
+
+    cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
+    """
+    divisor = scalar_unless(1.0, numbers.temperature, like)
+    cap = None if numbers.softcap is None else scalar(numbers.softcap, like)
+    if divisor is None:
+        return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like))
+    # tensors are divided: a quotient of SymFloats is a constant of the graph on torch 2.11
+    return LogitOptions(None if cap is None else cap / divisor, scalar(numbers.logit_scale, like) / divisor)

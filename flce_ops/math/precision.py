@@ -3,6 +3,12 @@
 import torch
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 operands, float32 for all others: the dtype of the softmax, of the loss and of their sums."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+class Sums(dict):
+    def __missing__(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32  # what is no dtype of operands is refused later
+
+
+SUMS = Sums(dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float32))
+SUMS[torch.float64] = torch.float64
+# The dtype of the softmax, of the loss and of their sums; a lookup without a frame, as each call asks for it often.
+accumulation_dtype = SUMS.__getitem__

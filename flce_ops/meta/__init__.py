@@ -9,10 +9,10 @@ results.py                       kinds of results, how each is allocated
 outputs.py                       the checks of a call, and its results
 checks.py                        refusals of operands that operators share
 main_grad.py, sparse_checks.py   of a buffer that a gradient is added to; of a sparse gradient
-policy.py, kl_div_checks.py      of a policy's options; of a divergence's operands
+kl_div_checks.py                 of a divergence's operands
 """
 
-from flce_ops.meta.arguments import retained_columns
+from flce_ops.math.options import retained_columns
 from flce_ops.meta.outputs import Gradients, Outputs, outputs
 
 __all__ = ["Gradients", "Outputs", "outputs", "retained_columns"]

@@ -1,5 +1,7 @@
 """The arguments and results of each inner operator, once: the fields of a class, as call.py and results.py declare."""
 
+import types
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ from flce_ops.meta.results import (
     token,
 )
 from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
+from flce_ops.objectives.row import Nothing, RowObjective
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
@@ -39,17 +41,6 @@ LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(
     (class_index if name == "argmax" else token)(name, f"statistics.{name}") for name in Statistics._fields
 )
-CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
-
-
-def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
-    """16-bit columns of a row of retained logits, which starts on 16 bytes.
-
-    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
-    (flce_ops/triton/steps/logit_codes.py, flce_ops/aten/chunks.py).
-    """
-    numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
-    return 4 * dtype.itemsize * (numbers + maxima)
 
 
 class Forward(Arguments, keyword_from="ignore_index"):
@@ -64,7 +55,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
         token("log_sum_sq_probs", "log_sum_sq_probs"),
         token("mean_logit", "mean_logit"),
         token("lse_rest"),
-        Result("retained", lambda call: call.shape_of_retained, at_ignored=None, dtype=torch.int16),
+        Result("retained", attrgetter("retain", "operands.retained_columns"), at_ignored=None, dtype=torch.int16),
     )
 
     operands: Operands
@@ -80,11 +71,6 @@ class Forward(Arguments, keyword_from="ignore_index"):
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
     sparse: SparseGradient  # of backward
-
-    @property
-    def shape_of_retained(self) -> tuple[int, int]:
-        input, linear_weight = self.operands[:2]
-        return self.retain, retained_columns(linear_weight.shape[0], input.dtype)
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -291,14 +277,33 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
     output_mask: OutputMask
 
 
-class PolicyWithGrad(Arguments, keyword_from="ignore_index"):
-    op = "linear_policy_loss_with_grad"
+class RowOperands(NamedTuple):
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (N,)
+    linear_bias: Tensor | None = None  # (V,)
+
+
+class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
+    """Of an objective with operators of its own."""
+
     results = (*LOSSES, *GRADIENTS, token("log_probs"))
 
-    operands: PolicyOperands
-    tokens: PolicyTokens
+    operands: RowOperands
+    tokens: Nothing
     reduction: Reduction
     ignore_index: int = -100
-    policy: PolicyOptions
+    options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
+
+
+def with_grad_of(objective: type[RowObjective]) -> type[RowLossWithGrad]:
+    annotations = {"tokens": objective.tokens_of, "options": objective.options_of}
+    members = {"__annotations__": annotations, "op": f"{objective.name}_with_grad", "objective": objective}
+    options = {"keyword_from": "ignore_index"}
+    return types.new_class(objective.__name__, (RowLossWithGrad,), options, lambda body: body.update(members))
+
+
+ROW_LOSSES = {name: with_grad_of(objective) for name, objective in RowObjective.named.items()}
+PolicyWithGrad = ROW_LOSSES["linear_policy_loss"]

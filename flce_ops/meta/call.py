@@ -49,9 +49,11 @@ class Arguments:
 
     choice: Choice = Choice()  # of its path, and notes of what runs there: for flce_ops.last_path()
     notes: tuple[str, ...] = ()
+    all_count = False  # whether it is known that no token is ignored
 
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
+    objective: ClassVar[Any] = None  # whose operator it is
     written: ClassVar[str] = ""  # an argument that the operator writes to
     constants: ClassVar[tuple[str, ...]] = ()  # tensors that a gradient is refused for, beside its numbers
 
@@ -125,7 +127,10 @@ class Arguments:
 
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        return cls.of(cls.values_of(args, kwargs))
+        values = [*args, *cls.defaults[len(args) :]]
+        for name, value in kwargs.items():
+            values[cls.index[name]] = value
+        return cls.of(values)
 
     @classmethod
     def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
@@ -181,6 +186,7 @@ def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
                 return function(args[0], **kwargs)
             return function(arguments.bind(*args, **kwargs))
 
+        run.of_call = function  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -4,13 +4,14 @@ Each message says which argument, what was expected, what came, and what to do w
 Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/support/target_range.py).
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.options import Operands
 from flce_ops.math.reduction import Reduction
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
 
@@ -21,8 +22,14 @@ TARGET_DTYPES = (torch.int64, torch.int32)
 
 def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
     """With `slots`, target may be (N, K)."""
-    check_dense(op, **operands._asdict())
     input, linear_weight, target, linear_bias, weight = operands
+    tensors: dict[str, Any] = {
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+    }
+    check_dense(op, input=input, **tensors)
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear(op, input, linear_weight, linear_bias)
@@ -32,10 +39,11 @@ def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
             f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
             f"got {tuple(target.shape)}{or_slots}"
         )
-    check_target_dtype(op, target)
+    if target.dtype not in TARGET_DTYPES:
+        check_target_dtype(op, target)
     if weight is not None:
         check_per_class(op, "weight", weight, linear_weight.shape[0])
-    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
+    check_device(op, input, **tensors)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -61,7 +69,10 @@ def is_pruned(tensor: Tensor) -> bool:
 def check_dense(op: str, **tensors: Tensor | None) -> None:
     """Before anything is read off a tensor or made of it."""
     for name, tensor in tensors.items():
-        if tensor is None or is_dense(tensor):
+        if tensor is None:
+            continue
+        usual = type(tensor) in DENSE_TYPES and tensor.layout is torch.strided
+        if (usual and not (tensor.is_nested or tensor.is_quantized)) or is_dense(tensor):
             continue
         if tensor.is_nested:
             raise TypeError(
@@ -101,12 +112,11 @@ def check_real(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: expected {name} to be real, got {tensor.dtype}")
 
 
-def check_supported_dtype(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise TypeError(
-            f"{op}: expected {name} in one of {supported}, got {tensor.dtype}{swapped_with_target(name, tensor)}"
-        )
+def refuse_dtype(op: str, name: str, tensor: Tensor) -> NoReturn:
+    supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+    raise TypeError(
+        f"{op}: expected {name} in one of {supported}, got {tensor.dtype}{swapped_with_target(name, tensor)}"
+    )
 
 
 def check_linear(
@@ -120,8 +130,10 @@ def check_linear(
 ) -> None:
     """Hidden states, the weight of their head and its bias."""
     of_input, of_weight, of_bias = names
-    check_supported_dtype(op, of_input, input)
-    check_unpacked(op, of_weight, weight)
+    if input.dtype not in SUPPORTED_DTYPES:
+        refuse_dtype(op, of_input, input)
+    if weight.dtype != input.dtype:
+        check_unpacked(op, of_weight, weight)
     if weight.dim() != 2:
         hint = (
             " (a 1-D weight is what FSDP1 leaves outside the forward of the module that owns it: "
@@ -179,6 +191,12 @@ def check_per_row(op: str, operands: Any, **tensors: Tensor | None) -> None:
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
             raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
     check_device(op, input, of, **tensors)
+
+
+def check_constants(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            refuse_hole(op, "constant", name=name)
 
 
 def check_denominator(op: str, reduction: Reduction) -> None:

@@ -5,6 +5,7 @@ import torch
 from flce_ops.math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
 from flce_ops.meta.checks import check_dense, check_device, check_linear
 from flce_ops.objectives.divergence import KINDS
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -77,7 +78,4 @@ def check_no_teacher_gradient(op: str, **tensors) -> None:
     for name in TEACHER:
         tensor = tensors.get(name)
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{op}: the teacher is constant, but {name} requires a gradient; pass {name}.detach(), or freeze the "
-                "teacher with requires_grad_(False)"
-            )
+            refuse_hole(op, "teacher", name=name)

@@ -4,7 +4,8 @@ A check is of a kind of arguments, a group or a name, and runs for each operator
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from flce_ops.math.kl_div_arguments import KlDivOperands
 from flce_ops.math.options import Cotangents, LogitOperands, LowRankOperands, Operands
-from flce_ops.math.reduction import Reduction
+from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta import kl_div_checks
-from flce_ops.meta.arguments import BackwardInPlace, Forward, GradGrads, VocabParallelWithGrad, retained_columns
+from flce_ops.meta.arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
 from flce_ops.meta.call import Arguments
 from flce_ops.meta.checks import (
+    SUPPORTED_DTYPES,
     check_denominator,
     check_dense,
     check_device,
@@ -26,42 +28,84 @@ from flce_ops.meta.checks import (
     check_per_class,
     check_per_row,
     check_per_slot,
-    check_supported_dtype,
     check_target_dtype,
+    refuse_dtype,
 )
 from flce_ops.meta.main_grad import check_main_grad
-from flce_ops.meta.policy import check_policy
-from flce_ops.meta.results import allocate
+from flce_ops.meta.results import Result
 from flce_ops.meta.sparse_checks import check_sparse
-from flce_ops.objectives.policy import PolicyOperands, PolicyOptions, PolicyTokens
+from flce_ops.objectives.row import RowObjective
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, K slots of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
 Outputs = tuple[Tensor, ...]  # the results of a call, as its class declares them
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
-OF_FORWARD = ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob")
-TOKENS = (*OF_FORWARD, *Cotangents._fields[1:], *PolicyTokens._fields, "row_scale", "grad")  # arguments (N,)
+EXPECTATION = ("grad_expected_log_prob", "expected_log_prob")
+TOKENS = (
+    "lse",
+    "lse_rest",
+    *EXPECTATION,
+    *Cotangents._fields[1:],
+    *(name for objective in RowObjective.named.values() for name in objective.tokens_of._fields),
+    "row_scale",
+    "grad",
+)  # arguments (N,)
 
 
 def outputs(call: Any) -> Any:
     """Uninitialised: a tuple, or the only one."""
-    for check in checks_of(call.__class__):
-        check(call.op, call)
+    for check, of in checks_of(call.__class__):
+        if of is None or of(call) is not None:
+            check(call.op, call)
     results = allocate(call.results, call)
     return results if len(results) > 1 else results[0]
 
 
 @functools.cache
-def checks_of(arguments: type[Arguments]) -> list[Callable[[str, Any], None]]:
-    kinds = {group for _, group, _, _ in arguments.fields} | {*arguments.index}
-    return list(dict.fromkeys(check for kind, check in CHECKS.items() if kind in kinds))
+def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], None], Callable | None]]:
+    """Each with what it is of, where that may be None."""
+    found: list[tuple[Callable[[str, Any], None], Callable | None]] = []
+    for kind, check in CHECKS.items():
+        for name, group, start, stop in arguments.fields:
+            if kind is group is not None and not (kind is SparseGradient and "output_mask" not in arguments.index):
+                found.append((check, None))
+            for argument in arguments.arguments[start:stop]:
+                if kind == argument.name and argument.type.startswith("Tensor"):
+                    path = name if group is None else f"{name}.{kind}"
+                    found.append((check, attrgetter(path) if argument.type == "Tensor?" else None))
+    return found
+
+
+def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
+    """Uninitialised."""
+    operands, found = call.operands, []
+    first = operands[0]
+    tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
+    for _, shape, asked, _, dtype, operand in results:
+        like, size, dtype = first, tokens, dtype or accumulate
+        if operand:
+            of = getattr(operands, operand)
+            # linear_bias has a gradient where there is none, too
+            like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
+            dtype = like.dtype
+        if asked is not None and not asked(call):
+            size = 0
+        elif shape is not None:
+            size = shape(call)
+        found.append(like.new_empty(size, dtype=dtype))
+    return tuple(found)
 
 
 def check_head(op: str, call: Any) -> None:
+    operands = call.operands
     if isinstance(call, VocabParallelWithGrad):  # whose class weights are those of all ranks
-        check_operands(op, call.operands._replace(weight=None))
-    else:
-        check_operands(op, Operands(*call.operands), slots=isinstance(call.operands, Operands))
+        check_operands(op, operands._replace(weight=None))
+        return
+    slots = isinstance(operands, Operands)
+    check_operands(op, operands if slots else Operands(*operands), slots=slots)
+    if operands.target.dim() == 2 and getattr(call, "target_weight", operands) is None:
+        check_target_weight(op, call)
 
 
 def check_pair(op: str, call: Any) -> None:
@@ -85,7 +129,8 @@ def check_pair(op: str, call: Any) -> None:
 def check_logits(op: str, call: Any) -> None:
     logits, target, weight = call.operands
     check_dense(op, **call.operands._asdict())
-    check_supported_dtype(op, "logits", logits)
+    if logits.dtype not in SUPPORTED_DTYPES:
+        refuse_dtype(op, "logits", logits)
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
@@ -95,9 +140,13 @@ def check_logits(op: str, call: Any) -> None:
     check_device(op, logits, "logits", target=target, weight=weight)
 
 
-def check_rows(op: str, call: Any) -> None:
-    values = dict(zip(call.index, call.values()))
-    check_per_row(op, call.operands, **{name: values[name] for name in TOKENS if isinstance(values.get(name), Tensor)})
+def check_row(name: str) -> Callable[[str, Any], None]:
+    def check(op: str, call: Any) -> None:
+        check_per_row(op, call.operands, **{name: call.values()[call.index[name]]})
+        if name in EXPECTATION and (call.grad_expected_log_prob is None or call.expected_log_prob is None):
+            raise ValueError(f"{op}: expected {' and '.join(EXPECTATION)} together, got one of them")
+
+    return check
 
 
 def check_target_weight(op: str, call: Any) -> None:
@@ -121,13 +170,9 @@ def check_grad_grads(op: str, call: Any) -> None:
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
 
 
-def check_of_forward(op: str, call: Any) -> None:
-    if (call.grad_expected_log_prob is None) != (call.expected_log_prob is None):
-        raise ValueError(f"{op}: expected grad_expected_log_prob and expected_log_prob together, got one of them")
+def check_retained(op: str, call: Any) -> None:
     retained = call.retained
-    if retained is None:
-        return
-    columns = retained_columns(call.operands.linear_weight.shape[0], call.operands.input.dtype)
+    columns = call.operands.retained_columns
     if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
         raise ValueError(
             f"{op}: expected retained as the forward operator gives it, (R, {columns}) in torch.int16, "
@@ -140,14 +185,9 @@ def check_added(op: str, call: Any) -> None:
     if not isinstance(call, BackwardInPlace):
         return
     if call.sparse.gradient_threshold:
-        raise NotImplementedError(f"{op}: gradient_threshold with main_grad is not implemented; leave one of them out")
+        refuse_hole(op, "threshold and main_grad")
     if not call.output_mask[1]:
         raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
-
-
-def check_sparsity(op: str, call: Any) -> None:
-    if not isinstance(call, Forward):  # whose backward is told
-        check_sparse(op, call.sparse, call.operands.input)
 
 
 def check_divergence_rows(op: str, call: Any) -> None:
@@ -165,18 +205,21 @@ def check_divergence_rows(op: str, call: Any) -> None:
 
 CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in this order
     Operands: check_head,
-    PolicyOperands: check_head,
+    RowOperands: check_head,
     LowRankOperands: check_pair,
     LogitOperands: check_logits,
     KlDivOperands: lambda op, call: kl_div_checks.check_operands(op, call.operands, call.options),
-    Reduction: lambda op, call: check_denominator(op, call.reduction),
-    PolicyOptions: lambda op, call: check_policy(op, call.policy, call.tokens.ref_log_probs),
-    **dict.fromkeys(("row_scale", "lse", "grad"), check_rows),
+    "denominator": lambda op, call: check_denominator(op, call.reduction),
+    **{
+        objective.options_of: lambda op, call: call.objective.check(op, call.options, call.tokens)
+        for objective in RowObjective.named.values()
+    },
+    **{name: check_row(name) for name in TOKENS},
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,
     GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
-    "retained": check_of_forward,
-    SparseGradient: check_sparsity,
+    "retained": check_retained,
+    SparseGradient: lambda op, call: check_sparse(op, call.sparse, call.operands.input),  # a forward's backward is told
     "main_grad": check_added,
 }

@@ -10,9 +10,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from flce_ops.math.precision import accumulation_dtype
 
 # N tokens, K slots of a target, D hidden, V vocabulary
 
@@ -62,23 +59,3 @@ def gradients(*operands: str) -> tuple[Result, ...]:
         return Result(f"grad_{operand}", None, lambda call: call.output_mask[place], at_ignored, operand=operand)
 
     return tuple(of(operand, place) for place, operand in enumerate(operands))
-
-
-def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
-    """Uninitialised."""
-    operands, found = call.operands, []
-    first = operands[0]
-    tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
-    for _, shape, asked, _, dtype, operand in results:
-        like, size, dtype = first, tokens, dtype or accumulate
-        if operand:
-            of = getattr(operands, operand)
-            # linear_bias has a gradient where there is none, too
-            like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
-            dtype = like.dtype
-        if asked is not None and not asked(call):
-            size = 0
-        elif shape is not None:
-            size = shape(call)
-        found.append(like.new_empty(size, dtype=dtype))
-    return tuple(found)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flce_ops.math.sparse_gradient import MODES, OPERANDS, SparseGradient
 from flce_ops.meta.checks import check_device
+from flce_ops.support.holes import refuse_hole
 
 
 def check_sparse_options(op: str, sparse: SparseGradient) -> None:
@@ -37,7 +38,4 @@ def check_sparse(op: str, sparse: SparseGradient, input: Tensor) -> None:
             )
         check_device(op, input, gradient_seed=seed)
     if input.dtype == torch.float16:
-        raise NotImplementedError(
-            f"{op}: gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "
-            "bfloat16"
-        )
+        refuse_hole(op, "float16")

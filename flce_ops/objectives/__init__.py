@@ -8,3 +8,11 @@ class_probabilities.py      targets that are distributions: a divergence less a 
 divergence.py               of an entry: forward and reverse KL, Jensen-Shannon
 language.py, in_triton.py   the words that the functions may use, on tensors and in a kernel
 """
+
+import importlib
+import pkgutil
+
+# each registers itself: a new objective is a file here
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name != "in_triton":  # who runs kernels has imported Triton
+        importlib.import_module(f"{__name__}.{_module.name}")

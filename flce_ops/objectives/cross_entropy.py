@@ -8,16 +8,14 @@ A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (
 equal classes add up.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import LogitOperands, Operands, OptionalScalar, Ranges, Scalar, numbers_of
+from flce_ops.math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
 from flce_ops.math.reduction import class_weight_of
-from flce_ops.math.scalars import scalar_unless
-from flce_ops.math.slots import tokens_that_count
 from flce_ops.objectives.language import RowFunction, number, times
 from flce_ops.objectives.row import RowObjective
 
@@ -35,7 +33,7 @@ class LossNumbers(NamedTuple):
 
 
 RANGES: Ranges = {
-    "label_smoothing": ("expected label_smoothing in [0, 1]", lambda value: 0.0 <= value <= 1.0),
+    "label_smoothing": ("expected label_smoothing in [0, 1]", 0.0, 1.0),
 }
 
 
@@ -46,12 +44,17 @@ class LossOptions(NamedTuple):
     z_loss: Tensor | None = None  # ()
 
 
+NUMBERS = numbers_of(LossOptions)
+
+
 def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
     """At its default a term of the loss is off."""
-    options = {name: getattr(numbers, name) for name in LossOptions._fields}
-    for name in numbers_of(LossOptions):
-        options[name] = scalar_unless(LossNumbers._field_defaults[name], options[name], like)
-    return LossOptions(**options)
+    options: list[Any] = []
+    for name in LossOptions._fields:
+        value = getattr(numbers, name)
+        is_number = name in NUMBERS
+        options.append(scalar_unless(LossNumbers._field_defaults[name], value, like) if is_number else value)
+    return LossOptions(*options)
 
 
 class CrossEntropy(RowObjective):
@@ -106,21 +109,17 @@ def cross_entropy_of(
 
 
 def losses_of_rows(
-    operands: Operands | LogitOperands,
-    ignore_index: int,
-    options: LossOptions,
+    problem: TokenLosses,
     num_classes: int,  # V, of all shards
     target_logit: Tensor,  # (N,), as the next two; (N, K) of a soft target
     lse: Tensor,
     logit_sum: Tensor | None,  # read only with label smoothing
     lse_rest: Tensor | None = None,  # (N,)
-    target_weight: Tensor | None = None,  # (N, K)
-) -> tuple[Tensor, Tensor]:  # (N,) each
-    """Losses, 0 where ignored, that autograd differentiates; which tokens are not ignored."""
-    target = operands.target
-    slot_weight = None if target_weight is None else weight_of_slots(target, target_weight, ignore_index, lse.dtype)
-    objective = cross_entropy_of(target, operands.weight, num_classes, options, lse.dtype, slot_weight)
+) -> Tensor:  # (N,)
+    """Losses, 0 where ignored, that autograd differentiates."""
+    target, weight, options, q = problem.operands.target, problem.operands.weight, problem.loss, problem.target_weight
+    slot_weight = None if q is None else weight_of_slots(target, q, problem.ignore_index, lse.dtype)
+    objective = cross_entropy_of(target, weight, num_classes, options, lse.dtype, slot_weight)
     distance = surprisal(target_logit, lse, lse_rest)
     losses, _ = objective.losses_and_slopes(distance, lse, logit_sum if options.label_smoothing else None)
-    valid = tokens_that_count(target, ignore_index)
-    return torch.where(valid, losses, 0.0), valid
+    return torch.where(problem.valid, losses, 0.0)

@@ -17,21 +17,44 @@ that are stored, which are rounded: where log q - log p or log q - log m is the 
 agree; a confident student that disagrees) G is 0, and 1e-6 of K would stay.
 """
 
-from typing import ClassVar, Literal, get_args
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from flce_ops.objectives.language import RowFunction, exp, where
+from flce_ops.objectives.language import RowFunction, where
 
 Kind = Literal["forward", "reverse", "jsd"]  # what linear_kl_div takes
 KINDS = get_args(Kind)
+
+
+def once(function: Callable) -> Callable:
+    """`function` of the logarithms of a block, which remember the result: its sums and its gradient read the same."""
+    name = function.__name__
+
+    def run(logarithms: Tensor, *others: Any) -> Any:
+        if name not in vars(logarithms):
+            vars(logarithms)[name] = function(logarithms, *others)
+        return vars(logarithms)[name]
+
+    return run
+
+
+exp = once(torch.exp)
 
 
 def nats(difference: Tensor) -> Tensor:
     return difference
 
 
+@once
+def log_ratio(log_q: Tensor, log_p: Tensor, q: Tensor) -> Tensor:
+    """log q - log p, 0 where q is."""
+    return torch.where(q == 0.0, 0.0, log_q - log_p)
+
+
+@once
 def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """log q - log m = -log(1 - beta + beta e^a), log p - log m = -log(beta + (1 - beta) e^-a), with a = log p - log q.
 
@@ -42,7 +65,8 @@ def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[T
 
 
 class EntryFunction(RowFunction):
-    words = {"exp": "exp2", "where": "where", "nats": "nats", "log_ratios_to_mixture": "log2_ratios_to_mixture"}
+    words = {name: name for name in ("where", "nats", "log_ratio")}
+    words |= {"exp": "exp2", "log_ratios_to_mixture": "log2_ratios_to_mixture"}
 
 
 class Divergence:
@@ -97,7 +121,7 @@ class Reverse(Divergence):
     @EntryFunction
     def of_entry(log_q, log_p, beta):
         q = exp(log_q)
-        return where(q == 0.0, 0.0, q * (log_q - log_p)), q
+        return q * log_ratio(log_q, log_p, q), q
 
     @EntryFunction
     def of_sums(sums, beta):
@@ -107,7 +131,7 @@ class Reverse(Divergence):
     @EntryFunction
     def gradient(log_q, log_p, number, scale, beta):
         q = exp(log_q)
-        return q * (where(q == 0.0, 0.0, log_q - log_p) - number) * nats(scale)
+        return q * (log_ratio(log_q, log_p, q) - number) * nats(scale)
 
 
 class JensenShannon(Divergence):

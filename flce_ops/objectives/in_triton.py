@@ -72,6 +72,11 @@ def nats(difference):
 
 
 @triton.jit
+def log_ratio(log_q, log_p, q):
+    return tl.where(q == 0.0, 0.0, log_q - log_p)
+
+
+@triton.jit
 def log2_within_2_22(x):
     """Within 2^-22, absolute between 0.5 and 2 and relative elsewhere; the stored logits are within 2^-12.
 

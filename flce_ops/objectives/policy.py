@@ -12,12 +12,12 @@ where A < 0 1 - clip_low and c. A ratio beyond its bound is the bound, whose der
 the ratio overflows: there autograd of the formula as it is written makes 0 * inf.
 """
 
-from collections.abc import Callable
+from math import inf, nextafter
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from flce_ops.math.options import Ranges
+from flce_ops.math.options import OptionalScalar, Ranges, Scalar, scalar, scalar_unless
 from flce_ops.objectives.language import RowFunction, clamp, constant, exp, expm1, number, of_tokens, where
 from flce_ops.objectives.row import RowObjective
 
@@ -28,13 +28,6 @@ KlEstimator = Literal["k1", "k2", "k3"]
 OBJECTIVES, KL_ESTIMATORS = get_args(Objective), get_args(KlEstimator)
 
 
-class PolicyOperands(NamedTuple):
-    input: Tensor  # (N, D)
-    linear_weight: Tensor  # (V, D)
-    target: Tensor  # (N,)
-    linear_bias: Tensor | None = None  # (V,)
-
-
 class PolicyTokens(NamedTuple):
     """What is known of each token, constants in the accumulation dtype."""
 
@@ -42,18 +35,23 @@ class PolicyTokens(NamedTuple):
     old_log_probs: Tensor | None = None  # (N,); None for those of the policy itself
     ref_log_probs: Tensor | None = None  # (N,), read with beta
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "PolicyTokens":
-        return PolicyTokens(*(None if values is None else change(values) for values in self))
-
-
-CONSTANTS = PolicyTokens._fields
-
 
 RANGES: Ranges = {
-    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", lambda value: value >= 0.0),
-    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", lambda value: value >= 0.0),
-    "dual_clip": ("expected dual_clip to be greater than 1 or None", lambda value: value > 1.0),
+    "clip_low": ("expected clip_low, below the ratio 1, not to be negative", 0.0, inf),
+    "clip_high": ("expected clip_high, above the ratio 1, not to be negative", 0.0, inf),
+    "dual_clip": ("expected dual_clip to be greater than 1 or None", nextafter(1.0, inf), inf),
 }
+
+
+class PolicyNumbers(NamedTuple):
+    """The user's, in the order of the entry's schema."""
+
+    objective: str = "ppo"
+    clip_low: Scalar = 0.2
+    clip_high: Scalar = 0.2
+    dual_clip: OptionalScalar = None
+    beta: Scalar = 0.0
+    kl_estimator: str = "k3"
 
 
 class PolicyOptions(NamedTuple):
@@ -65,10 +63,49 @@ class PolicyOptions(NamedTuple):
     kl_estimator: str
 
 
-class Policy(RowObjective):
-    """Its tokens are PolicyTokens, its options PolicyOptions."""
+TOKEN_LEVEL = "its tokens' losses are those of objective='ppo', token_weight and normalizer add them up"
+SEQUENCE_LEVEL = "a sequence's tokens share one ratio there; make it of flce_ops.linear_log_probs"
+HINTS = dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo"), TOKEN_LEVEL)
+HINTS |= dict.fromkeys(("gspo", "luspo", "vespo", "dpo"), SEQUENCE_LEVEL)
 
+
+class Policy(RowObjective):
     bounded = True
+    name = "linear_policy_loss"
+    tokens_of, numbers, options_of, ranges = PolicyTokens, PolicyNumbers, PolicyOptions, RANGES
+
+    @classmethod
+    def check(cls, op: str, options: PolicyOptions, tokens: PolicyTokens) -> None:
+        objective, estimator = options.objective, options.kl_estimator
+        if objective not in OBJECTIVES:
+            hint = HINTS.get(objective)
+            raise ValueError(
+                f"{op}: expected objective to be one of {', '.join(OBJECTIVES)}, got {objective!r}"
+                + (f"; {hint}" if hint else "")
+            )
+        if estimator not in KL_ESTIMATORS:
+            raise ValueError(f"{op}: expected kl_estimator to be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
+        if options.dual_clip is not None and objective != "ppo":
+            raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got {objective!r}; leave it out")
+        if options.beta is not None and tokens.ref_log_probs is None:
+            raise ValueError(f"{op}: beta weighs the KL term, which needs ref_log_probs, of target's shape; got None")
+
+    @classmethod
+    def made_of(cls, numbers: PolicyNumbers, tokens: PolicyTokens, like: Tensor) -> PolicyOptions:
+        """Without a beta there is no KL term.
+
+        dynamic=True makes a variable of beta. Without ref_log_probs it is compared all the same, so a graph knows that
+        it is 0.
+        """
+        no_kl = tokens.ref_log_probs is None and numbers.beta == 0.0
+        return PolicyOptions(
+            numbers.objective,
+            scalar(numbers.clip_low, like),
+            scalar(numbers.clip_high, like),
+            None if numbers.dual_clip is None else scalar(numbers.dual_clip, like),
+            None if no_kl else scalar_unless(0.0, numbers.beta, like),
+            numbers.kl_estimator,
+        )
 
     @RowFunction
     def of_target(surprisal, weight, at, policy):

@@ -13,12 +13,13 @@ An objective is a class with two RowFunctions (language.py): ATen calls them on 
 of rows. What they read stands in the fields of RowNumbers.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Cotangents
+from flce_ops.math.options import Cotangents, Ranges, scalar
 from flce_ops.math.slots import beside_slots
 from flce_ops.objectives.language import RowFunction, times
 
@@ -35,6 +36,15 @@ class RowNumbers(NamedTuple):
     class_weight_sum: Tensor | None = None  # () sum_j w_j; None for V
 
 
+class Nothing(NamedTuple):
+    """No tensors of tokens, or no options."""
+
+
+def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A named tuple of tensors, each changed but for those that are None."""
+    return type(values)(*(None if value is None else change(value) for value in values))
+
+
 Self = TypeVar("Self", bound="RowObjective")
 Slope = Any  # (N,) or of a target (N, K); a number where all tokens share it
 
@@ -42,6 +52,27 @@ Slope = Any  # (N,) or of a target (N, K); a number where all tokens share it
 class RowObjective(RowNumbers):
     bounded: ClassVar[bool] = False  # a slope of 0 is 0 even if the loss is divided by 0
     of_target: ClassVar[RowFunction]
+
+    # of one with operators of its own, a loss of log-probabilities: flce_ops/entry/row_loss.py
+    name: ClassVar[str] = ""  # of the operator, as linear_policy_loss
+    tokens_of: ClassVar[Any] = Nothing  # the class of `tokens`: constants, in the order of the schema
+    numbers: ClassVar[Any] = Nothing  # the user's, with their defaults
+    ranges: ClassVar[Ranges] = {}
+    options_of: ClassVar[Any] = Nothing  # the class of `options`
+    named: ClassVar[dict[str, "type[RowObjective]"]] = {}  # all such objectives
+
+    def __init_subclass__(cls) -> None:
+        if cls.name:
+            cls.named[cls.name] = cls
+
+    @classmethod
+    def check(cls, op: str, options: Any, tokens: Any) -> None:
+        """Refusals of its own."""
+
+    @classmethod
+    def made_of(cls, numbers: Any, tokens: Any, like: Tensor) -> Any:
+        """`options` of the user's numbers."""
+        return cls.options_of(*(scalar(value, like) for value in numbers))
 
     @RowFunction
     def of_row(value, slope, lse, logit_sum, at, objective):
@@ -61,9 +92,7 @@ class RowObjective(RowNumbers):
         """The same of some tokens."""
         if self.tokens is None and self.weight is None:
             return self
-        tokens = self.tokens
-        if tokens is not None:
-            tokens = type(tokens)(*(None if values is None else values[rows] for values in tokens))
+        tokens = None if self.tokens is None else changed(self.tokens, lambda values: values[rows])
         return self._replace(tokens=tokens, weight=None if self.weight is None else self.weight[rows])
 
     def losses_and_slopes(
@@ -73,13 +102,13 @@ class RowObjective(RowNumbers):
         logit_sum: Tensor | None,  # (N,), with label smoothing
     ) -> tuple[Tensor, tuple[Slope, Slope]]:  # (N,)
         """In ATen; the slopes by the target's logit and by lse. All can be differentiated once more."""
-        value, slope = self.of_target(surprisal, self.weight, None, self)
+        value, slope = self.of_target.source(surprisal, self.weight, None, self)
         of_all_slots = slope
         if self.soft:
             # a bias of -inf may switch the class off
             value = torch.where((slope == 0.0) & value.isnan(), 0.0, value).sum(-1)
             of_all_slots = slope.sum(-1)
-        losses, d_lse = self.of_row(value, of_all_slots, lse, logit_sum, None, self)
+        losses, d_lse = self.of_row.source(value, of_all_slots, lse, logit_sum, None, self)
         return losses, (-slope, d_lse)
 
     def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each

@@ -27,11 +27,12 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
     )
 
 
-def autocast_head(call: Any) -> None:
-    """The same of input, linear_weight and linear_bias, in place of those of an entry's call."""
-    call.input, call.linear_weight, call.linear_bias = autocast_operands(
-        call.input.device.type, call.input, call.linear_weight, call.linear_bias
-    )
+def autocast_call(call: Any) -> None:
+    """The same in place of an entry's own."""
+    device_type = getattr(call, call.fields[0][0]).device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        operands = {name: getattr(call, name) for name in call.index if name in OPERANDS}
+        vars(call).update(zip(operands, autocast_operands(device_type, *operands.values())))
 
 
 def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:

@@ -16,22 +16,22 @@ from flce_ops.math.options import Cotangents
 from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
 from flce_ops.ops.formula import (
     OPERANDS,
-    SPARSE_SECOND_DERIVATIVE_REFUSAL,
     Formula,
     wanted,
     where_wanted,
 )
 from flce_ops.ops.paths import choice_of
 from flce_ops.ops.retained import retained_rows
-from flce_ops.support.differentiated import differentiated
-from flce_ops.support.torch_private import runs_in_this_backward, save_without_version_check, traced_input
+from flce_ops.ops.situations import situation_of
+from flce_ops.support.holes import refuse_hole
+from flce_ops.support.torch_private import (
+    differentiated,
+    runs_in_this_backward,
+    save_without_version_check,
+    traced_input,
+)
 
 # N tokens, D hidden, V vocabulary
-
-SPARSE_ENTROPY_REFUSAL = (
-    "linear_log_probs: the gradient of the entropy with gradient_threshold is not implemented, as it is not made of "
-    "probabilities alone; detach the entropy, or leave gradient_threshold out"
-)
 
 
 class ForwardFormula(Formula):
@@ -57,7 +57,7 @@ class ForwardFormula(Formula):
         lse, expected_log_prob, lse_rest, *retained = kept
         *of_loss, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
-            raise NotImplementedError(SPARSE_ENTROPY_REFUSAL)
+            refuse_hole("linear_log_probs", "sparse entropy")
         expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             if expected_log_prob is not None:
@@ -106,12 +106,9 @@ class BackwardFormula(Formula):
     @classmethod
     def gradients(cls, ctx, call, kept, *grad_grads):
         if call.sparse.gradient_threshold:
-            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
+            refuse_hole(cls.function, "second of a sparse gradient")
         if ctx.has_expectation:
-            raise NotImplementedError(
-                "linear_log_probs: second derivatives through the entropy are not implemented; detach the entropy, or "
-                "compute it from F.linear's logits"
-            )
+            refuse_hole("linear_log_probs", "second of the entropy")
         found = DoubleBackward.like(call, grad_grads=GradGrads(*grad_grads)).dispatched()
         names = (*Cotangents._fields, *OPERANDS)
         return where_wanted(found, wanted(ctx, Backward, *names), names)
@@ -126,10 +123,7 @@ class BackwardInPlaceFormula(Formula):
     def check(cls, op, values):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
-            raise NotImplementedError(
-                "linear_cross_entropy: a backward that adds to main_grad cannot be differentiated (create_graph=True); "
-                "leave main_grad out where a second derivative is wanted"
-            )
+            refuse_hole(cls.function, "second of main_grad")
 
 
 class DoubleBackwardFormula(Formula):
@@ -152,10 +146,7 @@ class DoubleBackwardFormula(Formula):
         edges = zip(ctx.tensors, ctx.next_functions)
         others = any(runs_in_this_backward(node) for index, (node, _) in edges if index >= 3 and node is not None)
         if others or torch.is_grad_enabled():
-            raise NotImplementedError(
-                "linear_cross_entropy: third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for "
-                "them"
-            )
-        call.choice = choice_of(DoubleBackward.op, call)
+            refuse_hole(cls.function, "third")
+        call.choice = choice_of(DoubleBackward.op, situation_of(call))
         changes = backward_tangent(Direction(*direction), call)
         return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

@@ -22,14 +22,11 @@ from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from flce_ops.ops.formula import Formula, save, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
+from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import functorch_is_active, root_of
 
 # N tokens, V vocabulary
 
-SECOND_DERIVATIVE_REFUSAL = (
-    "cross_entropy: second derivatives of a scalar loss are not implemented, as its gradient was made in forward and "
-    'the logits were not kept; use reduction="none" and reduce the losses, which can be differentiated twice'
-)
 USED_AFTERWARDS = (
     "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, but something computed "
     "from them since then wants a gradient; compute it before the loss, or pass inplace_backward=False"
@@ -37,9 +34,6 @@ USED_AFTERWARDS = (
 ASKED_AFTERWARDS = (
     "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, and no gradient reaches "
     "a retain_grad() or a hook that was set on them since then; set it before the loss, or pass inplace_backward=False"
-)
-TRANSFORM_REFUSAL = (
-    "cross_entropy_with_grad_: torch.func transforms are not implemented; call flce_ops.cross_entropy, which has them"
 )
 
 
@@ -114,16 +108,13 @@ class WithGradFormula(MadeInForward):
 
     arguments = LogitsWithGrad
     function = "cross_entropy"
+    second_derivative = "second of given logits"
 
     @classmethod
     def keep(cls, ctx, call, results):
         leaf = traced_leaf(call.operands.logits)
         vars(call).update(vars(without_values(cls.arguments, leaf)))
         return super().keep(ctx, call, results)
-
-    @classmethod
-    def made_again(cls, call, grad_loss):
-        raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
 
 
 class WithGradInPlaceFormula(WithGradFormula):
@@ -145,7 +136,7 @@ class WithGradInPlaceFormula(WithGradFormula):
 
         def without_root(*args, **kwargs):
             if functorch_is_active():
-                raise NotImplementedError(TRANSFORM_REFUSAL)
+                refuse_hole("cross_entropy_with_grad_", "handed over in torch.func")
             return run(*args, **kwargs)[:3]
 
         return without_root

@@ -17,18 +17,22 @@ from flce_ops.math.kl_div_arguments import KlDivOptions
 from flce_ops.math.options import LogitOptions, numbers_of
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.policy import PolicyOptions
-from flce_ops.support.differentiated import has_tangent
-from flce_ops.support.torch_private import apply_function, below_autograd, functorch_is_active
-
-SPARSE_SECOND_DERIVATIVE_REFUSAL = (
-    "linear_cross_entropy: second derivatives of a loss with gradient_threshold are not implemented, as its gradient "
-    "is a sample; leave gradient_threshold out"
+from flce_ops.objectives.row import RowObjective
+from flce_ops.support.holes import refuse_hole
+from flce_ops.support.torch_private import (
+    apply_function,
+    below_autograd,
+    forward_mode_is_active,
+    functorch_is_active,
+    has_tangent,
 )
 
 # numbers among the options, and tensors, that a gradient is refused for
+GROUPS = (LogitOptions, LossOptions, KlDivOptions)
 NUMBERS = tuple(
-    name for group in (LogitOptions, LossOptions, PolicyOptions, KlDivOptions) for name in numbers_of(group)
+    name
+    for group in (*GROUPS, *(objective.options_of for objective in RowObjective.named.values()))
+    for name in numbers_of(group)
 )
 CONSTANTS = ("denominator", "main_grad")
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
@@ -70,7 +74,7 @@ class Formula(Function):
     @classmethod
     def gradients(cls, ctx, call: Any, kept: Sequence[Tensor], *cotangents: Tensor | None) -> dict[str, Tensor | None]:
         """By name of an argument; `cotangents` are of the results, None but for differentiable ones."""
-        raise NotImplementedError
+        return {}
 
     @classmethod
     def forward(cls, *values):
@@ -89,11 +93,14 @@ class Formula(Function):
 
     @classmethod
     def backward(cls, ctx, *cotangents):
-        cotangents = [cotangent if has else None for cotangent, has in zip(cotangents, ctx.differentiable)]
-        if all(cotangent is None for cotangent in cotangents):
+        given, asked = [], False
+        for cotangent, has in zip(cotangents, ctx.differentiable):
+            given.append(cotangent if has else None)
+            asked = asked or given[-1] is not None
+        if not asked:
             return cls.arguments.gradients()
         call, kept = saved(ctx, cls.arguments)
-        return cls.arguments.gradients(**cls.gradients(ctx, call, kept, *cotangents))
+        return cls.arguments.gradients(**cls.gradients(ctx, call, kept, *given))
 
     @classmethod
     def jvp(cls, ctx, *_):
@@ -101,17 +108,12 @@ class Formula(Function):
 
     @classmethod
     def refuse_forward_mode(cls) -> NoReturn:
-        raise NotImplementedError(
-            f"{cls.function}: forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; "
-            f"use reverse mode ({cls.reverse_modes})"
-        )
+        refuse_hole(cls.function, "forward mode", modes=cls.reverse_modes)
 
     @classmethod
     def vmap(cls, info, in_dims, *args):
         if info.batch_size == 0:
-            raise NotImplementedError(
-                "flce_ops: vmap over an empty batch is not implemented; leave the call out where it is"
-            )
+            refuse_hole("flce_ops", "empty vmap")
         per_token = {cls.arguments.index[name] for name in cls.per_token}
         if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
             return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
@@ -126,16 +128,19 @@ class Formula(Function):
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
         def run(*args, **kwargs):
+            grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
+            if not (grad_enabled or functorch or forward_mode_is_active()):
+                with below_autograd():
+                    return op(*args, **kwargs)
             values = arguments.values_of(args, kwargs)
             tensors = [value for value in values if isinstance(value, Tensor)]
             if has_tangent(*tensors):
                 cls.refuse_forward_mode()
-            grad_enabled = torch.is_grad_enabled()
             for index, name in numbers:
                 if values[index] is not None and values[index].requires_grad and grad_enabled:
-                    raise NotImplementedError(f"{op._schema.name}: {name} gets no gradient here; pass it detached")
+                    refuse_hole(op._schema.name, "number", name=name)
             cls.check(op, values)
-            if functorch_is_active():
+            if functorch:
                 return cls.apply(*values)
             if grad_enabled:
                 for tensor in tensors:

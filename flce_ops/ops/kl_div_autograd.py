@@ -12,13 +12,9 @@ from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
 from flce_ops.ops.formula import OPERANDS, Formula, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
-
-SECOND_DERIVATIVE_REFUSAL = (
-    "linear_kl_div: second derivatives are not implemented; use F.kl_div on the logits, "
-    "F.linear(input, linear_weight), for them"
-)
 
 
 class KlDivFormula(Formula):
@@ -61,11 +57,12 @@ class BackwardFormula(KlDivFormula):
 
     @classmethod
     def backward(cls, ctx, *_):
-        raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)
+        refuse_hole(cls.function, "second of a divergence")
 
 
 class WithGradFormula(KlDivFormula, MadeInForward):
     arguments = KlDivWithGrad
+    second_derivative = "second of a divergence"
 
     @classmethod
     def keep(cls, ctx, call, results):
@@ -75,7 +72,3 @@ class WithGradFormula(KlDivFormula, MadeInForward):
         if any(call.output_mask[1:]):
             call.operands = call.operands._replace(input=None)
         return super().keep(ctx, call, results)
-
-    @classmethod
-    def made_again(cls, call, grad_loss):
-        raise NotImplementedError(SECOND_DERIVATIVE_REFUSAL)

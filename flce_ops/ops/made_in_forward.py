@@ -9,13 +9,14 @@ graph.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flce_ops.ops.formula import Formula, wanted, where_wanted
 from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.support.holes import refuse_hole
 
 # N tokens
 
@@ -25,10 +26,12 @@ class MadeInForward(Formula):
 
     with_derivative = ("loss",)
 
+    second_derivative: ClassVar[str] = ""  # the hole, where there is none
+
     @classmethod
     def made_again(cls, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """The gradients, times grad_loss, and the losses, as functions of the operands."""
-        raise NotImplementedError
+        refuse_hole(cls.function, cls.second_derivative)
 
     @classmethod
     def keep(cls, ctx, call, results):

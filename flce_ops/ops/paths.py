@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
-from flce_ops.meta.call import Arguments
-from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation, situation_of
+from flce_ops.meta.arguments import ROW_LOSSES
+from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation
 from flce_ops.support.path import Choice
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.vendor import made_by_nvidia
@@ -198,32 +198,40 @@ KERNELS = {
 }
 
 
+# of every objective with operators of its own
+KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
+
+
 def in_triton(situation: Situation) -> bool:
     return choose(KERNELS["linear_cross_entropy_backward"], situation).name == "triton"
 
 
-def choice_of(op: str, call: Arguments) -> Choice:
+@functools.cache
+def choice_of(op: str, situation: Situation) -> Choice:
     """The path that a call of an inner operator takes."""
-    situation, paths = situation_of(call), KERNELS[op]
+    paths = KERNELS[op]
     return Choice(op, paths, choose(paths, situation), situation)
 
 
 @functools.cache
 def function(kernel: str) -> Callable:
     module, name = kernel.split(":")
-    return getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name)
+    return getattr(found, "of_call", found)
 
 
-def gradients_in_the_same_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
+@functools.cache
+def path_of_loss(title: str, situation: Situation, on_nvidia: bool) -> str:
+    """`on_nvidia` is for the cache: the conditions know it."""
+    return choose(LOSS[title], situation).name
+
+
+def gradients_in_the_same_pass(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, title: str = "a scalar loss", **known
+) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss"], situation).name != "recompute"
-
-
-def policy_in_one_pass(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> bool:
-    """The same of a policy's, of plain tensors or of tokens that ranks share."""
-    situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return choose(LOSS["a scalar loss of a policy"], situation).name == "one pass"
+    return path_of_loss(title, situation, made_by_nvidia()) != "recompute"
 
 
 def path_of_pair(operands: LowRankOperands, **known) -> str:

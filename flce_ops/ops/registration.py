@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from flce_ops import meta
-from flce_ops.meta.arguments import VocabParallelWithGrad
+from flce_ops.meta.arguments import Backward, Forward, VocabParallelWithGrad
 from flce_ops.meta.call import Arguments, takes
 from flce_ops.ops import (
     autograd,
@@ -43,6 +43,7 @@ from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.formula import Formula
 from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
+from flce_ops.ops.situations import situation_of
 from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
 from flce_ops.support.compile_cache import keyed
 
@@ -53,7 +54,7 @@ FORMULAS: tuple[type[Formula], ...] = (
     autograd.DoubleBackwardFormula,
     with_grad_autograd.WithGradFormula,
     with_grad_autograd.LowRankWithGradFormula,
-    with_grad_autograd.PolicyWithGradFormula,
+    *with_grad_autograd.ROW_LOSS_FORMULAS,
     kl_div_autograd.ForwardFormula,
     kl_div_autograd.BackwardFormula,
     kl_div_autograd.WithGradFormula,
@@ -81,12 +82,14 @@ library.define(f"{UPSTREAM}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torc
 
 def kernel(name: str) -> Callable:
     """The path that the table says."""
-    bind = OPERATORS[name].arguments.bind
+    arguments = OPERATORS[name].arguments
+    retains = issubclass(arguments, Forward | Backward)
 
     def run(*args, **kwargs):
-        call = bind(*args, **kwargs)
-        call.choice = choice = paths.choice_of(name, call)
-        call.notes += retained_notes(choice, call)
+        call = arguments.bind(*args, **kwargs)
+        call.choice = choice = paths.choice_of(name, situation_of(call))
+        if retains and (getattr(call, "retain", 1)):
+            call.notes += retained_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run

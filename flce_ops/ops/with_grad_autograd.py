@@ -20,13 +20,12 @@ from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
-from flce_ops.meta.arguments import Backward, Forward, LowRankWithGrad, PolicyWithGrad, WithGrad
-from flce_ops.meta.policy import check_constants
+from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
+from flce_ops.meta.checks import check_constants
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
-from flce_ops.objectives.policy import CONSTANTS, Policy
-from flce_ops.objectives.row import RowObjective
-from flce_ops.ops.formula import SPARSE_SECOND_DERIVATIVE_REFUSAL
+from flce_ops.objectives.row import RowObjective, changed
 from flce_ops.ops.made_in_forward import MadeInForward
+from flce_ops.support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
@@ -37,22 +36,27 @@ class WithGradFormula(MadeInForward):
     @classmethod
     def made_again(cls, call, grad_loss):
         if call.sparse.gradient_threshold:
-            raise NotImplementedError(SPARSE_SECOND_DERIVATIVE_REFUSAL)
+            refuse_hole(cls.function, "second of a sparse gradient")
         return differentiable_gradients(call, grad_loss)
 
 
-class PolicyWithGradFormula(MadeInForward):
-    arguments = PolicyWithGrad
-    function = "linear_policy_loss"
+class RowLossFormula(MadeInForward):
     reverse_modes = "grad, jacrev"
 
     @classmethod
     def check(cls, op, values):
-        check_constants(cls.arguments.op, **{name: values[PolicyWithGrad.index[name]] for name in CONSTANTS})
+        constants = cls.arguments.objective.tokens_of._fields
+        check_constants(cls.arguments.op, **{name: values[cls.arguments.index[name]] for name in constants})
 
     @classmethod
     def made_again(cls, call, grad_loss):
         return differentiable_gradients(call, grad_loss)
+
+
+ROW_LOSS_FORMULAS = tuple(
+    type(f"{arguments.__name__}Formula", (RowLossFormula,), {"arguments": arguments, "function": name})
+    for name, arguments in ROW_LOSSES.items()
+)
 
 
 class LowRankWithGradFormula(MadeInForward):
@@ -89,7 +93,7 @@ Rows = tuple[RowObjective, Tensor, Sequence[Tensor | None]]
 
 
 def differentiable_gradients(
-    call: WithGrad | PolicyWithGrad, grad_loss: Tensor | None
+    call: WithGrad | RowLossWithGrad, grad_loss: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The gradients, times grad_loss, and the losses of tokens, as functions of the operands.
 
@@ -103,7 +107,7 @@ def differentiable_gradients(
 
 
 def recomputed_step(
-    call: WithGrad | PolicyWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
+    call: WithGrad | RowLossWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Sequence[Tensor | None]]:
     """From the forward and backward operators: the gradients, times grad_loss, the losses, and what else the operator
     gives of tokens.
@@ -134,11 +138,11 @@ def rows_of_classes(call: WithGrad, operands: Operands, valid: Tensor, found: Se
     return objective, surprisal(target_logit, lse, lse_rest), statistics_of_forward(call.statistics, found)
 
 
-def rows_of_policy(call: PolicyWithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
+def rows_of_policy(call: RowLossWithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
     target_logit, lse, *_, lse_rest, _ = found
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
-    tokens = call.tokens.map(lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
-    return Policy(call.policy, tokens), -log_probs, (log_probs,)
+    tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
+    return call.objective(call.options, tokens), -log_probs, (log_probs,)
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:

@@ -3,8 +3,8 @@
 workspace.py              how much memory a call may use beside its results
 table.py, path.py         a table of paths; which one ran and why
 target_range.py           a class index outside the vocabulary is an error
+holes.py                  what nobody wrote, and what is said of it
 readable.py               layouts of matrices that BLAS reads without a copy
-differentiated.py         whether a derivative may be asked for
 exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
 rank_check.py             FLCE_CHECK_RANKS=1: arguments that differ between the ranks of DTensors
 vendor.py                 whose GPU it is

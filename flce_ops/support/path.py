@@ -6,7 +6,6 @@ note. The logger "flce_ops" has each distinct answer once, at level INFO.
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from flce_ops.support import table
@@ -48,28 +47,18 @@ class Choice(NamedTuple):
         return f"{tensors} ({ruled_out})" if ruled_out else tensors
 
 
-class Run:
-    """A call of a kernel. It holds no tensor."""
-
-    def __init__(self, choice: Choice, rows_per_chunk: int, chunks: int, notes: tuple[str, ...]) -> None:
-        self.choice, self.rows_per_chunk, self.chunks, self.notes = choice, rows_per_chunk, chunks, notes
-
-    @cached_property
-    def path(self) -> Path:
-        reason = ", ".join((self.choice.reason(), *self.notes))
-        return Path(self.choice.op, self.choice.implementation, reason, self.rows_per_chunk, self.chunks)
-
-
-_last: Run | None = None
+# Of the last call of a kernel: its choice, rows of a chunk, how many chunks, notes; put into words, a Path.
+_last: tuple[Choice, int, int, tuple[str, ...]] | Path | None = None
 _logged: set[tuple[str, str, str]] = set()
 
 
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
     """Of `call`, Arguments of flce_ops/meta, which know the choice."""
     global _last
-    _last = run = Run(call.choice, rows_per_chunk, chunks, call.notes + notes)
-    if logger.isEnabledFor(logging.INFO):
-        key = (run.path.op, run.path.implementation, run.path.reason)
+    _last = (call.choice, rows_per_chunk, chunks, call.notes + notes)
+    path = last_path() if logger.isEnabledFor(logging.INFO) else None
+    if path is not None:
+        key = (path.op, path.implementation, path.reason)
         if key not in _logged:
             _logged.add(key)
             logger.info("%s runs on %s (%s): %d chunks of %d rows", *key, chunks, rows_per_chunk)
@@ -80,5 +69,10 @@ def last_path() -> Path | None:
 
     Backward kernels count as calls. The same facts go to the logger "flce_ops" at level INFO, once per distinct answer.
     """
+    global _last
     last = _last
-    return None if last is None else last.path
+    if isinstance(last, tuple):
+        choice, rows_per_chunk, chunks, notes = last
+        reason = ", ".join((choice.reason(), *notes))
+        _last = last = Path(choice.op, choice.implementation, reason, rows_per_chunk, chunks)
+    return last

@@ -21,10 +21,6 @@ ENABLED = os.environ.get("FLCE_CHECK_RANKS", "0") not in ("", "0")
 COMPARED_BYTES = 16 << 20  # of a tensor that every rank holds: its values are compared up to this size
 
 
-def wanted() -> bool:
-    return ENABLED and not torch.compiler.is_compiling()
-
-
 def check_ranks(op: str, arguments: dict[str, Any]) -> None:
     """ValueError on every rank that names what differs."""
     if not any_dtensor(*arguments.values()):

@@ -21,13 +21,11 @@ def readable(matrix: Tensor) -> bool:
 
 def copy_bytes(*matrices: Tensor | None) -> int:
     """What the slices of those matrices that are not readable take at a time."""
-    slices = [m.numel() * m.element_size() for m in matrices if m is not None and not readable(m)]
-    return min(get_workspace() // COPY_SHARE, max(slices)) if slices else 0
-
-
-def copied_row_bytes(matrix: Tensor) -> int:
-    """Of a chunk's rows of `input`, which are few enough to be copied together: by ATen, where they must be."""
-    return 0 if readable(matrix) else matrix.shape[1] * matrix.element_size()
+    largest = 0
+    for matrix in matrices:
+        if matrix is not None and not matrix.is_contiguous() and not readable(matrix):
+            largest = max(largest, matrix.numel() * matrix.element_size())
+    return min(get_workspace() // COPY_SHARE, largest) if largest else 0
 
 
 def readable_rows(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:

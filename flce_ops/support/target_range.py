@@ -10,21 +10,6 @@ from torch import Tensor
 from flce_ops.support.torch_private import assert_on_device
 
 
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> None:
-    if not on_device and target.device.type == "cpu" and all_are_classes(target, num_classes):
-        return
-    valid = in_range(target, num_classes, ignore_index).all()
-    assert_in_range(valid, target, num_classes, ignore_index, on_device=on_device)
-
-
-def all_are_classes(target: Tensor, num_classes: int) -> bool:
-    """The usual case, in one pass."""
-    if not target.numel():
-        return True
-    lowest, highest = target.aminmax()
-    return 0 <= int(lowest) and int(highest) < num_classes
-
-
 def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the result
     return (target == ignore_index) | ((target >= 0) & (target < num_classes))
 

@@ -11,14 +11,25 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
+from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
-def below_autograd():
-    """Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself."""
-    return torch._C._AutoDispatchBelowAutograd()
+# True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
+functorch_is_active = torch._C._are_functorch_transforms_active
+
+# True where autocast is on for some device.
+autocast_is_active = torch._C._is_any_autocast_enabled
+
+# True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+# True when the running backward was asked to retain its graph, so that saved tensors may be read again.
+graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def without_autocast(device_type: str):
@@ -27,14 +38,30 @@ def without_autocast(device_type: str):
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
-def functorch_is_active() -> bool:
-    """True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def forward_mode_is_active() -> bool:
     """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's too: elsewhere no tensor has a tangent."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether forward mode goes through one of them."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Whether a derivative by one of them may be asked for: else nothing needs the graph of what is computed from it.
+
+    By reverse mode, forward mode, or a transform of torch.func, which hides what it wants.
+    """
+    if functorch_is_active() or has_tangent(*tensors):
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
@@ -45,11 +72,6 @@ def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any
     return super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
-    """True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)
-
-
 def saved_tensor_hooks_are_active() -> bool:
     """True inside a non-reentrant checkpoint region or any other `saved_tensors_hooks` context, such as offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -58,11 +80,6 @@ def saved_tensor_hooks_are_active() -> bool:
 def tracing_a_checkpointed_region() -> bool:
     """True while AOTAutograd traces the body of a `torch.utils.checkpoint` call that Dynamo captured."""
     return torch.fx.traceback.current_meta.get("recompute") is not None
-
-
-def graph_is_kept_after_this_backward() -> bool:
-    """True when the running backward was asked to retain its graph, so that saved tensors may be read again."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def runs_in_this_backward(node) -> bool:

@@ -90,7 +90,9 @@ _taken = threading.local()
 
 def get_workspace() -> int:
     """Bytes of temporary memory that one operator call may use, less what the one in this thread has reserved."""
-    return _temporary.get() - getattr(_taken, "nbytes", 0)
+    youngest = _temporary.blocks[-1:]
+    nbytes: Any = youngest[0].nbytes if youngest else _temporary.nbytes
+    return nbytes - getattr(_taken, "nbytes", 0)
 
 
 def get_retained() -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flce_ops.integrations.transformers.dora import class_scale, is_dora, why_not_a_scale
-from flce_ops.math.scalars import normalizer_tensor
+from flce_ops.math.options import normalizer_tensor
 
 # B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
 

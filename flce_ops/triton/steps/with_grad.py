@@ -19,11 +19,10 @@ from flce_ops.math.options import Operands, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard
 from flce_ops.math.sparse_gradient import Shard
-from flce_ops.meta.arguments import PolicyWithGrad, VocabParallelWithGrad, WithGrad
+from flce_ops.meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, weight_of_slots
-from flce_ops.objectives.policy import Policy
-from flce_ops.objectives.row import RowObjective
+from flce_ops.objectives.row import RowObjective, changed
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.gemm.even_features import with_even_features
 from flce_ops.triton.launch.replay import repeated
@@ -55,16 +54,16 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
 
 @takes(PolicyWithGrad)
 @with_even_features
-def launch_policy_with_grad(call: PolicyWithGrad) -> tuple[Tensor, ...]:
+def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
     operands = with_contiguous_vectors(Operands(*call.operands))
     (row_scale,) = contiguous(call.reduction.row_scale)
     reduction = Reduction(row_scale, call.reduction.denominator)
     options = {"ignore_index": call.ignore_index, **call.logits._asdict(), "output_mask": call.output_mask}
     of_tokens = WithGrad.bind(*operands, *reduction, **options)
-    tokens = call.tokens.map(lambda values: values.float().contiguous())
+    objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
     with torch.cuda.device_of(outputs[0]):
-        launch_step(of_tokens, Policy(call.policy, tokens), outputs, call)
+        launch_step(of_tokens, objective, outputs, call)
     return outputs
 
 

@@ -1,0 +1,82 @@
+"""The body of the operators of an objective that has its own, a loss of a token's log-probability: linear_policy_loss.
+
+composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
+          -> losses_of_rows      differentiable ATen over log-probabilities; of a sharded vocabulary always
+
+Around them stands loss.py's loss_of_tokens. Schemas, kernels and derivatives follow from the objective
+(flce_ops/objectives/row.py): its tokens, numbers and options.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_ops.distributed.one_rank import OneRank
+from flce_ops.entry.arguments import check_row_loss
+from flce_ops.entry.loss import layout_of_call, loss_of_tokens, rows_of
+from flce_ops.entry.schemas import RowLoss
+from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.math.options import TokenLosses, logit_options
+from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.reduction import Reduction
+from flce_ops.meta.arguments import ROW_LOSSES
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.row import RowObjective, changed
+from flce_ops.ops.paths import gradients_in_the_same_pass
+from flce_ops.ops.situations import needs_gradient
+
+# N tokens, D hidden, V vocabulary
+
+
+def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
+    """(loss, log_probs), () or (...), and (...)."""
+    op = call.objective.name
+    layout = layout_of_call(op, call)
+    check_row_loss(op, call)
+    options = call.objective.made_of(call.own, call.tokens, call.input)
+    call.objective.check(op, options, call.tokens)
+    operands = layout.head(call)
+    input, linear_weight, _, linear_bias, _ = operands
+    dtype = accumulation_dtype(input.dtype)
+    objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
+    logits = logit_options(call.numbers, input)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
+    with_grad = None
+    if call.reduction != "none" and not layout.splits_vocabulary:
+        known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
+        if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known):
+            with_grad = partial(losses_with_grad, objective)
+    loss, (log_probs,) = loss_of_tokens(layout, call, problem, partial(losses_of_rows, objective, layout), with_grad)
+    return loss, log_probs
+
+
+def losses_with_grad(
+    objective: RowObjective, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, tuple[Tensor]]:
+    """() with its gradients, the losses of tokens and their log-probabilities, (N,) each."""
+    input, linear_weight, target, linear_bias, _ = problem.operands
+    call: Any = ROW_LOSSES[objective.name]
+    loss, losses, *_, log_probs = getattr(torch.ops.flce, call.op)(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        *objective.tokens,
+        *reduction,
+        ignore_index=problem.ignore_index,
+        **objective.options._asdict(),
+        **problem.logits._asdict(),
+        output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
+    )
+    return loss, losses, (log_probs,)
+
+
+def losses_of_rows(objective: RowObjective, layout: OneRank, problem: TokenLosses) -> tuple[Tensor, tuple[Tensor]]:
+    """(N,) each, 0 where ignored; the second a constant."""
+    rows, valid = rows_of(layout, problem), problem.valid
+    log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
+    tokens = changed(objective.tokens, lambda values: torch.where(valid, values, 0.0))
+    losses, _ = objective._replace(tokens=tokens).losses_and_slopes(-log_probs, rows.lse, None)
+    return torch.where(valid, losses, 0.0), (log_probs.detach(),)

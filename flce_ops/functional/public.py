@@ -1,0 +1,82 @@
+"""A public function, made of its signature: its arguments by name, checked, go to the entry operator.
+
+@public(body)
+def linear_policy_loss(input, ..., *, temperature=1.0):      the signature, its types and defaults, and the docstring
+body(arguments)   ->   call_entry(name, arguments)   ->   torch.ops.flce.linear_policy_loss
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flce_ops.entry import BODIES, ENTRIES
+from flce_ops.entry.argument_types import typed
+from flce_ops.entry.arguments import resolve_ignore_index
+from flce_ops.entry.learnt_scale import apply_learnt_scale
+from flce_ops.entry.shifted_target import shifted_target
+from flce_ops.math.options import normalizer_tensor
+from flce_ops.support import rank_check
+from flce_ops.support.dtensor import any_dtensor
+
+Function = TypeVar("Function", bound=Callable)
+REQUIRED = object()
+POSITIONAL = {name: tuple(arguments.index)[: arguments.positional] for name, (arguments, *_) in ENTRIES.items()}
+
+
+def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Function]:
+    def decorate(signature: Function) -> Function:
+        check, code = typed(signature).check, signature.__code__  # type: ignore[attr-defined]
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        positional, defaults = names[: code.co_argcount], signature.__defaults__ or ()
+        required = positional[: len(positional) - len(defaults)]
+        usual = (
+            dict.fromkeys(names, REQUIRED) | dict(zip(positional[len(required) :], defaults)) | signature.__kwdefaults__
+        )
+
+        @functools.wraps(signature)
+        def run(*args, **kwargs):
+            check(args, kwargs)
+            named = {**dict(zip(positional, args)), **kwargs}
+            given = {**usual, **named}
+            fits = len(named) == len(args) + len(kwargs)
+            for name in required:
+                fits &= given[name] is not REQUIRED
+            if not fits:
+                signature(*args, **kwargs)  # which Python refuses
+            if rank_check.ENABLED and not torch.compiler.is_compiling():
+                rank_check.check_ranks(signature.__name__, given)
+            return body(given)
+
+        run.check = check  # type: ignore[attr-defined]
+        return cast(Function, run)
+
+    return decorate
+
+
+def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: dict[str, bool] | None = None) -> Any:
+    """The operator's results; `metrics` ends the name of the one that returns them, too."""
+    rows, target = given["input"] if "input" in given else given["logits"], given["target"]
+    if isinstance(given["logit_scale"], Tensor) or isinstance(given["temperature"], Tensor):
+        read = ("input", "linear_bias", "logit_scale", "temperature")
+        learnt = apply_learnt_scale(name, *[given[argument] for argument in (*read, "softcap")])
+        given = {**given, **dict(zip(read, learnt))}
+    if given.get("normalizer") is not None:
+        given["normalizer"] = normalizer_tensor(given["normalizer"], rows)
+    if given.pop("shift", False):
+        given["target"] = target = shifted_target(name, target, rows, given["ignore_index"])
+    if given["ignore_index"] != -100:
+        given["ignore_index"] = resolve_ignore_index(name, given["ignore_index"], target)
+    if asked:
+        given.update(asked)
+    name += metrics
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    if inference and any_dtensor(*given.values()):
+        # whose body autograd's key runs; in inference mode DTensor would see it first and refuse plain tensors
+        return BODIES[name](**given)
+    positional = []
+    for argument in POSITIONAL[name]:
+        positional.append(given.pop(argument))
+    return getattr(torch.ops.flce, name)(*positional, **given)

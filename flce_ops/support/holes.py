@@ -1,0 +1,70 @@
+"""What nobody wrote, by name, and what is said of it; combinations of arguments stand in flce_ops/entry/refusals.py."""
+
+from typing import Any, NoReturn
+
+HOLES = {
+    # transforms and exporters
+    "forward mode": "forward-mode differentiation (jvp, jacfwd, hessian, make_dual) is not implemented; use reverse "
+    "mode ({modes})",
+    "empty vmap": "vmap over an empty batch is not implemented; leave the call out where it is",
+    "handed over in torch.func": "torch.func transforms are not implemented; call flce_ops.cross_entropy, which has "
+    "them",
+    "torch.fx": "torch.fx.symbolic_trace is not implemented, since its Proxy (as {name}) has no shape or dtype; use "
+    "torch.export.export, or torch.fx.wrap your function that makes the call",
+    "onnx": "ONNX has no such operator; {instead}",
+    "exported sparse gradient": "a gradient with gradient_threshold is not implemented; leave gradient_threshold out",
+    # arguments that get no gradient
+    "number": "{name} gets no gradient here; pass it detached",
+    "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",
+    "weight": "weight (class weights) gets no gradient; pass weight.detach()",
+    "target": "target (class probabilities) gets no gradient; pass target.detach()",
+    "target_weight": "target_weight gets no gradient; pass target_weight.detach()",
+    "teacher": "the teacher is constant, but {name} requires a gradient; pass {name}.detach(), or freeze the teacher "
+    "with requires_grad_(False)",
+    # derivatives
+    "sparse entropy": "the gradient of the entropy with gradient_threshold is not implemented, as it is not made of "
+    "probabilities alone; detach the entropy, or leave gradient_threshold out",
+    "second of a sparse gradient": "second derivatives of a loss with gradient_threshold are not implemented, as its "
+    "gradient is a sample; leave gradient_threshold out",
+    "second of the entropy": "second derivatives through the entropy are not implemented; detach the entropy, or "
+    "compute it from F.linear's logits",
+    "second of main_grad": "a backward that adds to main_grad cannot be differentiated (create_graph=True); leave "
+    "main_grad out where a second derivative is wanted",
+    "second of given logits": "second derivatives of a scalar loss are not implemented, as its gradient was made in "
+    'forward and the logits were not kept; use reduction="none" and reduce the losses, which can be differentiated '
+    "twice",
+    "second of a divergence": "second derivatives are not implemented; use F.kl_div on the logits, F.linear(input, "
+    "linear_weight), for them",
+    "third": "third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for them",
+    # values of arguments
+    "float16": "gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "
+    "bfloat16",
+    "threshold and main_grad": "gradient_threshold with main_grad is not implemented; leave one of them out",
+    "temperature and softcap": "a tensor as temperature is not implemented together with softcap, behind which it "
+    "divides; pass temperature as a number",
+    "option of probabilities": "{name} is not implemented for a target of class probabilities{instead}",
+    "acc_dtype": "options.acc_dtype={given} is not implemented for input in {dtype}, whose sums are kept in "
+    "{expected}; pass acc_dtype=None",
+    "acc_policy": "options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
+    "read is rounded to it; pass 'auto', or operands in float32",
+    # DTensors
+    "vocab_size of DTensors": "vocab_size={vocab_size} with DTensors is not implemented, as rows would move between "
+    "ranks; give the padding a bias of -inf in both models, or distribute weight[:vocab_size]",
+    "scale of DTensors": "a tensor as {name} is not implemented beside DTensors; pass a number, or multiply the "
+    "hidden states by it before the head",
+    "shift over ranks": "shift=True needs the label of the next position, which another rank may hold: target is "
+    "{layout}; pass the labels of whole sequences, as a plain tensor that is the same on every rank or as a DTensor "
+    "that is not sharded along them, or shift before you shard",
+    "strided classes": "logits are sharded along their classes in strides, {layout}, which is not implemented; pass "
+    "logits.redistribute(placements=[Shard(-1)]) or [Replicate()]",
+    "two dimensions of classes": "linear_weight is {layout}: a vocabulary sharded over more than one mesh dimension "
+    "is not implemented; shard it over one and replicate it over the others",
+}
+
+
+def refuse_hole(op: str, hole: str, **said: Any) -> NoReturn:
+    not_implemented(op, HOLES[hole].format(**said))
+
+
+def not_implemented(op: str, text: str) -> NoReturn:
+    raise NotImplementedError(f"{op}: {text}")
