@@ -104,7 +104,10 @@ def on_page_content(html: str, **_) -> str:
 def formula(match: re.Match) -> str:
     from latex2mathml.converter import convert
 
-    return convert(unescape(match["tex"]).strip(), display="block" if match["tag"] == "div" else "inline")
+    tex = unescape(match["tex"]).strip()
+    if match["tag"] == "span":
+        return convert(tex, display="inline")
+    return f'<div class="formula">{convert(tex, display="block")}</div>'  # scrolls by itself on narrow screens
 
 
 def link(match: re.Match, folder: str) -> str:
