@@ -96,9 +96,12 @@ def with_links(text: str, folder: str) -> str:
     return LINK.sub(lambda match: link(match, folder), text)
 
 
-def on_page_content(html: str, **_) -> str:
-    """Formulas as MathML; reST's `::` before a literal block, in docstrings, is a colon."""
-    return FORMULA.sub(formula, html).replace(EMPTY_ROWS, "").replace("::</p>", ":</p>")
+def on_page_content(html: str, page=None, **_) -> str:
+    """Formulas as MathML. In docstrings reST's `::` before a literal block is a colon, and a page's name a link."""
+    html = FORMULA.sub(formula, html).replace(EMPTY_ROWS, "").replace("::</p>", ":</p>")
+    if page is not None and page.file.src_uri == "api.md":
+        html = re.sub(r"\bdocs/(\w+)\.md\b", r'<a href="../\1/">\1</a>', html)
+    return html
 
 
 def formula(match: re.Match) -> str:

@@ -93,10 +93,10 @@ def linear_kl_div(
             last position of each sequence.
 
     Returns:
-        float32 (float64 for float64 input), in nats per token: shape () or, for "none", (...). The result is inf, with
-        a gradient of nan, if the first distribution has probability on a class to which the second gives exactly 0
-        (teacher_probs under "reverse"). A class to which both give 0 has no part in value or gradient, where F.kl_div
-        of the logits makes nan.
+        The divergence in nats per token, float32 (float64 for float64 input), of shape () or, for "none", (...). The
+        result is inf, with a gradient of nan, if the first distribution has probability on a class to which the second
+        gives exactly 0 (teacher_probs under "reverse"). A class to which both give 0 has no part in value or gradient,
+        where F.kl_div of the logits makes nan.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.

@@ -115,7 +115,7 @@ def linear_log_probs(
         ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``. log_probs has target's shape, the others are
         one number a token, (...), or None where not asked for. All but argmax are differentiable and float32 (float64
         for float64 input), in nats.
-        With ``return_metrics`` a pair: that result, and a dict of the named metrics, (...) each, 0 at ignored tokens.
+        With ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
 
     Raises:
         As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy; with

@@ -102,8 +102,8 @@ def cross_entropy(
         return_metrics: also return the accuracy and the argmax, from the same pass and without a host synchronisation.
 
     Returns:
-        float32 (float64 for float64 logits), in nats per token: shape () or, for "none", target's.
-        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
+        The loss in nats per token, float32 (float64 for float64 logits), of shape () or, for "none", target's.
+        With ``return_metrics`` a pair of that loss and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
 
     Raises:
         ValueError, TypeError, IndexError: as in ``linear_cross_entropy``.

@@ -198,10 +198,10 @@ def linear_cross_entropy(
             effect: ``set_workspace`` bounds the memory. An option that would change the sums is refused.
 
     Returns:
-        float32 (float64 for float64 input), in nats: shape () or, for "none", that of the tokens. With no valid token
-        "mean" is nan and "sum" is 0, as F.cross_entropy's are, and gradients are 0.
-        With ``return_metrics=True`` a pair: the loss and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``. With
-        names a pair: the loss and a dict of the named metrics.
+        The loss in nats, float32 (float64 for float64 input), of shape () or, for "none", that of the tokens. With no
+        valid token "mean" is nan and "sum" is 0, as F.cross_entropy's are, and gradients are 0.
+        With ``return_metrics=True`` a pair of the loss and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``. With
+        names a pair of the loss and a dict of the named metrics.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
