@@ -23,8 +23,8 @@ from flce_ops.support import rank_check
 class LinearLogProbs(NamedTuple):
     """One number a token, (...); float32 (float64 for float64 input), argmax int64.
 
-    entropy, argmax and tail_log_prob are None unless asked for: typed `Any` beside Tensor, as re.Match.group() is, so
-    that who asked need not tell a type checker.
+    entropy, argmax and tail_log_prob are None unless asked for. Their type is `Any` beside Tensor, so that a caller who
+    asked for them need not convince a type checker.
     """
 
     log_probs: Tensor  # of target's shape, log p(target), nats; 0 where it is ignore_index

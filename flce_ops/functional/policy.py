@@ -20,7 +20,7 @@ from flce_ops.support import rank_check
 
 
 class LinearPolicyResult(NamedTuple):
-    """Loss of linear_policy_loss, and a by-product: no gradient flows through it."""
+    """The loss, and log-probabilities through which no gradient flows."""
 
     loss: Tensor  # (), or target's shape with reduction="none"
     log_probs: Tensor  # target's shape: log p(target), nats; 0 at tokens that are ignored or left out by weight 0
