@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,10 +73,39 @@ def test_no_directive_and_no_link_to_a_file_of_the_repository_is_left(site):
         assert not re.findall(r'href="[^"]*\.(?:py|csv)(?:#[^"]*)?"', text), html
 
 
-def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
+def hooks():
     spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
     pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pages)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("origin", "url"),
+    [
+        ("git@example.org:owner/name.git", "https://example.org/owner/name"),
+        ("https://user:word@example.org/owner/name", "https://example.org/owner/name"),
+        ("/srv/name.git", None),
+    ],
+)
+def test_the_repository_is_where_the_checkout_came_from(origin, url, tmp_path, monkeypatch):
+    git = shutil.which("git") or pytest.skip("no git")
+    subprocess.run([git, "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([git, "-C", str(tmp_path), "remote", "add", "origin", origin], check=True)
+    pages = hooks()
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.repository_url() == url
+
+
+def test_a_section_of_a_file_is_included_with_links_that_the_page_can_follow(tmp_path, monkeypatch):
+    pages = hooks()
+    monkeypatch.setattr(pages, "ROOT", ROOT)
+    text = pages.on_page_markdown("<!-- include README.md#what-composes -->", page=None)
+    assert "| DTensor |" in text and "(paths.md)" in text and "## " not in text
+
+
+def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
+    pages = hooks()
     text = "[a](../tests/test_docs.py) [`b`](../DESIGN.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
     code = "\n\n```python\nlayers[0](x.py)\n```\n"
     expected = "`a` [`b`](design.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
