@@ -4,6 +4,7 @@ docs/figures/time_against_memory.svg       a training step at one shape: time ov
 docs/figures/memory_against_vocabulary.svg temporary memory of a training step: lines planned, dots measured
 docs/figures/time_against_tokens.svg       its time per token, likewise
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
+docs/figures/loads_by_card.svg             torch.compile's time over this package's, by load and card
 docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
 
 Measured are the rows of mode fwd_bwd and the default data in every CSV of benchmarks/results/nvidia-h200 that has
@@ -25,6 +26,7 @@ import flce_ops
 from flce_ops.plan import Head, cuts, device_of
 from flce_ops.plan.seconds import seconds
 
+from . import loads
 from .data import is_usual
 from .numerics_table import PROVIDERS
 from .report import REPOSITORY
@@ -220,6 +222,31 @@ def error_against_dtype(plt, results: Path):
     return figure
 
 
+def loads_by_card(plt, results: Path):
+    """torch.compile's time over ours, a line a load, a colour a card."""
+    cards = {"nvidia-h200": ("H200", "#08519c"), "nvidia-h100": ("H100", "#d95f02")}
+    ratios: dict[str, dict[str, float]] = {}  # load -> card -> ratio
+    for card in cards:
+        with (results / card / "loads.csv").open(newline="") as file:
+            times = loads.Times(csv.DictReader(file))
+        for load in dict.fromkeys(key[:3] for key in times.rows):
+            found = [times.rows.get((*load, name)) for name in ("torch_compile", "ours")]
+            if all(found):
+                ratios.setdefault(loads.name_of(load), {})[card] = float(found[0]["ms"]) / float(found[1]["ms"])
+    names = sorted(ratios, key=lambda name: ratios[name].get("nvidia-h200", 0))
+    figure, axes = plt.subplots(figsize=(8, 0.24 * len(names) + 1), layout="constrained")
+    for card, (label, colour) in cards.items():
+        points = [(ratios[name][card], y) for y, name in enumerate(names) if card in ratios[name]]
+        axes.plot(*zip(*points), "o", color=colour, markersize=6, label=label)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(-0.8, len(names) - 0.2)
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("torch.compile's time over flce_ops': to the right of 1 flce_ops is faster")
+    axes.legend(fontsize=9, loc="lower right")
+    return figure
+
+
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     import matplotlib
 
@@ -238,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
         "memory_against_vocabulary": memory_against_vocabulary(plt, rows),
         "time_against_tokens": time_against_tokens(plt, rows),
         "error_against_dtype": error_against_dtype(plt, RESULTS),
+        "loads_by_card": loads_by_card(plt, RESULTS),
         "sparse_training": sparse_training(plt, RESULTS / "nvidia-h200" / "training.csv"),
     }
     written = []

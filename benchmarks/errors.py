@@ -5,7 +5,7 @@ over the tokens:
 
     z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
 
-With a softcap, z = cap tanh(x W^T / cap); smoothing and z_loss as in DESIGN.md. Gradients are of the loss times
+With a softcap, z = cap tanh(x W^T / cap); smoothing and z_loss as in docs/kernels.md. Gradients are of the loss times
 problem.loss_scale. With K classes a token, of weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k q_k onehot_k).
 "log_probs" has the other sign, and the gradient of the entropy H besides: -cotangent_H p (log p + H).
 """

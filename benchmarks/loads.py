@@ -76,6 +76,9 @@ def units(trained: Shape | None = None) -> list[Unit]:
 # ---------------------------------------------------------------- marks
 
 
+Key = tuple[str, float, str]  # NxDxV, share of ignored tokens, prior
+
+
 class Times:
     """The rows of a run, looked up by load and provider."""
 
@@ -159,10 +162,11 @@ MARKS = (
 NAMES = {
     **{"ours": "flce_ops", "ours_compiled": "compiled", "ours_compacted": "rows compacted by hand"},
     **{"torch_compile": "torch.compile", "cce": "CCE", "liger": "Liger", "quack_chunked": "QuACK"},
+    "liger_cutedsl": "Liger CuTe",
 }
 
 
-def fastest_peer(times: Times, load: tuple[str, float, str]) -> tuple[str, float]:
+def fastest_peer(times: Times, load: Key) -> tuple[str, float]:
     """Who is fastest beside flce_ops, in ms; rows compacted by hand are a peer, the bare GEMMs where nobody else is."""
     found = {key[3]: float(row["ms"]) for key, row in times.rows.items() if key[:3] == load}
     peers = {name: ms for name, ms in found.items() if name not in ("floor", *EVERY_OURS.split(","))}
@@ -186,16 +190,19 @@ def milliseconds(times: Times) -> list[str]:
     """A table of Markdown: each load, bold where somebody else is faster than the eager step."""
     found = ["| load, ms | flce_ops | compiled | CUDA graph | best otherwise |", "|---|---|---|---|---|"]
     for load in dict.fromkeys(key[:3] for key in times.rows):
-        shape, ignored, prior = load
-        share = "" if ignored == IGNORED else f", {ignored:.0%} ignored"
-        order = {PRIORS[0]: "", TRAINED: ", operands of a trained model"}.get(prior, f", {prior} prior")
         ours = [times.rows.get((*load, name)) for name in EVERY_OURS.split(",")]
         cells = [f"{float(row['ms']):.2f}" if row else "" for row in ours]
         who, ms = fastest_peer(times, load)
         peer = f"{NAMES.get(who, who)} {ms:.2f}"
         peer = f"**{peer}**" if ours[0] and ms < float(ours[0]["ms"]) else peer
-        found.append(f"| {shape}{share}{order} | {' | '.join(cells)} | {peer} |")
+        found.append(f"| {name_of(load)} | {' | '.join(cells)} | {peer} |")
     return found
+
+
+def name_of(load: Key) -> str:
+    shape, ignored, prior = load
+    share = "" if ignored == IGNORED else f", {ignored:.0%} ignored"
+    return shape + share + {PRIORS[0]: "", TRAINED: ", operands of a trained model"}.get(prior, f", {prior} prior")
 
 
 def hosts(times: Times) -> list[str]:

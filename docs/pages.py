@@ -1,18 +1,21 @@
 """What mkdocs does to the pages of docs/ beyond Markdown.
 
     <!-- include FILE -->       the text of a file of the repository (DESIGN.md, CHANGELOG.md), without its title
+    <!-- include FILE#TITLE -->   of one of its sections
     <!-- error tables -->       one table for each benchmarks/results/*/numerics.csv
     <!-- remaining names -->    the public names that api.md does not list by hand
 
 Links to files of the repository that are no pages (tests, sources) become plain text: the site has no copy of them.
 Formulas, $...$ and ```math, become MathML, which browsers draw by themselves: the pages load no script for them.
-A page that the navigation of mkdocs.yml does not name stands among the guides.
+A page that the navigation of mkdocs.yml does not name stands among the guides. Where git knows the checkout's origin,
+the navigation ends in a link to it.
 """
 
 import ast
 import csv
 import posixpath
 import re
+import subprocess
 from html import unescape
 from pathlib import Path
 
@@ -31,8 +34,22 @@ def on_config(config):
     guides = next(entry["Guides"] for entry in nav if "Guides" in entry)
     listed = set(pages_of(nav))
     guides += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in listed]
+    repository = repository_url()
+    if repository:
+        nav.append({"Repository": repository})
     config["nav"] = nav
     return config
+
+
+def repository_url() -> str | None:
+    """Where the checkout came from, for a link; None where that is no web address."""
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+    try:
+        origin = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # git
+        return None
+    origin = re.sub(r"^git@([^:/]+):", r"https://\1/", origin).removesuffix(".git")
+    return re.sub(r"^https://[^@/]*@", "https://", origin) if origin.startswith("https://") else None
 
 
 def pages_of(nav: list) -> list[str]:
@@ -56,28 +73,44 @@ def without_missing(nav: list) -> list:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    folder = "docs"
-
     def directive(match: re.Match) -> str:
-        nonlocal folder
         word, _, rest = match[1].partition(" ")
         if word == "include":
-            folder = posixpath.dirname(rest)
-            return re.sub(r"\A# .*\n", "", (ROOT / rest).read_text())
+            return included(*rest.partition("#")[::2])
         return error_tables() if word == "error" else remaining_names(markdown)
 
-    text = DIRECTIVE.sub(directive, markdown)
+    return with_links(DIRECTIVE.sub(directive, markdown), "docs")
+
+
+def included(file: str, anchor: str) -> str:
+    """A file without its title, or the section with this anchor without its heading."""
+    text = (ROOT / file).read_text()
+    if anchor:
+        sections = re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE)
+        (text,) = (body.strip() for title, body in sections if title.lower().replace(" ", "-") == anchor)
+    return with_links(re.sub(r"\A# .*\n", "", text), posixpath.dirname(file))
+
+
+def with_links(text: str, folder: str) -> str:
+    """Text whose links are relative to a folder of the repository, with those that a page can follow."""
     return LINK.sub(lambda match: link(match, folder), text)
 
 
-def on_page_content(html: str, **_) -> str:
-    return FORMULA.sub(formula, html).replace(EMPTY_ROWS, "")
+def on_page_content(html: str, page=None, **_) -> str:
+    """Formulas as MathML. In docstrings reST's `::` before a literal block is a colon, and a page's name a link."""
+    html = FORMULA.sub(formula, html).replace(EMPTY_ROWS, "").replace("::</p>", ":</p>")
+    if page is not None and page.file.src_uri == "api.md":
+        html = re.sub(r"\bdocs/(\w+)\.md\b", r'<a href="../\1/">\1</a>', html)
+    return html
 
 
 def formula(match: re.Match) -> str:
     from latex2mathml.converter import convert
 
-    return convert(unescape(match["tex"]).strip(), display="block" if match["tag"] == "div" else "inline")
+    tex = unescape(match["tex"]).strip()
+    if match["tag"] == "span":
+        return convert(tex, display="inline")
+    return f'<div class="formula">{convert(tex, display="block")}</div>'  # scrolls by itself on narrow screens
 
 
 def link(match: re.Match, folder: str) -> str:

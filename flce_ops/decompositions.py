@@ -62,16 +62,16 @@ CLASSES_PER_BLOCK = 8192
 def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """Decompositions of this package's operators into ATen, for ``ExportedProgram.run_decompositions``.
 
-    The program that comes out holds no operator of this package: ``torch.export.load``, AOTInductor packages and
-    runtimes without Python run it where flce_ops is not installed. The operators of the rest of the model stay as they
-    are; for ATen's core set, add this table to torch's own::
+    The decomposed program holds no operator of this package: ``torch.export.load``, AOTInductor packages and runtimes
+    without Python run it without flce_ops. The other operators of the model stay as they are. For ATen's core set, add
+    this table to torch's own::
 
         table = torch.export.default_decompositions()
         table.update(flce_ops.export_decompositions())
         program = torch.export.export(model, args).run_decompositions(table)
 
     Returns:
-        {operator: function} for the entries and for the operators that inference and training programs hold. Not in it:
+        A dict of operator and function, for the operators that inference and training programs hold. Not in the dict:
         second derivatives, ``main_grad``, ``linear_kl_div``, and a vocabulary sharded over several devices.
 
     Memory and time:

@@ -44,14 +44,14 @@ def explain(function: Callable, *args, **kwargs) -> str:
     Args:
         function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_policy_loss``, ``linear_kl_div`` or
             ``cross_entropy``; or ``torch.ops.flce.linear_cross_entropy_low_rank``.
-        args, kwargs: its arguments; tensors on "meta" stand for what no device holds.
+        args, kwargs: the arguments of the call. Tensors on "meta" stand for tensors that no device holds.
 
     Returns:
-        A table to print: each choice with its paths, the first of which that nothing rules out runs. ``last_path()``
-        says what did run, and in how many chunks.
+        A table to print: each choice with its paths. The first path that nothing rules out runs. ``last_path()`` says
+        what did run, and in how many chunks.
 
     Raises:
-        TypeError: another function, or arguments that it does not take.
+        TypeError: another function, or arguments that the function does not take.
 
     Example::
 

@@ -47,9 +47,9 @@ def check_options(module: nn.Module) -> None:
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Same as nn.CrossEntropyLoss over an nn.Linear that it owns, without the logits.
+    """Same as nn.CrossEntropyLoss over an nn.Linear that the module owns, without the logits.
 
-    In place of torch.nn's module of this name: its arguments, and its state dict.
+    Stands in for torch.nn's module of this name: the same arguments and the same state dict.
 
     Args:
         in_features: D.
@@ -59,12 +59,13 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: whether the linear layer adds a learnable bias.
         weight: class weights, (V,); a buffer, part of the state dict.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, options: as `linear_cross_entropy`.
-        gradient_threshold, gradient_mode, gradient_sparse: as there; the seed of a sparse gradient and its order of
-            classes are forward's.
+        gradient_threshold, gradient_mode, gradient_sparse: as `linear_cross_entropy`. The seed and the order of classes
+            are arguments of forward.
 
-    Shapes: input (..., D), target (..., *out_features), or of probabilities (..., V, *out_features), or (..., K) with a
-    target_weight of its shape; loss () or, for reduction="none", (..., *out_features); with return_metrics a pair.
-    What forward takes beside input and target, dtypes, errors and what composes are those of `linear_cross_entropy`.
+    `forward(input, target)` takes input (..., D) and target (..., *out_features), probabilities (..., V,
+    *out_features), or (..., K) with a target_weight of that shape. The loss is () or, for reduction="none", (...,
+    *out_features); with return_metrics the result is a pair. The other arguments of forward, dtypes, errors and what
+    composes are those of `linear_cross_entropy`.
 
     Raises:
         ValueError, TypeError: an option that can never be right, by its name.
@@ -196,11 +197,11 @@ class LinearCrossEntropyHead(nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as nn.Linear; out_features is V.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss, gradient_threshold, gradient_mode, gradient_sparse:
-            as `linear_cross_entropy`. The seed of a sparse gradient and its order of classes are forward's.
+            as `linear_cross_entropy`. The seed and the order of classes are arguments of forward.
 
-    Shapes: input (..., D); without target, logits (..., V), scaled and capped; with target (...), or (..., K) and a
-    target_weight of its shape, the loss. What forward takes beside them, dtypes, errors and what composes are those of
-    `linear_cross_entropy`.
+    `forward(input)` gives the logits of input (..., D), (..., V), scaled and capped. `forward(input, target)` gives the
+    loss for target (...), or (..., K) with a target_weight of that shape. The other arguments of forward, dtypes,
+    errors and what composes are those of `linear_cross_entropy`.
 
     Raises:
         ValueError, TypeError: an option that can never be right, by its name.

@@ -18,21 +18,21 @@ from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 class VocabParallel(ParallelStyle):
     """Shards the vocabulary of a LinearCrossEntropyLoss or LinearCrossEntropyHead over a 1-D mesh.
 
-    Same loss as the module alone, on every rank. The logits and the full weight are never gathered: forward sends 2 or
-    3 numbers per token, backward sums the gradient of the input once.
+    Every rank gets the same loss as from the module alone. The logits and the full weight are never gathered: forward
+    sends 2 or 3 numbers per token, backward sums the gradient of the input once.
 
     Args:
-        input_layouts: of a plain input, (B, T, D). Replicate(): every rank passes the same hidden states, whose
-            gradient comes back through one all_reduce. Shard(1): sequence parallelism, every rank passes its
-            (B, T / ranks, D); one all_gather on the way in, one reduce_scatter on the way back.
-        target_layouts: of a plain target (and token_weight), (B, T). Replicate(): every rank passes the labels of all
-            tokens. Shard(1): labels sharded as the sequence is.
-        logits_layouts: of what LinearCrossEntropyHead returns without targets, (B, T, V). Replicate() gathers the
-            logits; Shard(-1) leaves each rank its classes.
+        input_layouts: layout of a plain input, (B, T, D). Replicate(): every rank passes the same hidden states, and
+            one all_reduce sums their gradient. Shard(1), sequence parallelism: every rank passes its (B, T / ranks, D);
+            forward has one all_gather, backward one reduce_scatter.
+        target_layouts: layout of a plain target and token_weight, (B, T). Replicate(): every rank passes the labels of
+            all tokens. Shard(1): labels are sharded as the sequence is.
+        logits_layouts: layout of the logits that LinearCrossEntropyHead returns without targets, (B, T, V). Replicate()
+            gathers the logits; Shard(-1) leaves each rank its classes.
         use_local_output: return a plain tensor instead of a DTensor.
 
     Raises:
-        TypeError: another module than those two.
+        TypeError: another module than these two.
         ValueError: a mesh of more than one dimension.
 
     Example::

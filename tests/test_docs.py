@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import flce_ops
+from flce_ops.support import workspace as budgets
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -43,7 +45,7 @@ def test_the_reference_documents_every_public_name(site):
     api = page(site, "api")
     for name in flce_ops.__all__:
         if not name.startswith("_"):
-            assert re.search(rf'id="flce_ops\.(parallel\.)?{name}"', api), name
+            assert re.search(rf'id="flce_ops\.([\w.]+\.)?{name}"', api), name
     assert "label_smoothing" in api and "Composability" in api
 
 
@@ -56,8 +58,7 @@ def test_pages_load_nothing_from_the_network(site):
 
 
 def test_design_changelog_and_error_tables_are_on_their_pages(site):
-    assert "The reference is the target" in page(site, "design")
-    assert "Keep a Changelog" in page(site, "changelog")
+    assert "Four axes" in page(site, "design") and "Keep a Changelog" in page(site, "changelog")
     numerics = page(site, "numerics")
     for path in ROOT.glob("benchmarks/results/*/numerics.csv"):
         with path.open(newline="") as file:
@@ -72,10 +73,39 @@ def test_no_directive_and_no_link_to_a_file_of_the_repository_is_left(site):
         assert not re.findall(r'href="[^"]*\.(?:py|csv)(?:#[^"]*)?"', text), html
 
 
-def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
+def hooks():
     spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
     pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pages)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("origin", "url"),
+    [
+        ("git@example.org:owner/name.git", "https://example.org/owner/name"),
+        ("https://user:word@example.org/owner/name", "https://example.org/owner/name"),
+        ("/srv/name.git", None),
+    ],
+)
+def test_the_repository_is_where_the_checkout_came_from(origin, url, tmp_path, monkeypatch):
+    git = shutil.which("git") or pytest.skip("no git")
+    subprocess.run([git, "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([git, "-C", str(tmp_path), "remote", "add", "origin", origin], check=True)
+    pages = hooks()
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.repository_url() == url
+
+
+def test_a_section_of_a_file_is_included_with_links_that_the_page_can_follow(tmp_path, monkeypatch):
+    pages = hooks()
+    monkeypatch.setattr(pages, "ROOT", ROOT)
+    text = pages.on_page_markdown("<!-- include README.md#what-composes -->", page=None)
+    assert "| DTensor |" in text and "(paths.md)" in text and "## " not in text
+
+
+def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
+    pages = hooks()
     text = "[a](../tests/test_docs.py) [`b`](../DESIGN.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
     code = "\n\n```python\nlayers[0](x.py)\n```\n"
     expected = "`a` [`b`](design.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
@@ -87,12 +117,12 @@ def test_code_of_the_page_runs(name):
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
     assert blocks
-    workspace = flce_ops.get_workspace()
     try:
         for block in blocks:
             exec(block, names)
     finally:
-        flce_ops.set_workspace(workspace)
+        budgets._temporary.set(budgets.DEFAULT_WORKSPACE_BYTES)
+        budgets._retained.set(None)
 
 
 def test_the_plan_on_the_page_is_what_the_command_prints(capsys):
@@ -119,10 +149,16 @@ def messages_of_the_source() -> set[str]:
     return texts
 
 
+OF_OTHERS = ("device-side assert triggered", "Unsupported types (<class '...LogitsNotComputed'>) passed to ...")
+
+
 def quoted_messages() -> list[str]:
-    """First cells of the page's tables, and what its prose quotes of our own."""
+    """The page's headings that are messages, and what its prose quotes of our own."""
     text = (DOCS / "troubleshooting.md").read_text()
-    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) + ["got a class index outside", "the workspace is small"]
+    headings = re.findall(r"^### (`.*)$", text, re.MULTILINE)
+    messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
+    quoted = ["got a class index outside", "the workspace is small"]
+    return [message for message in messages if message not in OF_OTHERS] + quoted
 
 
 def parts_of(message: str) -> list[str]:
@@ -147,7 +183,7 @@ def test_a_message_of_the_troubleshooting_page_is_in_the_source(message):
 def test_a_message_nobody_raises_would_be_noticed():
     sources = messages_of_the_source()
     assert not any("expected linear_weight to be a potato" in text for text in sources)
-    assert len(quoted_messages()) > 30
+    assert len(quoted_messages()) > 130
 
 
 def test_figures_of_the_pages_are_drawn_by_the_command(tmp_path):

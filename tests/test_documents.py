@@ -115,8 +115,8 @@ def test_github_reads_inline_formulas_as_they_are_written(document):
 
 
 @torch_has_one
-def test_names_and_defaults_are_torchs_but_for_what_the_readme_names():
-    """README, Arguments: ignore_index is -100 here, None there; linear_bias by position too."""
+def test_names_and_defaults_are_torchs_but_for_what_the_api_page_names():
+    """docs/api.md: ignore_index is -100 here, None there; linear_bias by position too."""
     ours, theirs = (
         inspect.signature(function).parameters for function in (flce_ops.linear_cross_entropy, F.linear_cross_entropy)
     )
@@ -143,7 +143,7 @@ def test_linear_bias_may_be_passed_by_position():
 
 
 def test_the_head_is_constructed_as_linear_but_without_a_bias():
-    """README, Use: parameters and state dict are nn.Linear's, bias is off unless asked for."""
+    """README, A module: parameters and state dict are nn.Linear's, bias is off unless asked for."""
     ours, theirs = (inspect.signature(made).parameters for made in (flce_ops.LinearCrossEntropyHead, nn.Linear))
     assert list(ours)[: len(theirs)] == list(theirs)
     assert [name for name in theirs if ours[name].default != theirs[name].default] == ["bias"]
@@ -216,6 +216,19 @@ def test_the_page_of_non_goals_is_in_the_navigation_and_in_the_readme():
     assert "(docs/non_goals.md)" in text_of("README.md")
 
 
+def test_the_page_of_stability_has_every_public_name_and_the_bounds_of_the_package():
+    page, package = text_of("docs/stability.md"), text_of("pyproject.toml")
+    assert not [name for name in flce_ops.__all__ if name != "__version__" and f"`{name}`" not in page]
+    assert f"The current version is {flce_ops.__version__}," in page
+    (torch_from,), (python,) = re.findall(r'"torch>=([\d.]+)"', package), re.findall(r'python = ">=([\d.]+)"', package)
+    ((first, after),) = re.findall(r'"triton>=([\d.]+),<3\.(\d+);', package)
+    for bound in (f"| torch | {torch_from} or", f"| Python | {python} or", f"| {first} to 3.{int(after) - 1} |"):
+        assert bound in page, bound
+    for extra in ("transformers", "trl"):
+        (bound,) = re.findall(rf'"{extra}>=([\d.]+)"', package)
+        assert re.search(rf"^\| {extra} \| {bound} or later", page, re.MULTILINE | re.IGNORECASE), extra
+
+
 # ---------------------------------------------------------------- measurements
 
 
@@ -233,14 +246,12 @@ def test_the_tests_that_show_a_client_exist():
 def test_tables_are_made_of_the_csvs():
     """After another run: python -m benchmarks.tables."""
     from benchmarks.tables import __main__ as tables
-    from benchmarks.tables import steps
 
     texts = {path: path.read_text() for path in tables.documents()}
     for path, text in texts.items():
         assert tables.written(text) == text, path
     for name in tables.TABLES:
         assert any(f"<!-- {name} -->" in text and f"<!-- end of {name} -->" in text for text in texts.values()), name
-    assert all(f"\n| {load} | " in text_of("README.md") for load in steps.LOADS_OF_README)
 
 
 def test_the_other_objectives_are_all_of_one_run():

@@ -1,4 +1,4 @@
-"""PROMISES.md leads from every promise of README to a test that is there."""
+"""PROMISES.md leads from every promise of README, and of the pages beside it, to a test that is there."""
 
 import ast
 import re
@@ -8,14 +8,24 @@ import pytest
 from test_documents import anchors_of
 
 TESTS = Path(__file__).resolve().parent
-README = (TESTS.parent / "README.md").read_text()
+README = TESTS.parent / "README.md"
 ROWS = [
     [cell.strip() for cell in line.strip("| ").split(" | ")]
     for line in (TESTS / "PROMISES.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith("| promise")
 ]
-SECTIONS = dict(re.findall(r"^#+ (.*)\n((?:(?!#+ ).*\n?)*)", re.sub(r"```.*?```", "", README, flags=re.DOTALL), re.M))
-OF_PROMISES = ("Arguments", "What composes", "Which path runs", "Cost")  # each row of whose tables is one
+# each row of these tables is a promise
+TABLES = [("README.md", "What composes"), ("docs/paths.md", "Which path runs"), ("docs/paths.md", "GEMM passes")]
+
+
+def sections_of(file: Path) -> dict[str, str]:
+    text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
+    return dict(re.findall(r"^#+ (.*)\n((?:(?!#+ ).*\n?)*)", text, re.M))
+
+
+def places() -> list[tuple[str, str, str]]:
+    """(section, file, anchor) of each row."""
+    return [re.fullmatch(r"\[(.*)\]\(\.\./(.*)#(.*)\)", section).groups() for _, section, _ in ROWS]
 
 
 def functions_of(file: str) -> set[str]:
@@ -31,19 +41,27 @@ def test_a_promise_names_tests_that_exist(row):
 
 
 def test_every_section_of_the_readme_has_its_promises_in_their_order():
-    sections = [re.fullmatch(r"\[(.*)\]\(\.\./README\.md#(.*)\)", section).groups() for _, section, _ in ROWS]
-    assert list(dict.fromkeys(name for name, _ in sections)) == list(SECTIONS)
-    assert [name for name, _ in sections] == sorted((name for name, _ in sections), key=list(SECTIONS).index)
-    assert {anchor for _, anchor in sections} <= anchors_of(README)
+    sections = [section for section, file, _ in places() if file == "README.md"]
+    says_something = [name for name, text in sections_of(README).items() if text.strip()]
+    assert list(dict.fromkeys(sections)) == says_something
+    assert sections == sorted(sections, key=says_something.index)
 
 
-@pytest.mark.parametrize("section", OF_PROMISES)
-def test_every_row_of_a_table_of_promises_is_one(section):
-    _, *table = re.findall(r"^\|(.*?)(?: \[\^\d+\])? *\|", SECTIONS[section], re.MULTILINE)
+def test_the_sections_that_rows_lead_to_exist():
+    assert not [
+        (file, anchor) for _, file, anchor in places() if anchor not in anchors_of((README.parent / file).read_text())
+    ]
+
+
+@pytest.mark.parametrize(("file", "section"), TABLES)
+def test_every_row_of_a_table_of_promises_is_one(file, section):
+    text = sections_of(README.parent / file)[section]
+    _, *table = re.findall(r"^\|(.*?)(?: \[\^\d+\])? *\|", text, re.MULTILINE)
     cells = [cell.strip() for cell in table if not cell.startswith("---")]
-    listed = [promise for promise, of, _ in ROWS if of.startswith(f"[{section}]")]
+    listed = [row[0] for row, place in zip(ROWS, places()) if place[:2] == (section, file)]
     assert cells == [promise for promise in listed if promise in cells]
 
 
 def test_every_limit_has_a_row():
-    assert sum(section.startswith("[Limits]") for _, section, _ in ROWS) >= SECTIONS["Limits"].count("\n- ")
+    limits = sections_of(README)["Limits"].count("\n- ")
+    assert sum(place[:2] == ("Limits", "README.md") for place in places()) >= limits

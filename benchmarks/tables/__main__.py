@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..report import REPOSITORY
-from . import clients, given_logits, objective_errors, objectives, sparse, steps, training
+from . import clients, front, given_logits, objective_errors, objectives, sparse, steps, training
 
 TABLES: dict[str, Callable[[], str]] = {
+    **front.TABLES,
     **steps.TABLES,
     **objectives.TABLES,
     **objective_errors.TABLES,

@@ -13,39 +13,18 @@ def ours(mode: str, dtype: str = BFLOAT16, provider: str = "ours") -> Step:
     return mode, provider, dtype
 
 
-def compiled(mode: str) -> Step:
-    return ours(mode, provider="torch_compile")
-
-
-def marks_of_issue() -> list[tuple[str, str, Step, Step]]:
-    """What it is called, the mark, a step, the step that its time is divided by."""
-    three, four = ours("fwd_bwd", provider="floor"), ours("kl_forward", provider="floor")
-    plain, per_token = ours("fwd_bwd"), {"none": '`reduction="none"`', "log_probs": "log-probabilities and entropies"}
-    room = {mode: ours(mode, provider=ROOM) for mode in per_token}
-    lines = [("class indices over three GEMMs", "", plain, three)]
+def options() -> list[tuple[str, Step, Step]]:
+    """An option's name, a step with it, and the step without it."""
+    plain, per_token = ours("fwd_bwd"), {"none": '`reduction="none"`', "log_probs": "`linear_log_probs`, entropy"}
+    lines = [("`target_weight`, K = 64", ours("soft64"), plain), ("`label_smoothing`", ours("smoothing"), plain)]
+    lines.append(("`label_smoothing` under a `softcap`", ours("softcap_smoothing"), ours("softcap")))
     for mode, name in per_token.items():
-        lines.append((f"{name}, room for all rows, over three GEMMs", "1.12", room[mode], three))
-        lines.append((f"{name}, default budget, over three GEMMs", "", ours(mode), three))
-        lines.append((f"torch.compile over {name}, room for all rows", "> 1", compiled(mode), room[mode]))
-        lines.append((f"torch.compile over {name}, default budget", "", compiled(mode), ours(mode)))
-    lines.append(("`linear_policy_loss` over three GEMMs", "1.12", ours("policy"), three))
-    lines.append(("torch.compile over `linear_policy_loss`", "", compiled("policy"), ours("policy")))
-    for kind in KINDS:
-        lines.append((f"`linear_kl_div` {kind} over four GEMMs", "1.20", ours(f"kl_{kind}"), four))
-        lines.append((f"torch.compile over {kind}", "> 1", compiled(f"kl_{kind}"), ours(f"kl_{kind}")))
-        lines.append((f"Liger over {kind}", "3", ours(f"kl_{kind}", provider="liger"), ours(f"kl_{kind}")))
-    lines.append(("64 soft targets over a class index", "1.03", ours("soft64"), plain))
+        lines.append((name, ours(mode), plain))
+        lines.append((f"{name}, logits of all tokens saved", ours(mode, provider=ROOM), plain))
     for mode, name in {"fwd_bwd": "class indices", **per_token}.items():
-        lines.append((f"{name}: float16 over bfloat16", "1.10", ours(mode, FLOAT16), ours(mode)))
-    lines.append(("label smoothing over none", "1.03", ours("smoothing"), plain))
-    lines.append(("the same under a softcap", "", ours("softcap_smoothing"), ours("softcap")))
-    for name in METRICS:
-        lines.append((f"with `{name}` over without", "", ours(f"metric_{name}"), plain))
-    lines.append(("with all eight metrics", "", ours("metrics"), plain))
-    for peer, provider in (("verl", "verl"), ("TRL", "trl")):
-        for mode, name in {**per_token, "policy": "`linear_policy_loss`"}.items():
-            lines.append((f"{peer}'s head over {name}", "", ours(mode, provider=provider), ours(mode)))
-    return lines
+        lines.append((f"{name}: float16 in place of bfloat16", ours(mode, FLOAT16), ours(mode)))
+    lines += [(f"metric `{name}`", ours(f"metric_{name}"), plain) for name in METRICS]
+    return [*lines, ("all eight metrics", ours("metrics"), plain)]
 
 
 ROOM = "ours_retained"  # the provider with room for the logits of all tokens
@@ -68,16 +47,14 @@ def ratio(rows: Rows, shape: str, step: Step, beside: Step) -> str:
     return f"{float(over['ms']) / float(under['ms']):.3f}" if over and under else ""
 
 
-def marks(rows: Rows) -> str:
+def costs(rows: Rows) -> str:
+    """The time with an option over the time without it."""
     shapes = shapes_of(rows)
-    lines = [
-        (name, mark, *(ratio(rows, shape, step, beside) for shape in shapes))
-        for name, mark, step, beside in marks_of_issue()
-    ]
-    return markdown(["", "mark", *shapes], [line for line in lines if any(line[2:])])
+    body = [(name, *(ratio(rows, shape, step, beside) for shape in shapes)) for name, step, beside in options()]
+    return markdown(["time over the plain step's", *shapes], body)
 
 
-TIMES = {  # mode: what README calls it, peers with theirs
+TIMES = {  # mode: what the page calls it, peers with theirs
     "fwd_bwd": ("class indices", {}),
     "soft64": ("`target_weight`, K = 64", {}),
     "policy": ("`linear_policy_loss`", {"verl": "verl", "trl": "TRL"}),
@@ -141,6 +118,6 @@ def errors(rows: Rows) -> str:
 
 TABLES = {
     "objectives: times": lambda: times(rows_of("objectives")),
-    "objectives: marks": lambda: marks(rows_of("objectives")),
+    "objectives: options": lambda: costs(rows_of("objectives")),
     "objectives: errors": lambda: errors(rows_of("objectives")),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from .. import loads
 from ..shapes import GROUPS
 from .markdown import Rows, error, markdown, rows_of, shape_of, span
@@ -50,46 +48,46 @@ def time_and_memory(row: dict[str, str] | None) -> str:
 
 def errors(rows: Rows) -> str:
     """Relative to float64, over the key shapes."""
-    return errors_of(rows, list(NAMES), SHAPES)
-
-
-def errors_everywhere(rows: Rows) -> str:
-    return errors_of(rows, ["ours", "ours_64MiB", "torch_compile"], [shape for shape, _ in found(rows)])
-
-
-def errors_of(rows: Rows, providers: Sequence[str], shapes: Sequence[str]) -> str:
-    timed, names, body = found(rows), named(rows), []
-    for provider in providers:
-        measured = [timed[shape, provider] for shape in dict.fromkeys(shapes) if (shape, provider) in timed]
-        body.append(
-            (
-                names[provider],
-                *(span([float(row[column]) for row in measured], error) for column in ("err_dx", "err_dw")),
-            )
-        )
+    timed, body = found(rows), []
+    for provider, name in named(rows).items():
+        measured = [timed[shape, provider] for shape in SHAPES if (shape, provider) in timed]
+        spans = (span([float(row[column]) for row in measured], error) for column in ("err_dx", "err_dw"))
+        body.append((name, *spans))
     return markdown(["relative error, bf16", "dX", "dW"], body)
 
 
-LOADS_OF_README = (
-    "8192x4096x128256, operands of a trained model",
-    *(shape for pair in loads.ODD for shape in pair),
-    *(f"8192x4096x128256, {share} ignored" for share in ("50%", "75%", "90%", "99%")),
-    *("1024x4096x151936", "1024x2048x128256", "256x4096x128256", "256x4096x151936", "128x4096x151936"),
-    *("256x2048x128256", "2048x512x32000"),
-)
+CARDS = {"nvidia-h200": "H200", "nvidia-h100": "H100"}
+NO_PEER = ("floor", *loads.EVERY_OURS.split(","))
 
 
-def milliseconds_of_some(rows: Rows) -> str:
-    heading, line, *body = loads.milliseconds(loads.Times(rows))
-    return "\n".join((heading, line, *(row for row in body if row.split(" | ")[0][2:] in LOADS_OF_README)))
+def by_card() -> str:
+    """A line a load: ms here, replayed from a CUDA graph, and of the fastest other; bold where the other is faster."""
+    times = {card: loads.Times(rows_of("loads", folder)) for folder, card in CARDS.items()}
+    body = []
+    for load in dict.fromkeys(key[:3] for key in times["H200"].rows):
+        cells = [cell for card in times.values() for cell in (ms_of(card, load, "ours"), fastest_other(card, load))]
+        cells.insert(1, ms_of(times["H200"], load, "ours_captured"))
+        body.append((loads.name_of(load), *cells))
+    return markdown(["ms", "H200", "in a CUDA graph", "best other", "H100", "best other"], body)
+
+
+def ms_of(times: loads.Times, load: loads.Key, provider: str) -> str:
+    row = times.rows.get((*load, provider))
+    return f"{float(row['ms']):.2f}" if row else ""
+
+
+def fastest_other(times: loads.Times, load: loads.Key) -> str:
+    others = {key[3]: float(row["ms"]) for key, row in times.rows.items() if key[:3] == load and key[3] not in NO_PEER}
+    if not others:
+        return ""
+    best = min(others, key=others.__getitem__)
+    text = f"{loads.NAMES[best]} {others[best]:.2f}"
+    return f"**{text}**" if others[best] < float(times.rows[(*load, "ours")]["ms"]) else text
 
 
 TABLES = {
     "fwd_bwd: times": lambda: times(rows_of("fwd_bwd")),
     "fwd_bwd: errors": lambda: errors(rows_of("fwd_bwd")),
-    "fwd_bwd: errors everywhere": lambda: errors_everywhere(rows_of("fwd_bwd")),
-    "loads: some": lambda: milliseconds_of_some(rows_of("loads")),
-    "loads: milliseconds": lambda: "\n".join(loads.milliseconds(loads.Times(rows_of("loads")))),
+    "loads: by card": by_card,
     "loads: host": lambda: "\n".join(loads.hosts(loads.Times(rows_of("loads")))),
-    "loads: marks": lambda: "\n".join(loads.marks(loads.Times(rows_of("loads")))),
 }

@@ -51,15 +51,17 @@ def linear_kl_div(
     vocab_size: int | None = None,
     shift: bool = False,
 ) -> Tensor:
-    r"""Distillation loss whose logits, student's and teacher's, are never held whole.
+    r"""Divergence between a student's and a teacher's distributions, without the logits of either.
 
     Same as ``F.kl_div(F.log_softmax(F.linear(input, linear_weight), -1), F.log_softmax(F.linear(teacher_input,
     teacher_weight), -1), log_target=True, reduction="none").sum(-1).mean()`` without the (N, V) matrices.
 
-    Per token that is not ignored, with q the student's and p the teacher's probabilities over the vocabulary::
+    The loss of each valid token, with q the student's and p the teacher's probabilities over the vocabulary::
 
-        z = logit_scale * (input @ linear_weight.T + linear_bias)    then, with softcap:  softcap * tanh(z / softcap)
-        q = softmax(z / temperature),   p = softmax of the same with the teacher's tensors, or teacher_probs
+        z = logit_scale * (input @ linear_weight.T + linear_bias)
+        z = softcap * tanh(z / softcap), with softcap
+        q = softmax(z / temperature)
+        p = the same with the teacher's tensors, or teacher_probs
         m = beta * p + (1 - beta) * q
 
         "forward"  KL(p || q) = sum p (log p - log q)
@@ -71,40 +73,39 @@ def linear_kl_div(
         linear_weight: weight of the student's head, (V, D), in input's dtype (any floating dtype under autocast).
         teacher_input: the teacher's hidden states, (..., E): as many tokens; E need not be D, nor the dtype input's.
         teacher_weight: weight of the teacher's head, (V, E), in teacher_input's dtype; the vocabulary is the student's.
-        teacher_probs: probabilities, (..., V), instead of the pair; exact zeros are fine. Where they do not add up to
-            1, such as a truncated top-k, value and gradient are those of the sums above.
-        linear_bias, teacher_bias: (V,).
+        teacher_probs: the teacher's probabilities, (..., V), instead of its pair. Exact zeros are fine. Probabilities
+            that do not add up to 1, such as a truncated top-k, give the value and the gradient of the sums above.
+        linear_bias, teacher_bias: biases of the two heads, (V,).
         kind: "forward", "reverse" or "jsd".
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
-        target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
-        ignore_index: None is -100.
-        token_weight: factor per token, (...); it does not enter the denominator of "mean". Differentiable. Tokens of
-            weight 0 are left out like ignored ones, unless it gets a gradient.
-        reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of
-            tokens not ignored (F.kl_div's "batchmean" of flattened tokens), 0 without one, as distillation trainers
-            have it (F.cross_entropy's is nan). "sum".
+        target: (...), int64 or int32, read only to see which tokens are ignored: those equal to ``ignore_index``.
+        ignore_index: target value of tokens that do not count. None is -100.
+        token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
+            Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient.
+        reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
+            tokens (F.kl_div's "batchmean" of flattened tokens). Without a valid token it is 0, as in distillation
+            trainers, where F.cross_entropy gives nan. "sum".
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
-        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
-            multiplied into input and linear_bias; teacher_logit_scale must then be given.
+        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient;
+            teacher_logit_scale must then be given.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        temperature: divides the student's and the teacher's logits behind the caps. The factor temperature ** 2 that
-            keeps the gradient's size (Hinton et al.) is yours to multiply the loss with.
-        teacher_logit_scale: the teacher's; logit_scale by default.
-        teacher_softcap: the teacher's; none by default, also where the student has one.
-        vocab_size: how many classes there are, where the student's or the teacher's vocabulary is padded: those from
-            vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0 (what
-            teacher_probs has there is left out, not spread over the others). Then linear_weight, teacher_weight and
-            teacher_probs may differ in V. Nothing is copied but the gradient of a longer linear_weight, into one of all
-            its rows. Not with DTensors.
-        shift: as of ``linear_cross_entropy``: position t is left out where label t + 1 is ``ignore_index``, and so is
-            the last one of each sequence.
+        temperature: divides the student's and the teacher's logits behind the caps. Multiply the loss by temperature **
+            2 yourself if you want the gradient's size kept (Hinton et al.).
+        teacher_logit_scale: factor on the teacher's logits; logit_scale by default.
+        teacher_softcap: bound on the teacher's logits; none by default, also if the student has one.
+        vocab_size: the number of classes if the student's or the teacher's vocabulary is padded. Classes from
+            vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0; what
+            teacher_probs has there is left out. linear_weight, teacher_weight and teacher_probs may then differ in V.
+            Only the gradient of a longer linear_weight is copied. Not with DTensors.
+        shift: as in ``linear_cross_entropy``: position t is left out if label t + 1 is ``ignore_index``, and so is the
+            last position of each sequence.
 
     Returns:
-        float32 (float64 for float64 input): shape () or, for "none", (...). In nats per token. Inf, with a gradient of
-        nan, where the first distribution has probability on a class to which the second gives exactly 0 (teacher_probs
-        under "reverse"). A class to which both give 0 has no part in value or gradient: 0 log (0 / 0) = 0, also where
-        the student's 0 is a smaller number rounded. F.kl_div of the logits makes nan of such a class.
+        The divergence in nats per token, float32 (float64 for float64 input), of shape () or, for "none", (...). The
+        result is inf, with a gradient of nan, if the first distribution has probability on a class to which the second
+        gives exactly 0 (teacher_probs under "reverse"). A class to which both give 0 has no part in value or gradient,
+        where F.kl_div of the logits makes nan.
 
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
@@ -113,8 +114,8 @@ def linear_kl_div(
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, DTensor with tokens
-        or vocabulary sharded. Gradients of a scalar loss are made during forward, in the same pass over the logits;
-        in float16, under checkpointing, torch.func and reduction="none" backward recomputes the logits instead.
+        or vocabulary sharded. Forward makes the gradients of a scalar loss, in the same pass over the logits. In
+        float16, under checkpointing, torch.func and for reduction="none" backward makes the logits again instead.
 
     Source:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of

@@ -18,8 +18,8 @@ from flce_ops.math.sparse_gradient import Mode, Operand
 class LinearLogProbs(NamedTuple):
     """One number a token, (...); float32 (float64 for float64 input), argmax int64.
 
-    entropy, argmax and tail_log_prob are None unless asked for: typed `Any` beside Tensor, as re.Match.group() is, so
-    that who asked need not tell a type checker.
+    entropy, argmax and tail_log_prob are None unless asked for. Their type is `Any` beside Tensor, so that a caller who
+    asked for them need not convince a type checker.
     """
 
     log_probs: Tensor  # of target's shape, log p(target), nats; 0 where it is ignore_index
@@ -92,48 +92,49 @@ def linear_log_probs(
 
     With ``z`` the logits, scaled, capped and divided by the temperature as in ``linear_cross_entropy``, per token::
 
-        lse      = logsumexp_j z_j
-        log_prob = z_target - lse
-        entropy  = lse - sum_j softmax(z)_j z_j
-        tail_log_prob = log(1 - sum_k softmax(z)_k), k over the distinct classes that target names for the token
+        lse           = logsumexp_j z_j
+        log_prob      = z_target - lse
+        entropy       = lse - sum_j softmax(z)_j z_j
+        tail_log_prob = log(1 - sum_k softmax(z)_k)
+
+    k runs over the distinct classes that target names for the token.
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
         target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
         linear_bias: (V,), in input's dtype.
-        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Of K classes
-            such a slot has log-probability 0, and a token of such slots alone is ignored.
+        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Among K
+            classes such a class has log-probability 0, and a token with only such classes is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient and is
-            multiplied into input and linear_bias.
-        temperature: divides the logits behind the cap, as sampling does; a number, or without softcap a 0-d tensor.
-        shift: as of ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
+        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
+        temperature: divides the logits behind the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        shift: as in ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
-        tail: also return the log-probability of all other classes together, of those that target does not name. Where
-            that is below the dtype's eps (log: -15.9 in float32), a rounding of the others, it stays there, and has no
-            gradient.
-        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as of ``linear_cross_entropy``: a sparse
-            gradient, that of lse and of the tail, too, but not of the entropy (detach it).
-        return_metrics: names of what else to return, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2,
-            and ``"mean_logit"``, mean_j z_j. The result is a pair then.
+        tail: also return the log-probability of all classes together that target does not name. The result ends at the
+            logarithm of the dtype's eps (-15.9 in float32), below which it would be a rounding error, and has no
+            gradient there.
+        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
+            gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
+        return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
+            ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
     Returns:
-        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``, log_probs of target's shape, the others one
-        number a token, (...); None where not asked for. All but argmax are differentiable, float32 (float64 for float64
-        input).
-        With ``return_metrics`` a pair: that, and a dict of what it names, (...) each, 0 at ignored tokens.
+        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``. log_probs has target's shape, the others are
+        one number a token, (...), or None where not asked for. All but argmax are differentiable and float32 (float64
+        for float64 input), in nats.
+        With ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
 
     Raises:
-        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy; its gradient, and
-            DTensors of a sharded vocabulary, with gradient_threshold.
+        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy; with
+            gradient_threshold the gradient of the entropy, and DTensors of a sharded vocabulary.
 
     Composability:
-        As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens whose logits are retained
-        (``set_workspace``), 4 for others. A vocabulary sharded over ranks exchanges 2 to 7 numbers per token, K - 1
-        more of K classes. What is not asked for costs nothing.
+        As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens with saved logits
+        (``set_workspace``), 4 for the others. Ranks that share a vocabulary exchange 2 to 7 numbers per token, and
+        K - 1 more for K classes. What is not asked for costs nothing.
 
     Source:
-        DESIGN.md has the mathematics, docs/log_probs.md what each result is for and costs.
+        docs/kernels.md has the mathematics, docs/log_probs.md what each result is for and costs.
     """

@@ -80,36 +80,36 @@ def cross_entropy(
     gradient, in the logits' dtype, is written once.
 
     Args:
-        logits: (..., V); float64, float32, bfloat16 or float16. What cannot be seen as (N, V), such as
-            ``logits[:, :-1]`` of several sequences, is copied: pass ``shift=True`` instead.
+        logits: (..., V); float64, float32, bfloat16 or float16. Logits that cannot be viewed as (N, V), such as
+            ``logits[:, :-1]`` of several sequences, are copied: pass ``shift=True`` instead.
         target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
-        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as of
+        weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as in
             ``linear_cross_entropy``.
-        logit_scale, temperature: numbers; a learnt one is yours to multiply the logits with.
+        logit_scale, temperature: numbers. Multiply the logits by a learnt one yourself.
         inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
-            their size exists. What they hold after the call is not defined. It is written in forward, where a scalar
-            loss is differentiated, the logits are the result of an operation (no leaf, no input of a compiled graph, no
-            retain_grad()) and all of their memory, and the gradient is made in forward (no float16, checkpoint or
-            torch.func); elsewhere the logits stay. ``explain`` says which. Autograd raises where another operation had
-            saved them (a tanh its result, say), where something computed from them afterwards is differentiated, or
-            where retain_grad() or a hook was set on them after the loss.
-        return_metrics: also return the accuracy and the argmax, from the same pass and without a host sync.
+            their size exists. What the logits hold after the call is not defined. Forward writes the gradient if a
+            scalar loss is differentiated, not in float16, a checkpoint or torch.func, and if the logits are all of
+            their memory and the result of an operation (no leaf, no input of a compiled graph, no retain_grad()).
+            Elsewhere the logits stay. ``explain`` says which. Autograd raises if another operation had saved the logits
+            (as tanh saves its result), if something computed from them afterwards is differentiated, or if
+            retain_grad() or a hook was set on them after the loss.
+        return_metrics: also return the accuracy and the argmax, from the same pass and without a host synchronisation.
 
     Returns:
-        float32 (float64 for float64 logits): shape () or, for "none", target's. In nats per token.
-        With ``return_metrics`` a pair: that loss, and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
+        The loss in nats per token, float32 (float64 for float64 logits), of shape () or, for "none", target's.
+        With ``return_metrics`` a pair of that loss and ``LinearCrossEntropyMetrics(token_accuracy, argmax)``.
 
     Raises:
-        ValueError, TypeError, IndexError: as of ``linear_cross_entropy``.
-        NotImplementedError: second derivatives of a scalar loss whose gradient was made in forward; with
-            reduction="none" derivatives of any order are right.
+        ValueError, TypeError, IndexError: as in ``linear_cross_entropy``.
+        NotImplementedError: second derivatives of a scalar loss whose gradient forward made. With reduction="none"
+            derivatives of any order are right.
         RuntimeError: logits that were handed over had other readers, as above.
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, CUDA graphs, DTensor
-        with tokens or classes sharded. The logits are not kept for backward. In float16, under checkpointing,
-        torch.func, with sharded classes and for reduction="none" they are, and backward reads them again.
+        with tokens or classes sharded. The logits are not saved for backward, except in float16, under checkpointing,
+        torch.func, with sharded classes and for reduction="none": backward reads them again there.
 
     Source:
-        DESIGN.md; docs/logits.md has the cost and who needs it.
+        docs/logits.md has the cost and who needs it.
     """

@@ -46,11 +46,11 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,  # (V,)
     **options: Any,
 ) -> Any:
-    """flce_ops.linear_cross_entropy that adds the gradient of linear_weight to linear_weight.main_grad.
+    """Same as flce_ops.linear_cross_entropy, but adds the gradient of linear_weight to linear_weight.main_grad.
 
     Args:
-        linear_weight: a parameter that has `main_grad`, all classes of it.
-        options: of flce_ops.linear_cross_entropy, but for main_grad.
+        linear_weight: a parameter that has `main_grad`, with all classes of the vocabulary.
+        options: the options of flce_ops.linear_cross_entropy, except main_grad.
 
     Raises:
         AttributeError: linear_weight has no `main_grad`: Megatron's DDP does not wrap the model, or its FSDP does.

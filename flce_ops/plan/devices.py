@@ -16,7 +16,7 @@ class Device:
 # benchmarks/results/nvidia-h200, torch 2.11.0+cu130:
 #   flops          bare GEMMs of fwd_bwd.csv and other_modes.csv: 618e12 to 698e12, the middle 665e12; 680e12 fits the
 #                  rows of flce_ops, since the model adds the rest (seconds.py)
-#   bandwidth      a copy, docs/performance.md
+#   bandwidth      a copy, docs/kernels.md
 #   bus_bandwidth  all_reduce of 256 MiB, distributed_vocabulary.csv: 300e9 on two GPUs, 341e9 on four
 _H200 = Device("h200", flops=680e12, bandwidth=4.3e12, bus_bandwidth=340e9)
 MEASURED = {("h200", torch.bfloat16): _H200}

@@ -1,4 +1,4 @@
-"""The cost model of docs/performance.md and docs/distributed.md: seconds of one training step of the head.
+"""The cost model of docs/kernels.md and docs/distributed.md: seconds of one training step of the head.
 
     passes * 2NDV / F                      the GEMMs
     bytes of elementwise passes / B        dense torch and the ATen path; for the Triton path what its epilogue shows

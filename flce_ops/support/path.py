@@ -65,9 +65,9 @@ def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None
 
 
 def last_path() -> Path | None:
-    """The implementation, the reason and the chunking of the last kernel call, or None before the first one.
+    """Which implementation the last kernel call took, why, and in how many chunks; None before the first call.
 
-    Backward kernels count as calls. The same facts go to the logger "flce_ops" at level INFO, once per distinct answer.
+    Backward kernels count as calls. The logger "flce_ops" has the same at level INFO, once for each distinct answer.
     """
     global _last
     last = _last

@@ -125,19 +125,20 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
     """Set the bytes of temporary memory that one operator call may use (default 512 MiB), and those of logits that may
     wait for backward (default: twice as many).
 
-    In all threads, from now on: inside `with workspace(...)` blocks that are open it holds too, and stays when they are
-    left. What is not given stays as it is. In a function that is being compiled the call is a graph break.
+    The values hold in all threads, from now on: inside `with workspace(...)` blocks that are open, too, and after these
+    are left. An argument that is not given stays as it is. In a function that is being compiled the call is a graph
+    break.
 
     Args:
-        nbytes: read when a kernel runs, in compiled graphs too, so no recompilation follows. At least 128 rows of
-            logits are always held (64 on a CPU, but for linear_kl_div), so a very small value is exceeded rather than
-            refused. On a CPU a chunk takes no more than 16 MiB, unless that is fewer than 128 rows. Where a (V, D)
-            weight gradient in float32 takes at most half of it or 32 MiB, the ATen kernels use one to sum half operands
-            over chunks, on a CPU over more than 8 of them. The float32 sums of a double backward come on top of it.
-        retained: comes on top of it, too. Per-token results (reduction="none", linear_log_probs) and a scalar loss in
-            float16 keep the logits of as many tokens as fit, two bytes a logit of half operands, so that backward need
-            not make them again: 3 GEMM passes for these tokens instead of 4. 0 keeps none. A compiled graph has the
-            value with which it was traced.
+        nbytes: temporary memory of one call. Kernels read the value when they run, in compiled graphs too, so nothing
+            is compiled again. At least 128 rows of logits are always held (64 on a CPU, except in linear_kl_div), so a
+            very small value is exceeded rather than refused. On a CPU a chunk takes no more than 16 MiB, unless that is
+            fewer than 128 rows. The ATen kernels sum the weight's gradient of half operands over chunks in float32 if
+            that (V, D) sum takes at most half of nbytes or 32 MiB, on a CPU over more than 8 chunks. The float32 sums
+            of a double backward come on top.
+        retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs) and a
+            scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of half operands: 3 GEMM
+            passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was traced.
 
     Raises:
         ValueError: `nbytes` is not a positive integer, or `retained` a negative one.
@@ -154,8 +155,8 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
 def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iterator[None]:
     """`set_workspace(...)` for the calls (forward and backward) made inside the `with` block, in every thread.
 
-    Of several open blocks, nested or of several threads, the one entered last decides, in all threads. When all are
-    left, in whatever order, the value of `set_workspace` is back.
+    If several blocks are open, nested or in several threads, the one entered last decides, in all threads. When all
+    blocks are left, in whatever order, the value of `set_workspace` is back.
 
     Raises:
         ValueError: as set_workspace.

@@ -53,34 +53,32 @@ def patch(
     gradient_threshold: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> Model:
-    """Make a language model compute its loss by `flce_ops.linear_cross_entropy`, without logits.
+    """Make a language model compute its loss with `flce_ops.linear_cross_entropy`, without logits.
 
-    With labels, the output has the loss, and in place of the logits an object that raises when it is used; without
-    labels it is what it was. Everything else that the model's forward takes and returns stays: num_items_in_batch,
-    shift_labels, ignore_index, logits_to_keep, router losses, hidden states, return_dict.
+    With labels, the output has the loss, and in place of the logits an object that raises when it is used. Without
+    labels the output is what it was. Everything else that the model's forward takes and returns stays:
+    num_items_in_batch, shift_labels, ignore_index, logits_to_keep, router losses, hidden states, return_dict.
 
-    Transformers' Trainer gets logits where it takes predictions: evaluate with compute_metrics, predict.
+    Transformers' Trainer gets logits where it needs predictions: in evaluate with compute_metrics, and in predict.
 
     Args:
-        model_or_class: a Transformers model, one wrapped by PEFT, or a model class, for all of its instances.
-        eval_logits: give logits beside the loss in eval mode, for an evaluation other than Trainer's.
-        metrics: names of `linear_cross_entropy`'s return_metrics, as ("token_accuracy", "entropy"): further fields of
-            the output beside the loss. The number of a position belongs to the label that its logits predict, so that
-            a causal model's last is 0. Not among the predictions that Trainer takes.
-        gradient_threshold: as `linear_cross_entropy`: unbiased sparse gradients of the head, as 2**-10. Each loss
-            draws its seed from torch's default generator.
-        label_smoothing: as `linear_cross_entropy`, in training and evaluation. Trainer's label_smoothing_factor needs
-            no option here, and replaces this one in the losses that Trainer asks for.
+        model_or_class: a Transformers model, a model wrapped by PEFT, or a model class, for all of its instances.
+        eval_logits: also return logits in eval mode, for an evaluation other than Trainer's.
+        metrics: names of `linear_cross_entropy`'s return_metrics, such as ("token_accuracy", "entropy"), which become
+            further fields of the output. A position's metric belongs to the label that its logits predict, so the last
+            position of a causal model has 0. Trainer's predictions have no metrics.
+        gradient_threshold: as in `linear_cross_entropy`, such as 2**-10: unbiased sparse gradients of the head. Each
+            loss draws its seed from torch's default generator.
+        label_smoothing: as in `linear_cross_entropy`, in training and evaluation. Trainer's label_smoothing_factor
+            needs no option here, and replaces this one in the losses that Trainer asks for.
 
     Returns:
         model_or_class.
 
     Raises:
-        NotImplementedError: the model does something with its logits, or has a head, that the operator cannot
-            stand for.
+        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head.
         TypeError: not a Transformers model.
-        ValueError: a metric that there is not, a gradient_threshold outside of [0, 1), or a label_smoothing outside of
-            [0, 1].
+        ValueError: an unknown metric, a gradient_threshold outside [0, 1), or a label_smoothing outside [0, 1].
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     check_threshold("patch", gradient_threshold)
@@ -104,7 +102,7 @@ def patch(
 
 
 def unpatch(model_or_class: Model) -> Model:
-    """Undo `patch` of the same model or class. ValueError if it is not patched."""
+    """Undo `patch` of the same model or class. ValueError if the model or class is not patched."""
     if isinstance(model_or_class, type):
         original = getattr(model_or_class.__dict__.get("forward"), "flce_original", None)
         if original is None:
@@ -139,7 +137,7 @@ def patched(
     gradient_threshold: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> Iterator[Model]:
-    """`patch` for the duration of a with block; what was patched before stays so, with the options it had."""
+    """`patch` during a with block. A model that was patched before stays patched, with the options it had."""
     inside = vars(model_or_class if isinstance(model_or_class, type) else base_model_of(model_or_class))
     before = {name: inside[attribute] for name, attribute in OPTIONS.items()} if EVAL_LOGITS in inside else None
     patch(

@@ -40,19 +40,19 @@ REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGEN
 
 @typed
 def patch(*, gradient_threshold: float = 0.0) -> None:
-    """Make TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers compute by this package's operators.
+    """Make TRL's SFT, DPO, KTO, GRPO, RLOO and Distillation trainers compute with this package's operators.
 
-    For the whole process: trainers made before and after. A second call changes the option.
+    The patch holds for the whole process, for trainers made before and after. A second call changes the option.
 
     Args:
-        gradient_threshold: as `linear_log_probs`: unbiased sparse gradients of the head, as 2**-10, but of
-            DistillationTrainer's. Each call draws its seed from torch's default generator. An entropy that is trained
-            is refused then.
+        gradient_threshold: as in `linear_log_probs`, such as 2**-10: unbiased sparse gradients of the head, except in
+            DistillationTrainer. Each call draws its seed from torch's default generator. An entropy that is trained is
+            refused then.
 
     Raises:
-        ValueError: a gradient_threshold outside of [0, 1).
+        ValueError: a gradient_threshold outside [0, 1).
         NotImplementedError: TRL does not have, or does not use, one of the two names as this package knows them. TRL
-            is then as it was.
+            stays as it was.
         ImportError: TRL is not installed.
     """
     check_threshold("patch", gradient_threshold)
@@ -73,7 +73,7 @@ def unpatch() -> None:
 @contextlib.contextmanager
 @typed
 def patched(*, gradient_threshold: float = 0.0) -> Iterator[None]:
-    """`patch` for the duration of a with block; if TRL was patched before, it stays so, with the option it had."""
+    """`patch` during a with block. If TRL was patched before, it stays patched, with the option it had."""
     before = LOG_PROBS.get() if REPLACEMENTS.originals else None
     patch(gradient_threshold=gradient_threshold)
     try:
