@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flce_ops.aten.kept_tokens import RowsByChunk, tokens_of
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.sparse_gradient import LIVE
 from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.readable import copied_row_bytes, readable, readable_rows
@@ -31,6 +32,10 @@ CPU_ROWS = 128
 # However small the workspace is. (Of fewer rows cuBLAS splits the sums of a product, and adds them up in half.)
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
+# A CPU's BLAS adds up the products of float32 and float64 rows in another order in the last rows of a matrix, or of a
+# thread's part of it, where their number is no multiple of this; ATen adds up a single row in several threads. So the
+# last rows are multiplied once more as so many, and no chunk or block has fewer unless there are no more.
+ROWS_OF_EQUAL_BITS = 4
 
 # One matrix of a block takes this part of the workspace, and no more than these bytes of a CPU's cache: a step takes
 # the same time with 1 to 8 MiB.
@@ -51,11 +56,16 @@ def product_is_rounded(input: Tensor) -> bool:
 def chunk_product(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # u, (n, V)
-    dtype = product_dtype(input)
+    n, dtype = input.shape[0], product_dtype(input)
+    if input.device.type == "cpu" and dtype.itemsize >= 4 and n % ROWS_OF_EQUAL_BITS and n > ROWS_OF_EQUAL_BITS:
+        out = input.new_empty(n, linear_weight.shape[0]) if out is None else out
+        for rows in (slice(n - n % ROWS_OF_EQUAL_BITS), slice(n - ROWS_OF_EQUAL_BITS, n)):
+            chunk_product(input[rows], linear_weight, linear_bias, out[rows])
+        return out
     if readable(linear_weight):
         return product(input, linear_weight.T, dtype, linear_bias, out)
     if out is None:
-        out = input.new_empty(input.shape[0], linear_weight.shape[0], dtype=dtype)
+        out = input.new_empty(n, linear_weight.shape[0], dtype=dtype)
     for classes, weight in readable_rows(linear_weight):
         product(input, weight.T, dtype, None if linear_bias is None else linear_bias[classes], out[:, classes])
     return out
@@ -97,6 +107,7 @@ def rows_per_chunk(
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
+        rows -= rows % ROWS_OF_EQUAL_BITS
         least = CPU_ROWS_AT_LEAST
     return max(1, min(max(rows, least), input.shape[0]))
 
@@ -107,10 +118,24 @@ def read_in_place(input: Tensor) -> bool:
 
 
 def row_chunks(call: Arguments, input: Tensor, rows: int) -> Iterator[slice]:
-    total = input.shape[0]
-    record_run(call, rows, -(-total // rows))
-    for start in range(0, total, rows):
-        yield slice(start, min(start + rows, total))
+    parts = cut(0, input.shape[0], rows, multiple_of(call))
+    record_run(call, rows, len(parts))
+    yield from parts
+
+
+def multiple_of(call: Arguments) -> int:
+    """Rows that chunks and blocks have a multiple of: those of the tiles of a sparse gradient."""
+    sparse = getattr(call, "sparse", None)
+    return LIVE if sparse is not None and sparse.gradient_mode == "tiles" else 1
+
+
+def cut(start: int, stop: int, rows: int, multiple: int) -> list[slice]:
+    """Of `rows` each but for the last; the one before it has fewer where the last would have too few."""
+    ends = [*range(start + rows, stop, rows), stop] if start < stop else []
+    less = -(-ROWS_OF_EQUAL_BITS // multiple) * multiple
+    if len(ends) > 1 and stop - ends[-2] < ROWS_OF_EQUAL_BITS and less < rows:
+        ends[-2] -= less
+    return list(map(slice, [start, *ends], ends))
 
 
 def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
@@ -155,10 +180,11 @@ def row_blocks(input: Tensor, chunk: slice, product: Tensor, *vectors: Tensor, m
     """Rows of each block, counted as the chunk's are, their part of the product, and of vectors (N, ...)."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(block_bytes(input) // row_bytes // multiple, 1) * multiple
+    if input.device.type == "cpu":
+        step = max(step, 2 * ROWS_OF_EQUAL_BITS // multiple * multiple)
     if chunk.stop - chunk.start == input.shape[0] <= step:
         yield chunk, product, *vectors
         return
-    for start in range(chunk.start, chunk.stop, step):
-        rows = slice(start, min(start + step, chunk.stop))
+    for rows in cut(chunk.start, chunk.stop, step, multiple):
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
         yield rows, block, *(vector[rows] for vector in vectors)

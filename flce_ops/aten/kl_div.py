@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_product, row_chunks
+from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
@@ -62,6 +62,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     rows = max(available, 1) // row_bytes
     if input.device.type == "cpu":
         rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
+        rows -= rows % ROWS_OF_EQUAL_BITS
     return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
 
 
@@ -190,9 +191,8 @@ def stream_rows(
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
     """An eighth of the rows at a time, or what is small: what is made of a block is of a matrix's size together."""
     rows, classes = matrix.shape
-    step = max(-(-rows // 8), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()))
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
+    step = max(-(-rows // 8), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
+    yield from cut(0, rows, step, 1)
 
 
 def row_sums(kind: type[Divergence], log_q: Tensor, log_p: Tensor, beta: Tensor | None, weighed: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import chunk_products, multiple_of, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
@@ -26,7 +26,6 @@ from flce_ops.aten.sparse_gradients import (
     SparseAccumulator,
     draws_of,
     matrices_for_keeping,
-    multiple_of,
     needs_exact,
     whole_tiles,
 )
@@ -239,7 +238,7 @@ def loss_and_gradients(
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     for chunk, product in products:
         # ranks meet once for a chunk
-        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, multiple=multiple_of(gradients))
+        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, multiple=multiple_of(call))
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
             found = logits.gather(1, column[rows])

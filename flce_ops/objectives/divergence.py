@@ -38,7 +38,12 @@ def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[T
     So written both are exact to their own size, which beta bounds; log m itself would bring an error of log q's size.
     """
     a, own, others = log_p - log_q, torch.log1p(-beta), beta.log()
-    return torch.logaddexp(a + others, own).neg_(), torch.logaddexp(own - a, others).neg_()
+    return log_of_sum(a + others, own).neg_(), log_of_sum(own - a, others).neg_()
+
+
+def log_of_sum(x: Tensor, y: Tensor) -> Tensor:
+    """torch.logaddexp, whose bits on a CPU depend on where in memory a number stands."""
+    return torch.maximum(x, y).add_((x - y).abs_().neg_().exp_().log1p_())
 
 
 class EntryFunction(RowFunction):
