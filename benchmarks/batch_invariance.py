@@ -115,9 +115,18 @@ def losses(pool: Pool) -> Results:
     return {"losses": found} | {f"{name} of losses": values for name, values in metrics.items()}
 
 
-def metrics_of_one_pass(pool: Pool) -> Results:
-    _, metrics = flce_ops.linear_cross_entropy(pool.input, pool.linear_weight, pool.target, return_metrics=METRICS)
+def metrics_of_a_mean(pool: Pool) -> Results:
+    names = tuple(name for name in METRICS if name != "entropy")
+    _, metrics = flce_ops.linear_cross_entropy(pool.input, pool.linear_weight, pool.target, return_metrics=names)
     return {f"{name} of a mean": values for name, values in metrics.items()}
+
+
+def entropies_of_one_pass(pool: Pool) -> Results:
+    """Their pass has other sums than that without gradients."""
+    with torch.enable_grad():
+        call = pool.wanting_gradients()
+        _, metrics = flce_ops.linear_cross_entropy(call.input, call.linear_weight, call.target, return_metrics=METRICS)
+    return {f"{name} of one pass": values for name, values in metrics.items()}
 
 
 def policy_losses(pool: Pool) -> Results:
@@ -137,7 +146,15 @@ def divergences(pool: Pool) -> Results:
     return {f"divergence, {kind}": flce_ops.linear_kl_div(*pairs, kind=kind, **options) for kind in KINDS}
 
 
-ASKED = (log_probs, log_probs_of_slots, losses, metrics_of_one_pass, policy_losses, divergences)
+ASKED = (
+    log_probs,
+    log_probs_of_slots,
+    losses,
+    metrics_of_a_mean,
+    entropies_of_one_pass,
+    policy_losses,
+    divergences,
+)
 
 
 # ---------------------------------------------------------------- what must not matter

@@ -128,27 +128,26 @@ def test_bits_of_kernels_depend_on_the_token_alone():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("sure", [False, True])  # of its target, whose exponential is then more than the row's sum
 def test_forward_one_pass_and_recomputing_have_the_same_bits(sure):
-    """With gradients or without, and in a small workspace."""
+    """With gradients or without, in a small workspace; forward has sums of its own for an entropy."""
     pool = draw_pool(Shape(150, 40, 300), torch.float16, CPU, seed=torch.initial_seed())
     pool.target[::7] = -100
     if sure:
         valid = pool.target >= 0
         pool.input[valid] = 10 * pool.linear_weight[pool.target[valid]]
     tensors = (pool.input, pool.linear_weight, pool.target, None)
-    _, lse, _, expected, _, argmax, squares, mean_logit, *_ = launch_forward(
-        *tensors, expected_log_prob=True, **OF_ROWS
-    )
-    of_forward = (argmax, lse, -expected, squares, mean_logit)
-    target_logit, lse, *_, rest, _ = launch_forward(*tensors)
+    target_logit, lse, *_, argmax, squares, mean_logit, rest, _ = launch_forward(*tensors, **OF_ROWS)
     log_probs = log_probs_of_targets(pool.target >= 0, target_logit, lse, rest)
-    numbers = scalars({"clip_low": 0.2, "clip_high": 0.2})
+    numbers, entropies = scalars({"clip_low": 0.2, "clip_high": 0.2}), []
     for nbytes in (None, 1 << 16):
         with flce_ops.workspace(nbytes or 512 << 20):
-            metrics = launch_with_grad(*tensors, None, None, **MASK, lse=True, entropy=True, **OF_ROWS)[5:]
+            entropies.append(launch_with_grad(*tensors, None, None, **MASK, entropy=True, lse=True)[6:8])
+            metrics = launch_with_grad(*tensors, None, None, **MASK, lse=True, **OF_ROWS)[5:]
             assert ("recomputing" in flce_ops.last_path().reason) == (nbytes is not None)
             policy = launch_policy_with_grad(
                 *tensors, pool.advantages, None, None, None, None,
                 objective="ppo", dual_clip=None, beta=None, kl_estimator="k3", **numbers, **MASK,
             )  # fmt: skip
-        for found, exact in zip((*metrics, policy[5]), (*of_forward, log_probs), strict=True):
+        of_one_pass = (metrics[0], metrics[1], *metrics[3:], policy[5])
+        for found, exact in zip(of_one_pass, (argmax, lse, squares, mean_logit, log_probs), strict=True):
             assert torch.equal(found, exact)
+    assert all(torch.equal(found, other) for found, other in zip(*entropies, strict=True))

@@ -129,8 +129,11 @@ def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: met
     return run_forward(call, kept, outputs)
 
 
-def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]:
-    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
+def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs, *, own_target: bool = True) -> list[slice]:
+    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took.
+
+    own_target: beside an entropy the target's logit in the sums is the reference, not the GEMM's.
+    """
     operands = call.operands
     input, linear_weight, target, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
@@ -163,7 +166,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]
             guard=at_target.guard,
             codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
             expected=call.expected_log_prob,
-            reference_class=at_target.reference_class if call.expected_log_prob else None,
+            reference_class=at_target.reference_class if own_target and call.expected_log_prob else None,
             logit_options=call.logits,
             logit_sum=call.logit_sum,
             class_weight=class_weight,

@@ -176,7 +176,6 @@ class OnePassStep:
             guard=at_target.guard,
             pieces=pieces,
             expected=statistics.entropy is not None,
-            reference_class=at_target.reference_class if statistics.entropy is not None else None,
             argmax=statistics.argmax is not None,
             squares=statistics.log_sum_sq_probs is not None,
             total=statistics.mean_logit is not None,
