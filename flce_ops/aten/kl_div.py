@@ -164,18 +164,22 @@ def stream_rows(
         del softmaxes, logits
         weighed = operands.teacher_probs is not None and not kind.of_student  # else probabilities add up to 1
         number: Tensor | float = 1.0
+        scale = None if row_scale is None else row_scale[rows]
         if divergence is None and kind.of_student:
             number = student_kl[rows]
         elif divergence is not None or weighed:
             sums = all_reduce(row_sums(kind, log_q, log_p, beta, weighed), options.group, options.ranks)
-            value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
+            of_rows = tuple(sums) if weighed else (*sums, 1.0)
+            value, number = kind.of_sums(of_rows, beta)
+            if scale is not None and kind.scale_of_sums is not None:
+                scale = scale * kind.scale_of_sums(of_rows)
         if divergence is not None:
             valid = operands.valid
             divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
             if kind.of_student:
                 student_kl[rows] = number
         if gradients is not None:
-            scale = row_scale[rows].unsqueeze(1)
+            scale = scale.unsqueeze(1)
             for block in blocks_of(log_q):
                 of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
                 log_q[block] = kind.gradient(log_q[block], log_p[block], of_row, scale[block], beta)

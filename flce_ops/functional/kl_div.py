@@ -56,6 +56,8 @@ def linear_kl_div(
         "forward"  KL(p || q) = sum p (log p - log q)
         "reverse"  KL(q || p) = sum q (log q - log p)
         "jsd"      beta * KL(p || m) + (1 - beta) * KL(q || m)
+        "tv"       total variation, sum |p - q| / 2
+        "nla"      -log(sum min(p, q)), negative log-acceptance
 
     Args:
         input: the student's hidden states, (..., D); float64, float32, bfloat16 or float16.
@@ -65,7 +67,8 @@ def linear_kl_div(
         teacher_probs: probabilities, (..., V), instead of the pair; exact zeros are fine. Where they do not add up to
             1, such as a truncated top-k, value and gradient are those of the sums above.
         linear_bias, teacher_bias: (V,).
-        kind: "forward", "reverse" or "jsd".
+        kind: "forward", "reverse", "jsd", "tv" or "nla". Where p = q, "tv" has the middle of its subgradients, and so
+            has "nla".
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
         target: read only to see which tokens are ignored, (...), int64 or int32: those equal to ``ignore_index``.
