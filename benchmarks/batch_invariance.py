@@ -4,6 +4,8 @@ A pool of tokens is computed in one call. Then calls of some of these tokens dif
 there are, where they stand, the workspace, what is retained, whether gradients are wanted, which of the others are
 ignored and what their labels are. What is counted are numbers whose bits are not those of the first call.
 
+A process for each shape, dtype and function, as most of their time is compilation.
+
     python -m benchmarks.batch_invariance                  # 10^7 tokens and more on a GPU -> batch_invariance.csv
     python -m benchmarks.batch_invariance --device cpu     # fewer
 """
@@ -12,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import multiprocessing
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,9 +43,9 @@ KINDS = ("forward", "reverse", "jsd")
 # the pool, dtype, and calls of about as many tokens
 PROBLEMS = {
     "cuda": (
-        ("70000x64x512", torch.bfloat16, 96),
-        ("70000x64x512", torch.float16, 64),
-        ("4096x4096x128256", torch.bfloat16, 4),
+        ("4096x4096x128256", torch.bfloat16, 2),
+        ("70000x64x512", torch.bfloat16, 48),
+        ("70000x64x512", torch.float16, 48),
     ),
     "cpu": tuple(("300x48x509", dtype, 2) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
 }
@@ -212,8 +217,8 @@ def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
     yield Calling("position", everything.flip(0))
     yield Calling("position", everything[5:])
     for gradients in (False, True):
-        for nbytes in (1 << 16, 1 << 20, 3 << 20, 64 << 20):
-            yield Calling("workspace", some(most - 3), workspace=nbytes, gradients=gradients)
+        for nbytes, count in ((1 << 16, min(most, 700)), (3 << 20, most // 4), (64 << 20, most - 3)):
+            yield Calling("workspace", some(count), workspace=nbytes, gradients=gradients)
     for retained in (0, most // 3 * classes * 2):
         yield Calling("retained", some(most - 7), retained=retained, gradients=True)
     for share in (0.02, 0.5, 0.99):
@@ -274,12 +279,15 @@ class InvarianceRow(Environment):
     differ: int
 
 
-def rows_of(
-    shape: Shape, dtype: torch.dtype, large: int, seed: int, device: torch.device, here: Environment
-) -> list[InvarianceRow]:
+Task = tuple[int, int]  # which of a device's problems, which of ASKED
+
+
+def rows_of(task: Task, device: torch.device, seed: int, here: Environment) -> list[InvarianceRow]:
+    (text, dtype, large), function = PROBLEMS[device.type][task[0]], ASKED[task[1]]
+    (shape,) = parse_shapes(text)
     pool = draw_pool(shape, dtype, device, seed)
-    found = walk(pool, callings(pool, large, seed))
-    of_shape = (*shape, name_of(dtype))
+    found = walk(pool, callings(pool, large, seed), (function,))
+    of_shape = (*shape, str(dtype).removeprefix("torch."))
     return [InvarianceRow(**vars(here), **dict(zip(FIELDS, (*of_shape, *key, *n)))) for key, n in found.items()]
 
 
@@ -295,31 +303,42 @@ def drawn_tokens(rows: Sequence[InvarianceRow]) -> int:
 def main(argv: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser("python -m benchmarks.batch_invariance", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=None, help="14 on a GPU, none beside this one on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=None, help="to note, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
+    if options.processes is None:
+        options.processes = 14 if options.device.startswith("cuda") else 0
+    device, started = torch.device(options.device), time.monotonic()
     here = environment(device, options.commit)
     report = Report(options.out / here.slug / "batch_invariance.csv")
     every: list[InvarianceRow] = []
-    for text, dtype, large in PROBLEMS[device.type]:
-        (shape,), started = parse_shapes(text), time.monotonic()
-        rows = rows_of(shape, dtype, large, options.seed, device, here)
+    tasks = list(itertools.product(range(len(PROBLEMS[device.type])), range(len(ASKED))))
+    for task, rows in measured(tasks, device, options.seed, here, options.processes):
         report.add(rows)
         every += rows
+        text, dtype, _ = PROBLEMS[device.type][task[0]]
         differ, values = sum(row.differ for row in rows), sum(row.values for row in rows)
         seconds = time.monotonic() - started
-        say(f"{text} {name_of(dtype)}: {drawn_tokens(rows):,} tokens, {differ:,} of {values:,} differ, {seconds:.0f} s")
+        say(f"{seconds:4.0f} s  {text} {dtype} {ASKED[task[1]].__name__}: {differ:,} of {values:,} numbers differ")
         for row in rows:
             if row.differ:
-                say(f"    {row.calling}: {row.number}: {row.differ:,} of {row.values:,}")
+                say(f"        {row.calling}: {row.number}: {row.differ:,} of {row.values:,}")
     say(f"{drawn_tokens(every):,} tokens -> {report.path}")
     return report.path
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def measured(
+    tasks: Sequence[Task], device: torch.device, seed: int, here: Environment, processes: int
+) -> Iterator[tuple[Task, list[InvarianceRow]]]:
+    if not processes:
+        yield from ((task, rows_of(task, device, seed, here)) for task in tasks)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        pending = {pool.submit(rows_of, task, device, seed, here): task for task in tasks}
+        for done in as_completed(pending):
+            yield pending[done], done.result()
 
 
 if __name__ == "__main__":

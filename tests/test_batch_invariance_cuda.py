@@ -7,31 +7,43 @@ import torch
 from test_cuda_contract import captured
 
 import flce_ops
-from benchmarks.batch_invariance import PROBLEMS, bits, callings, draw_pool, walk
+from benchmarks.batch_invariance import ASKED, PROBLEMS, bits, callings, draw_pool, walk
 from benchmarks.shapes import parse_shapes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MARK = 10**7
+MARK, SEED = 10**7, 0
+CUDA = torch.device("cuda")
 
 
-def test_bits_of_ten_million_tokens_depend_on_the_token_alone():
-    tokens = 0
-    for text, dtype, large in PROBLEMS["cuda"]:
-        (shape,) = parse_shapes(text)
-        pool = draw_pool(shape, dtype, torch.device("cuda"), torch.initial_seed())
-        found = walk(pool, callings(pool, large, torch.initial_seed()))
-        assert not {key: counts for key, counts in found.items() if counts.differ}
-        tokens += sum({name: counts.tokens for (name, _), counts in found.items()}.values())
-    assert tokens >= MARK, tokens
+def pool_of(problem):
+    text, dtype, large = PROBLEMS["cuda"][problem]
+    (shape,) = parse_shapes(text)
+    pool = draw_pool(shape, dtype, CUDA, SEED)
+    return pool, callings(pool, large, SEED)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.__name__)
+@pytest.mark.parametrize("problem", range(len(PROBLEMS["cuda"])))
+def test_bits_depend_on_the_token_alone(problem, asked):
+    pool, ways = pool_of(problem)
+    found = walk(pool, ways, (asked,))
+    assert not {key: counts for key, counts in found.items() if counts.differ}
+
+
+def test_ten_million_tokens_are_drawn():
+    judged = 0
+    for problem in range(len(PROBLEMS["cuda"])):
+        judged += sum(len(way.tokens if way.judged is None else way.judged) for way in pool_of(problem)[1])
+    assert judged >= MARK, judged
 
 
 @pytest.mark.parametrize("count", [300, 1500])
 def test_compiled_and_captured_calls_have_the_bits_of_eager_ones(count):
     (shape,) = parse_shapes("2000x64x512")
-    pool = draw_pool(shape, torch.bfloat16, torch.device("cuda"), torch.initial_seed())
+    pool = draw_pool(shape, torch.bfloat16, CUDA, SEED)
 
     def log_probs(input, target):
         found = flce_ops.linear_log_probs(input, pool.linear_weight, target, entropy=True)
