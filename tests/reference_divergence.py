@@ -11,7 +11,8 @@ from reference_loss import dense_logits
 from torch import Tensor
 
 RAGGED = (123, 57, 43, 211)  # N, D, E, V
-KINDS = ("forward", "reverse", "jsd")
+KINDS = ("forward", "reverse", "jsd", "tv", "nla")
+KINKED = ("tv", "nla")  # an entry whose rounding puts it on the other side of p = q moves its gradient by 2 |G|
 
 
 def make_pair(
@@ -91,6 +92,12 @@ def dense_log_probs(pair, logit_scale, softcap, teacher_logit_scale, teacher_sof
     return log_q, log_softmax(*teacher, scale, teacher_softcap)
 
 
+def acceptance(kind: str, log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Total variation; or -log of the acceptance rate of speculative sampling."""
+    q, p = log_q.exp(), log_p.exp()
+    return 0.5 * (p - q).abs().sum(-1) if kind == "tv" else -torch.minimum(p, q).sum(-1).log()
+
+
 def from_definition(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Tensor:
     """The sums as the docstring has them, a term of probability 0 left out."""
 
@@ -98,6 +105,8 @@ def from_definition(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Ten
         present = log_a > -math.inf
         return torch.where(present, log_a.exp() * torch.where(present, log_a - log_b, 0.0), 0.0).sum(-1)
 
+    if kind in KINKED:
+        return acceptance(kind, log_q, log_p)
     if kind == "forward":
         return kl(log_p, log_q)
     if kind == "reverse":
@@ -112,6 +121,8 @@ def with_kl_div(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Tensor:
     def kl(log_a, log_b):
         return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
 
+    if kind in KINKED:
+        return acceptance(kind, log_q, log_p)
     if kind == "forward":
         return kl(log_p, log_q)
     if kind == "reverse":

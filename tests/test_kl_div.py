@@ -6,6 +6,7 @@ import pytest
 import torch
 from reference_divergence import (
     KINDS,
+    KINKED,
     RAGGED,
     clone,
     leaves,
@@ -61,12 +62,18 @@ def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
     exact = flat_results(reference_divergence, [clone(d, torch.float64) for d in draws], cotangents, **options)
     plain = flat_results(plain_divergence, draws, cotangents, **options)
     ours = flat_results(flce_ops.linear_kl_div, draws, cotangents, **options)
+    # backward has 1 / acceptance as e^loss, whose rounding is one of the loss
+    amplified = 1.0 + (exact["loss"].max().item() if options.get("kind") == "nla" and per_token else 0.0)
     assert ours["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for name, found in ours.items():
         if name != "loss":
             assert found.dtype == draws[0][name].dtype
         ours_error, plain_error = error(found, exact[name]), error(plain[name], exact[name])
-        assert ours_error <= 1.25 * plain_error + slack[dtype] * UNIT[dtype], (name, ours_error, plain_error)
+        assert ours_error <= 1.25 * plain_error + amplified * slack[dtype] * UNIT[dtype], (
+            name,
+            ours_error,
+            plain_error,
+        )
 
 
 def cases():
@@ -202,7 +209,7 @@ def test_no_tokens(device, target, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # whose acceptance underflows
 def test_logits_of_hundreds(device, kind, reduction, dtype):
     """Confident models that disagree: probabilities underflow, divergences of hundreds of nats."""
     pair = make_pair(device=device, dtype=dtype)
@@ -210,7 +217,7 @@ def test_logits_of_hundreds(device, kind, reduction, dtype):
         pair["input"] *= 50
         pair["teacher_input"] *= 50
     exact = run_reference(pair, kind=kind, reduction=reduction)
-    assert exact["loss"].max() > (0.3 if kind == "jsd" else 50)
+    assert exact["loss"].max() > {"jsd": 0.3, "tv": 0.9}.get(kind, 50)
     found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
     plain = run(plain_divergence, pair, kind=kind, reduction=reduction)
     for name in exact:
@@ -243,7 +250,19 @@ def test_a_loss_scale_keeps_small_float16_gradients(device):
         expected = run_reference(pair, scale, kind=kind)
         found = run(flce_ops.linear_kl_div, pair, scale, kind=kind)
         for name in ("input", "linear_weight"):
-            assert error(found[name], expected[name]) < 2e-3, (kind, name)
+            assert error(found[name], expected[name]) < (2e-2 if kind in KINKED else 2e-3), (kind, name)
+
+
+@pytest.mark.parametrize("kind", KINKED)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_where_both_models_agree_nothing_pulls(device, kind, reduction):
+    """At the kink, in the middle of the subgradients: the gradient is exactly 0, and so is the value."""
+    pair = make_pair(device=device, bias=True)
+    pair |= {f"teacher_{name}": pair[of].detach() for name, of in (("input", "input"), ("weight", "linear_weight"))}
+    pair["teacher_bias"] = pair["linear_bias"].detach()
+    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+    assert found["loss"].abs().max() < 1e-6
+    assert all(found[name].abs().max() < 1e-6 for name in ("input", "linear_weight", "linear_bias"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

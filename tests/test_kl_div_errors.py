@@ -9,7 +9,7 @@ from pathlib import Path
 import inputs
 import pytest
 import torch
-from reference_divergence import KINDS, make_pair, plain_divergence, run, run_reference
+from reference_divergence import KINDS, KINKED, make_pair, plain_divergence, run, run_reference
 from reference_loss import error
 
 import flce_ops
@@ -60,7 +60,8 @@ def test_the_documented_errors_are_the_operators(dtype):
             if name == "loss" and row[2] == "mean":
                 assert ours <= 8 * promised, (row, cell, written)  # the mean of errors of either sign: some luck
             else:
-                assert promised / 2 <= ours <= 2 * promised, (row, cell, written)
+                within = 16 if row[1] in KINKED and name != "loss" else 2  # few entries on the other side of p = q
+                assert promised / within <= ours <= within * promised, (row, cell, written)
 
 
 def test_code_of_the_docs_runs():

@@ -49,7 +49,7 @@ REFUSED = {
     "integer input": ({"input": lambda p: p["input"].detach().long()}, TypeError, "expected input in one of"),
     "bias": ({"teacher_bias": lambda p: torch.zeros(5)}, ValueError, "expected teacher_bias of shape (31,)"),
     "flat weight": ({"linear_weight": lambda p: p["linear_weight"].flatten()}, ValueError, "FSDP1"),
-    "kind": ({"kind": "kl"}, ValueError, "expected kind to be one of forward, reverse, jsd, got 'kl'"),
+    "kind": ({"kind": "kl"}, ValueError, "expected kind to be one of forward, reverse, jsd, tv, nla, got 'kl'"),
     "beta": ({"kind": "jsd", "beta": 1.5}, ValueError, "expected beta in [0, 1], got 1.5"),
     "reduction": ({"reduction": "batchmean"}, ValueError, "expected reduction to be one of"),
     "softcap": ({"teacher_softcap": 0.0}, ValueError, "expected teacher_softcap to be positive"),

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_pool import run_in_world
-from reference_divergence import from_definition
+from reference_divergence import KINDS, from_definition
 from reference_loss import dense_logits, error
 from reference_policy import token_losses
 from sharded_inputs import full
@@ -60,7 +60,7 @@ CELLS = {
     },
     "linear_kl_div": {
         f"{kind} divergence, {teacher[0]}": ((*HEAD, *teacher, "target"), {"kind": kind})
-        for kind in ("forward", "reverse", "jsd")
+        for kind in KINDS
         for teacher in (TEACHER, ("teacher_probs",))
     },
 }
@@ -109,6 +109,8 @@ INERT = {
     ("inplace_backward", "sharded"),
     ("beta", "forward divergence"),  # the mixture of "jsd"
     ("beta", "reverse divergence"),
+    ("beta", "tv divergence"),
+    ("beta", "nla divergence"),
     ("gradient_class_order", "drop"),
     ("gradient_class_order", "tiles"),
     ("gradient_sparse", "tiles"),  # one tile holds all classes, and a target

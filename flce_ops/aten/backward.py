@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import (
@@ -20,7 +20,6 @@ from flce_ops.aten.logits import (
 from flce_ops.aten.sparse_gradients import (
     SparseAccumulator,
     draws_of,
-    multiple_of,
     needs_exact,
     whole_tiles,
 )
@@ -79,7 +78,7 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
         gradients = SparseAccumulator(call, draws, grads, step)
     nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
-        for rows, block in row_blocks(input, chunk, product, nbytes, multiple=multiple_of(gradients)):
+        for rows, block in row_blocks(input, chunk, product, nbytes, multiple=multiple_of(call)):
             logits, slope = activate_with_slope(block, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flce_ops.aten.kept_tokens import RowsByChunk
 from flce_ops.math.precision import accumulation_dtype
+from flce_ops.math.sparse_gradient import LIVE
 from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.readable import readable, readable_rows
@@ -31,6 +32,10 @@ CPU_ROWS = 128
 # However small the workspace is. (Of fewer rows cuBLAS splits the sums of a product, and adds them up in half.)
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
+# A CPU's BLAS adds up the products of float32 and float64 rows in another order in the last rows of a matrix, or of a
+# thread's part of it, where their number is no multiple of this; ATen adds up a single row in several threads. So the
+# last rows are multiplied once more as so many, and no chunk or block has fewer unless there are no more.
+ROWS_OF_EQUAL_BITS = 4
 
 # One matrix of a block takes this part of the workspace, and no more than these bytes of a CPU's cache: a step takes
 # the same time with 1 to 8 MiB.
@@ -51,11 +56,16 @@ def product_is_rounded(input: Tensor) -> bool:
 def chunk_product(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # u, (n, V)
-    dtype = product_dtype(input) if out is None else out.dtype
+    n, dtype = input.shape[0], product_dtype(input) if out is None else out.dtype
+    if input.device.type == "cpu" and dtype.itemsize >= 4 and n % ROWS_OF_EQUAL_BITS and n > ROWS_OF_EQUAL_BITS:
+        out = input.new_empty(n, linear_weight.shape[0]) if out is None else out
+        for rows in (slice(n - n % ROWS_OF_EQUAL_BITS), slice(n - ROWS_OF_EQUAL_BITS, n)):
+            chunk_product(input[rows], linear_weight, linear_bias, out[rows])
+        return out
     if linear_weight.is_contiguous() or readable(linear_weight):
         return product(input, linear_weight.T, dtype, linear_bias, out)
     if out is None:
-        out = input.new_empty(input.shape[0], linear_weight.shape[0], dtype=dtype)
+        out = input.new_empty(n, linear_weight.shape[0], dtype=dtype)
     for classes, weight in readable_rows(linear_weight):
         product(input, weight.T, dtype, None if linear_bias is None else linear_bias[classes], out[:, classes])
     return out
@@ -102,16 +112,30 @@ def rows_per_chunk(
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
+        rows -= rows % ROWS_OF_EQUAL_BITS
         least = CPU_ROWS_AT_LEAST
     return max(1, min(max(rows, least), input.shape[0]))
 
 
 def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
-    total, chunks = input.shape[0], []
-    for start in range(0, total, rows):
-        chunks.append(slice(start, min(start + rows, total)))
-    record_run(call, rows, len(chunks))
-    return chunks
+    parts = cut(0, input.shape[0], rows, multiple_of(call))
+    record_run(call, rows, len(parts))
+    return parts
+
+
+def multiple_of(call: Arguments) -> int:
+    """Rows that chunks and blocks have a multiple of: those of the tiles of a sparse gradient."""
+    sparse = getattr(call, "sparse", None)
+    return LIVE if sparse is not None and sparse.gradient_mode == "tiles" else 1
+
+
+def cut(start: int, stop: int, rows: int, multiple: int) -> list[slice]:
+    """Of `rows` each but for the last; the one before it has fewer where the last would have too few."""
+    ends = [*range(start + rows, stop, rows), stop] if start < stop else []
+    less = -(-ROWS_OF_EQUAL_BITS // multiple) * multiple
+    if len(ends) > 1 and stop - ends[-2] < ROWS_OF_EQUAL_BITS and less < rows:
+        ends[-2] -= less
+    return list(map(slice, [start, *ends], ends))
 
 
 def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
@@ -130,24 +154,17 @@ def chunk_products(
     retained: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each chunk and their u, (n, V), in memory that the chunks share; the first R, if any, are known."""
-    whole = linear_weight.is_contiguous() or readable(linear_weight)
-    total, dtype = input.shape[0], product_dtype(input)
-    memory = input.new_empty(rows, linear_weight.shape[0], dtype=dtype)
-    record_run(call, rows, -(-total // rows))
-    for start in range(0, total, rows):
-        chunk, known = slice(start, min(start + rows, total)), 0
-        u = memory if chunk.stop - start == rows else memory[: chunk.stop - start]
+    memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
+    for chunk in row_chunks(call, input, rows):
+        known, count = 0, chunk.stop - chunk.start
+        u = memory if count == rows else memory[:count]
         if retained is not None:
             own = retained[chunk, : u.shape[1]]
             known = own.shape[0]
             u[:known].copy_(own)
-        if start + known < chunk.stop:
-            rest = rows_of(input, slice(start + known, chunk.stop))
-            out = u[known:] if known else u
-            if whole:
-                product(rest, linear_weight.T, dtype, linear_bias, out)
-            else:
-                chunk_product(rest, linear_weight, linear_bias, out)
+        if known < count:
+            rest = rows_of(input, slice(chunk.start + known, chunk.stop))
+            chunk_product(rest, linear_weight, linear_bias, u[known:] if known else u)
         yield chunk, u
 
 
@@ -164,11 +181,12 @@ def row_blocks(
     """Rows of each block of `nbytes`, counted as the chunk's are; their part of the product and of vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes // multiple, 1) * multiple
+    if input.device.type == "cpu":
+        step = max(step, 2 * ROWS_OF_EQUAL_BITS // multiple * multiple)
     if chunk.stop - chunk.start == input.shape[0] <= step:
         return [(chunk, product, *vectors)]
     blocks = []
-    for start in range(chunk.start, chunk.stop, step):
-        rows = slice(start, min(start + step, chunk.stop))
+    for rows in cut(chunk.start, chunk.stop, step, multiple):
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
         blocks.append((rows, block, *(vector[rows] for vector in vectors)))
     return blocks

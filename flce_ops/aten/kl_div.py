@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import chunk_product, row_chunks
+from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator
 from flce_ops.aten.kept_tokens import on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
@@ -62,6 +62,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     rows = max(available, 1) // row_bytes
     if input.device.type == "cpu":
         rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
+        rows -= rows % ROWS_OF_EQUAL_BITS
     return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
 
 
@@ -191,7 +192,10 @@ def finish_rows(
         number = student_kl[rows]
     elif divergence is not None or weighed:
         sums = all_reduce(row_sums(kind, blocks(log_q, log_p, alone), beta, weighed), options.group, options.ranks)
-        value, number = kind.of_sums(tuple(sums) if weighed else (*sums, 1.0), beta)
+        of_rows = tuple(sums) if weighed else (*sums, 1.0)
+        value, number = kind.of_sums(of_rows, beta)
+        if scale is not None and kind.scale_of_sums is not None:
+            scale = scale * kind.scale_of_sums(of_rows).unsqueeze(1)
     if divergence is not None:
         valid = operands.valid
         divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
@@ -206,9 +210,8 @@ def finish_rows(
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
     """A part of the rows at a time, or what is small: what is made of a block is less than a matrix together."""
     rows, classes = matrix.shape
-    step = max(-(-rows // 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()))
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
+    step = max(-(-rows // 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
+    yield from cut(0, rows, step, 1)
 
 
 def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:

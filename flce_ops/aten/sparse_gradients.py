@@ -39,12 +39,6 @@ def whole_tiles(call: Call, rows: int) -> int:
     return max(rows // LIVE, 1) * LIVE if call.sparse.gradient_mode == "tiles" else rows
 
 
-def multiple_of(gradients: object) -> int:
-    """Rows that a block has a multiple of."""
-    of_tiles = isinstance(gradients, SparseAccumulator) and gradients.sparse.gradient_mode == "tiles"
-    return LIVE if of_tiles else 1
-
-
 class SparseAccumulator(GradientAccumulator):
     """Gradients of the entries that are kept; where one of the two is to be exact, that of a second matrix."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
+from flce_ops.aten.chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
 from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
@@ -26,7 +26,6 @@ from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_mat
 from flce_ops.aten.sparse_gradients import (
     SparseAccumulator,
     draws_of,
-    multiple_of,
     needs_exact,
     whole_tiles,
 )
@@ -244,7 +243,7 @@ def loss_and_gradients(
     if reduction.row_scale is None:  # counted once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
-    nbytes, multiple = block_bytes(input), multiple_of(gradients)
+    nbytes, multiple = block_bytes(input), multiple_of(call)
     for chunk, product in products:
         # ranks meet once for a chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)

@@ -67,6 +67,8 @@ def linear_kl_div(
         "forward"  KL(p || q) = sum p (log p - log q)
         "reverse"  KL(q || p) = sum q (log q - log p)
         "jsd"      beta * KL(p || m) + (1 - beta) * KL(q || m)
+        "tv"       total variation, sum |p - q| / 2
+        "nla"      -log(sum min(p, q)), negative log-acceptance
 
     Args:
         input: the student's hidden states, (..., D); float64, float32, bfloat16 or float16.
@@ -76,7 +78,8 @@ def linear_kl_div(
         teacher_probs: the teacher's probabilities, (..., V), instead of its pair. Exact zeros are fine. Probabilities
             that do not add up to 1, such as a truncated top-k, give the value and the gradient of the sums above.
         linear_bias, teacher_bias: biases of the two heads, (V,).
-        kind: "forward", "reverse" or "jsd".
+        kind: "forward", "reverse", "jsd", "tv" or "nla". Where p = q, "tv" and "nla" have the middle of their
+            subgradients.
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
         target: (...), int64 or int32, read only to see which tokens are ignored: those equal to ``ignore_index``.

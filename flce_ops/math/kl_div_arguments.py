@@ -36,4 +36,4 @@ class KlDivOptions(NamedTuple):
     @property
     def of_student(self) -> bool:
         """Whether the gradient needs a divergence of the student: KL(q || p) or KL(q || m)."""
-        return self.kind in ("reverse", "jsd")
+        return self.kind not in ("forward", "cross_entropy")

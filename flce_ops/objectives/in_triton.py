@@ -96,3 +96,9 @@ def log2_ratios_to_mixture(log2_q, log2_p, beta):
     mixture = log2_within_2_22((1.0 - beta) + beta * tl.exp2(tl.where(far, 0.0, a)))  # log m - log q
     mixture = tl.where(far, a + tl.log2(beta), mixture)
     return -mixture, tl.where(far, -tl.log2(beta), a - mixture)
+
+
+@triton.jit
+def side(q, p):
+    """In base 2, as logarithms are."""
+    return tl.where(q > p, 0.0, tl.where(q < p, -1.0, -0.5)) / LN2

@@ -10,6 +10,7 @@ The teacher is constant: it gets no gradient, and asking for one is refused.
 from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
+from flce_ops.objectives.divergence import DIVERGENCES
 from flce_ops.ops.formula import OPERANDS, Formula, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.support.holes import refuse_hole
@@ -35,15 +36,22 @@ class ForwardFormula(KlDivFormula):
 
     @classmethod
     def keep(cls, ctx, call, results):
-        return results[1:]
+        return results if is_scaled(call) else results[1:]
 
     @classmethod
     def gradients(cls, ctx, call, kept, grad_divergence, *_):
         mask = wanted(ctx, KlDivForward, *OPERANDS)
-        shift, teacher_shift, student_kl = kept
+        *divergence, shift, teacher_shift, student_kl = kept
+        if divergence:
+            grad_divergence = grad_divergence * divergence[0].exp()
         rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
         gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, output_mask=mask).dispatched()
         return where_wanted(gradients, mask)
+
+
+def is_scaled(call: KlDivForward) -> bool:
+    """By e^divergence, which backward is given as a part of what comes from above."""
+    return DIVERGENCES[call.options.kind].scale_of_sums is not None
 
 
 class BackwardFormula(KlDivFormula):

@@ -113,7 +113,7 @@ def flags(random: Random, case: Case) -> dict:
         return new
     if case.function == "kl_div":
         new |= {
-            "kind": random.choice(["forward", "reverse", "jsd"]),
+            "kind": random.choice(["forward", "reverse", "jsd", "tv", "nla"]),
             "beta": choose(random, {0.5: 4, 0.1: 1, 0.9: 1, 0.0: 0.2, 1.0: 0.2}),
             "teacher": choose(random, {"hidden": 4, "probs": 3, "near": 1, "sparse probs": 1, "student": 1}),
             "teacher_scale": maybe(random, 0.2, random.choice([1.0, 0.5]), None),

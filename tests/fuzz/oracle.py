@@ -251,6 +251,9 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
         present = log_a.exp() > 0.0  # what underflows is 0 too
         return torch.where(present, log_a.exp() * torch.where(present, log_a - log_b, 0.0), 0.0).sum(-1)
 
+    if case.kind in ("tv", "nla"):
+        q, p = log_q.exp(), log_p.exp()
+        return 0.5 * (p - q).abs().sum(-1) if case.kind == "tv" else -torch.minimum(p, q).sum(-1).log()
     if case.kind == "forward" or (case.kind == "jsd" and case.beta == 0.0):
         return kl(log_p, log_q)
     if case.kind == "reverse" or case.beta == 1.0:

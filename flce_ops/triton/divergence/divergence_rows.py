@@ -14,6 +14,7 @@ Memory bounds the two passes over the matrices: 4 bytes an entry are read, and 2
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,6 +47,7 @@ class RowScale(NamedTuple):
 
     row_scale: Tensor  # (N,)
     logit_scale: Tensor | None  # ()
+    of_sums: Tensor | None = None  # (n,)
 
 
 @triton.jit
@@ -124,6 +126,8 @@ def divergence_kernel(
             if row_number_ptr is not None:
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
+            if scale.of_sums is not None:
+                factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
             # the entries of a row would be inf of either sign, and some 0 * inf
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
             gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
@@ -144,7 +148,7 @@ class RowResults(NamedTuple):
     divergence: Tensor | None  # (N,)
     shift: Tensor | None = None  # (2, N)
     teacher_shift: Tensor | None = None  # (2, N), of a teacher that is a model
-    student_kl: Tensor | None = None  # (N,), of "reverse" and "jsd"
+    student_kl: Tensor | None = None  # (N,), but for "forward"
 
 
 @Kernel
@@ -155,10 +159,12 @@ def finish_divergence_kernel(
     teacher_shift_ptr,  # (2, n)
     results,  # RowResults
     row_number_ptr,  # (n,) out
+    scale_of_sums_ptr,  # (n,) out; or None
     kept,  # Kept
     n,
     N,
     OF_SUMS: tl.constexpr,
+    SCALE_OF_SUMS: tl.constexpr,
     SUMS: tl.constexpr,  # s
     BLOCK_N: tl.constexpr,
 ):
@@ -171,6 +177,8 @@ def finish_divergence_kernel(
         totals += (tl.load(totals_ptr + k * n + i, mask=mask, other=1.0),)  # type: ignore[assignment]
     value, row_number = OF_SUMS(totals, number(beta_ptr))
     tl.store(row_number_ptr + i, row_number, mask=mask)
+    if scale_of_sums_ptr is not None:
+        tl.store(scale_of_sums_ptr + i, SCALE_OF_SUMS(totals), mask=mask)
     if results.divergence is not None:
         tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
     if results.student_kl is not None:
@@ -206,6 +214,7 @@ class Rows:
         self.n = student.logits.shape[0]
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
         self.row_number = student.shift.new_empty(self.n)
+        self.scale_of_sums: Tensor | None = None
         # the others need a sum of the row first; probabilities that are given may not add up to 1
         self.gradient_at_once = kind is Forward and teacher is not None
 
@@ -217,6 +226,8 @@ class Rows:
         return totals
 
     def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
+        of_sums = self.kind.scale_of_sums
+        self.scale_of_sums = None if of_sums is None else torch.empty_like(self.row_number)
         finish_divergence_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
             totals,
             self.beta,
@@ -224,10 +235,12 @@ class Rows:
             self.shifts[-1],
             results,
             self.row_number,
+            self.scale_of_sums,
             self.kept,
             self.n,
             tokens,
             OF_SUMS=self.kind.of_sums.jit,
+            SCALE_OF_SUMS=None if of_sums is None else of_sums.jit,
             SUMS=self.kind.sums,
             BLOCK_N=BLOCK_ROWS,
             num_warps=2,
@@ -239,6 +252,7 @@ class Rows:
         )
 
     def make_gradient(self, gradient: Tensor, scale: RowScale) -> None:
+        scale = scale._replace(of_sums=self.scale_of_sums)
         self.launch(None, gradient, None if self.gradient_at_once else self.row_number, scale)
 
     def launch(

@@ -27,6 +27,7 @@ from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, row_vectors, written_rows
 from flce_ops.triton.rows.slots import larger_entry, slots_at_a_time, sum_of_equals
 from flce_ops.triton.rows.sum_losses import scale_of_rows
+from flce_ops.triton.rows.two_sum import surprisal_in_nats
 from flce_ops.triton.steps.exponentials import RowSums
 
 # N tokens, n rows of a chunk, K slots of a token, V vocabulary, R ranks that share it
@@ -151,6 +152,7 @@ def finish_rows_kernel(
         logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
         here = tl.load(tokens.column + row_slots + slot, mask=inside, other=-1) >= 0
         row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
+    tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
     lse2 = reference + log2_sum
     if whole is not None:
@@ -176,7 +178,8 @@ def finish_rows_kernel(
             weight = tl.load(objective.weight + token_slots + slot, mask=inside, other=0.0)
         surprisal = distance * LN2
         if tokens.log_probs is not None:
-            tl.store(tokens.log_probs + token, tl.where(mask, -surprisal, 0.0), mask=written_rows(tokens.kept, i, n))
+            log_prob = -surprisal_in_nats(logit, reference, log2_sum)
+            tl.store(tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=written_rows(tokens.kept, i, n))
         of_slot, slope_of_slot = OF_TARGET(surprisal, weight, at, objective)
         if SOFT:  # a bias of -inf may switch the class of a weight of 0 off
             of_slot = tl.where(weight == 0.0, 0.0, of_slot)

@@ -19,6 +19,7 @@ from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.objectives.in_triton import LN2
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, written_rows
+from flce_ops.triton.rows.two_sum import lse_in_nats
 from flce_ops.triton.steps.exponentials import Asked, RowSums
 
 # N tokens, n rows of a chunk, V vocabulary
@@ -55,8 +56,8 @@ def row_statistics_kernel(
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     log2_sum = tl.log2(row_sum)
     if statistics.lse is not None:
-        lse2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0) + log2_sum
-        tl.store(statistics.lse + token, tl.where(mask, lse2 * LN2, 0.0), mask=inside)
+        lse, _ = lse_in_nats(tl.load(sums.reference_logit + i, mask=mask, other=0.0), log2_sum)
+        tl.store(statistics.lse + token, tl.where(mask, lse, 0.0), mask=inside)
     if statistics.entropy is not None:
         entropy2 = log2_sum - tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum
         tl.store(statistics.entropy + token, tl.where(mask, entropy2 * LN2, 0.0), mask=inside)

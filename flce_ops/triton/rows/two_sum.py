@@ -17,3 +17,25 @@ def rescaled(high, low, FACTOR: tl.constexpr):
     factor = tl.full(high.shape, FACTOR, tl.float64)  # as a number it would be rounded to float32
     rounded, rest = in_two_float32(high.to(tl.float64) * factor)
     return rounded, (low.to(tl.float64) * factor + rest).to(tl.float32)
+
+
+@triton.jit
+def lse_in_nats(reference2, log2_sum):
+    """lse and what its rounding took, both float32, of a reference and a sum against it in base 2.
+
+    The same bits wherever a row's lse is made.
+    """
+    ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float64)
+    lse, rest = in_two_float32((reference2.to(tl.float64) + log2_sum.to(tl.float64)) * ln2)
+    return lse, rest.to(tl.float32)
+
+
+@triton.jit
+def surprisal_in_nats(target_logit2, reference2, log2_sum):
+    """surprisal of flce_ops/math/log_probs.py, to the bit: the target's logit is rounded to nats before it is taken."""
+    lse, rest = lse_in_nats(reference2, log2_sum)
+    ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float32)
+    # float32's product by way of float64: a product of float32 and a difference would be rounded once, as one
+    target_logit = (target_logit2.to(tl.float64) * ln2.to(tl.float64)).to(tl.float32)
+    distance = (lse - target_logit) + rest
+    return tl.where(distance < 0.0, 0.0, distance)

@@ -19,7 +19,7 @@ from flce_ops.triton.rows.gather_tokens import AtTarget, launch_gather_targets
 from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.rows.row_statistics import launch_row_statistics
 from flce_ops.triton.rows.slots import slots_at_a_time
-from flce_ops.triton.rows.two_sum import in_two_float32
+from flce_ops.triton.rows.two_sum import lse_in_nats
 from flce_ops.triton.steps.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.steps.exponentials import Asked, launch_exponentials
 from flce_ops.triton.steps.logit_codes import clear_unused, codes_of
@@ -50,14 +50,13 @@ def finish_forward_kernel(
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     # the sum holds the target's exponential, which was summed from another order of the same products
     row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
-    ln2 = tl.full((BLOCK_N,), 0.6931471805599453, tl.float64)
-    lse64 = (reference2.to(tl.float64) + tl.log2(row_sum).to(tl.float64)) * ln2
-    lse, rest = in_two_float32(lse64)
+    tl.store(sums.exponentials + i, row_sum, mask=mask)
+    lse, rest = lse_in_nats(reference2, tl.log2(row_sum))
     if target_logit_out is not None:
         hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
         tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
     tl.store(lse_out + token, tl.where(mask, lse, 0.0), mask=inside)
-    tl.store(lse_rest_out + token, tl.where(mask, rest.to(tl.float32), 0.0), mask=inside)
+    tl.store(lse_rest_out + token, tl.where(mask, rest, 0.0), mask=inside)
     if logit_sum_out is not None:
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
         tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)
@@ -127,8 +126,11 @@ def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: met
     return run_forward(call, kept, outputs)
 
 
-def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]:
-    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took."""
+def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs, *, own_target: bool = True) -> list[slice]:
+    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took.
+
+    own_target: beside an entropy the target's logit in the sums is the reference, not the GEMM's.
+    """
     operands = call.operands
     input, linear_weight, target, linear_bias, weight = operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
@@ -160,7 +162,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs) -> list[slice]
             guard=at_target.guard,
             codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
             asked=asked,
-            reference_class=at_target.reference_class if call.expected_log_prob else None,
+            reference_class=at_target.reference_class if own_target and call.expected_log_prob else None,
             logit_options=call.logits,
             class_weight=class_weight,
         )

@@ -36,7 +36,7 @@ def recompute_step(
     smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
     forward = Forward.bind(*operands, logit_sum=smoothed, **asked, **logits)
     outputs = meta.outputs(forward)
-    run_forward(forward, kept, outputs)
+    run_forward(forward, kept, outputs, own_target=False)  # as one pass has it
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     valid, here = place >= 0, place >= kept.start
     mine = here | ~valid

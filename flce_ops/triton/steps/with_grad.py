@@ -80,7 +80,7 @@ def launch_step(
     call: WithGrad,
     objective: RowObjective,
     outputs: tuple[Tensor, ...],  # loss, losses, the gradients, then statistics or log-probabilities
-    recorded: WithGrad | PolicyWithGrad,  # the call that last_path() names
+    recorded: WithGrad | RowLossWithGrad,  # the call that last_path() names
 ) -> None:
     weight = call.operands.weight
     class_weight = None if weight is None else weight.to(torch.float32, copy=True)  # what shares memory is not repeated

@@ -1,0 +1,345 @@
+"""python -m benchmarks.batch_invariance: how many numbers of a token change with the other tokens of its call.
+
+A pool of tokens is computed in one call. Then calls of some of these tokens differ in what must not matter: how many
+there are, where they stand, the workspace, what is retained, whether gradients are wanted, which of the others are
+ignored and what their labels are. What is counted are numbers whose bits are not those of the first call.
+
+A process for each shape, dtype and function, as most of their time is compilation.
+
+    python -m benchmarks.batch_invariance                  # 10^7 tokens and more on a GPU -> batch_invariance.csv
+    python -m benchmarks.batch_invariance --device cpu     # fewer
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import flce_ops
+from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS
+
+from .report import Environment, Report, environment, say
+from .shapes import Shape, parse_shapes
+
+# N tokens, D hidden, V vocabulary, K classes of a token
+
+IGNORED = -100
+METRICS = ("entropy", "lse", "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
+SLOTS = 4
+KINDS = ("forward", "reverse", "jsd")
+# the pool, dtype, and calls of about as many tokens
+PROBLEMS = {
+    "cuda": (
+        ("4096x4096x128256", torch.bfloat16, 2),
+        ("70000x64x512", torch.bfloat16, 48),
+        ("70000x64x512", torch.float16, 48),
+    ),
+    "cpu": tuple(("300x48x509", dtype, 2) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+}
+
+
+class Pool(NamedTuple):
+    """What is known of each token, and the heads."""
+
+    input: Tensor  # (N, D)
+    teacher_input: Tensor  # (N, D)
+    target: Tensor  # (N,)
+    slots: Tensor  # (N, K)
+    advantages: Tensor  # (N,)
+    old_log_probs: Tensor  # (N,)
+    linear_weight: Tensor  # (V, D)
+    teacher_weight: Tensor  # (V, D)
+
+    def of(self, tokens: Tensor) -> Pool:
+        return Pool(*(values[tokens] for values in self[:6]), *self[6:])
+
+    def wanting_gradients(self) -> Pool:
+        leaves = {name: getattr(self, name).detach().requires_grad_() for name in ("input", "linear_weight")}
+        return self._replace(**leaves)
+
+
+def draw_pool(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Pool:
+    tokens, hidden, classes = shape
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    def labels(*size: int) -> Tensor:
+        return torch.randint(classes, size, generator=generator, device=device)
+
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    return Pool(
+        randn(tokens, hidden).to(dtype),
+        randn(tokens, hidden).to(dtype),
+        labels(tokens),
+        labels(tokens, SLOTS),
+        randn(tokens).to(accumulate),
+        (randn(tokens) - 6.0).to(accumulate),
+        (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
+        (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
+    )
+
+
+# ---------------------------------------------------------------- what is asked of a token
+
+Results = dict[str, Tensor]  # (N,) or (N, K) by name
+
+
+def log_probs(pool: Pool) -> Results:
+    found, metrics = flce_ops.linear_log_probs(
+        pool.input, pool.linear_weight, pool.target, entropy=True, argmax=True,
+        return_metrics=("log_sum_sq_probs", "mean_logit"),
+    )  # fmt: skip
+    of_rows = {name: getattr(found, name) for name in ("log_probs", "lse", "entropy", "argmax")}
+    return of_rows | metrics
+
+
+def log_probs_of_slots(pool: Pool) -> Results:
+    found = flce_ops.linear_log_probs(pool.input, pool.linear_weight, pool.slots, tail=True)
+    return {"log_probs of slots": found.log_probs, "tail_log_prob": found.tail_log_prob}
+
+
+def losses(pool: Pool) -> Results:
+    found, metrics = flce_ops.linear_cross_entropy(
+        pool.input, pool.linear_weight, pool.target, reduction="none", z_loss=1e-3, return_metrics=METRICS
+    )
+    return {"losses": found} | {f"{name} of losses": values for name, values in metrics.items()}
+
+
+def metrics_of_a_mean(pool: Pool) -> Results:
+    names = tuple(name for name in METRICS if name != "entropy")
+    _, metrics = flce_ops.linear_cross_entropy(pool.input, pool.linear_weight, pool.target, return_metrics=names)
+    return {f"{name} of a mean": values for name, values in metrics.items()}
+
+
+def entropies_of_one_pass(pool: Pool) -> Results:
+    """Their pass has other sums than that without gradients."""
+    with torch.enable_grad():
+        call = pool.wanting_gradients()
+        _, metrics = flce_ops.linear_cross_entropy(call.input, call.linear_weight, call.target, return_metrics=METRICS)
+    return {f"{name} of one pass": values for name, values in metrics.items()}
+
+
+def policy_losses(pool: Pool) -> Results:
+    call = (pool.input, pool.linear_weight, pool.target, pool.advantages, pool.old_log_probs)
+    per_token = flce_ops.linear_policy_loss(*call, reduction="none")
+    in_one_pass = flce_ops.linear_policy_loss(*call, reduction="sum")
+    return {
+        "policy losses": per_token.loss,
+        "policy ratios": (per_token.log_probs - pool.old_log_probs).exp(),
+        "log_probs of a policy's sum": in_one_pass.log_probs,
+    }
+
+
+def divergences(pool: Pool) -> Results:
+    pairs = (pool.input, pool.linear_weight, pool.teacher_input, pool.teacher_weight)
+    options = {"target": pool.target, "reduction": "none"}
+    return {f"divergence, {kind}": flce_ops.linear_kl_div(*pairs, kind=kind, **options) for kind in KINDS}
+
+
+ASKED = (
+    log_probs,
+    log_probs_of_slots,
+    losses,
+    metrics_of_a_mean,
+    entropies_of_one_pass,
+    policy_losses,
+    divergences,
+)
+
+
+# ---------------------------------------------------------------- what must not matter
+
+
+@dataclass
+class Calling:
+    """One way to ask for the numbers of some tokens."""
+
+    name: str
+    tokens: Tensor  # of the pool, in the order of the call
+    judged: Tensor | None = None  # places in the call whose numbers are compared; all where None
+    target: Tensor | None = None  # of the call, where it is not the pool's
+    workspace: int | None = None
+    retained: int | None = None
+    gradients: bool = False
+
+    def run(self, pool: Pool, asked: Callable[[Pool], Results]) -> Results:
+        call = pool.of(self.tokens)
+        if self.target is not None:
+            ignored = (self.target == IGNORED)[:, None]
+            call = call._replace(target=self.target, slots=call.slots.masked_fill(ignored, IGNORED))
+        with contextlib.ExitStack() as stack:
+            if self.workspace is not None or self.retained is not None:
+                stack.enter_context(flce_ops.workspace(self.workspace, retained=self.retained))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            return asked(call.wanting_gradients() if self.gradients else call)
+
+
+def fewest_tokens(pool: Pool) -> int:
+    """A CPU's BLAS has another order for fewer rows of float32 and float64: flce_ops/aten/chunks.py."""
+    return ROWS_OF_EQUAL_BITS if pool.input.device.type == "cpu" and pool.input.dtype.itemsize >= 4 else 1
+
+
+def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
+    """Sizes of every residue modulo 16, once small, then `large` times up to all of the pool; then the others."""
+    device, most, classes = pool.input.device, pool.input.shape[0], pool.linear_weight.shape[0]
+    draw, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
+
+    def some(count: int) -> Tensor:
+        return torch.randperm(most, generator=generator, device=device)[:count]
+
+    for count in (
+        *range(fewest_tokens(pool), 18),
+        *(draw.randrange(2, min(400, most // 16)) * 16 + residue for residue in range(16)),
+    ):
+        yield Calling("N", some(min(count, most)))
+    for k in range(large):
+        residue = k % 16
+        count = draw.randrange(most // 2, most - 15) // 16 * 16 + residue
+        yield Calling("N", some(count))
+        yield Calling("N, gradients", some(count), gradients=True)
+    everything = torch.arange(most, device=device)
+    yield Calling("the same again", everything)
+    yield Calling("position", everything.flip(0))
+    yield Calling("position", everything[5:])
+    for gradients in (False, True):
+        for nbytes, count in ((1 << 16, min(most, 700)), (3 << 20, most // 4), (64 << 20, most - 3)):
+            yield Calling("workspace", some(count), workspace=nbytes, gradients=gradients)
+    for retained in (0, most // 3 * classes * 2):
+        yield Calling("retained", some(most - 7), retained=retained, gradients=True)
+    for share in (0.02, 0.5, 0.99):
+        tokens = some(most - 1)
+        ignored = torch.rand(tokens.shape, generator=generator, device=device) < share
+        ignored[: fewest_tokens(pool)] = False
+        target = pool.target[tokens].masked_fill(ignored, IGNORED)
+        for gradients in (False, True):
+            yield Calling("ignored share", tokens, (~ignored).nonzero()[:, 0], target, gradients=gradients)
+    tokens, target = everything, pool.target.clone()
+    target[1::2] = target[1::2].flip(0)
+    yield Calling("labels elsewhere", tokens, tokens[::2], target)
+
+
+class Found(NamedTuple):
+    tokens: int  # drawn, over all calls
+    values: int  # numbers compared
+    differ: int
+
+
+def bits(values: Tensor) -> Tensor:
+    kinds = {4: torch.int32, 8: torch.int64}
+    return values.detach().view(kinds[values.element_size()]) if values.is_floating_point() else values
+
+
+def walk(pool: Pool, ways: Iterator[Calling], asked: Sequence[Callable[[Pool], Results]] = ASKED) -> dict:
+    """Found by (calling, number)."""
+    most = pool.input.shape[0]
+    whole = Calling("", torch.arange(most, device=pool.input.device))
+    first = {function: whole.run(pool, function) for function in asked}
+    counts: dict[tuple[str, str], list[tuple[int, int, Tensor]]] = defaultdict(list)
+    for way in ways:
+        judged = way.tokens if way.judged is None else way.tokens[way.judged]
+        for function in asked:
+            for name, values in way.run(pool, function).items():
+                values = values if way.judged is None else values[way.judged]
+                differ = bits(values) != bits(first[function][name][judged])
+                counts[way.name, name].append((judged.shape[0], differ.numel(), differ.sum()))
+    return {
+        key: Found(sum(c[0] for c in found), sum(c[1] for c in found), int(torch.stack([c[2] for c in found]).sum()))
+        for key, found in counts.items()
+    }
+
+
+# ---------------------------------------------------------------- rows
+
+
+@dataclass
+class InvarianceRow(Environment):
+    N: int  # of the pool
+    D: int
+    V: int
+    dtype: str
+    calling: str  # what the calls differ in
+    number: str
+    tokens: int
+    values: int
+    differ: int
+
+
+Task = tuple[int, int]  # which of a device's problems, which of ASKED
+
+
+def rows_of(task: Task, device: torch.device, seed: int, here: Environment) -> list[InvarianceRow]:
+    (text, dtype, large), function = PROBLEMS[device.type][task[0]], ASKED[task[1]]
+    (shape,) = parse_shapes(text)
+    pool = draw_pool(shape, dtype, device, seed)
+    found = walk(pool, callings(pool, large, seed), (function,))
+    of_shape = (*shape, str(dtype).removeprefix("torch."))
+    return [InvarianceRow(**vars(here), **dict(zip(FIELDS, (*of_shape, *key, *n)))) for key, n in found.items()]
+
+
+FIELDS = [name for name in InvarianceRow.__dataclass_fields__ if name not in Environment.__dataclass_fields__]
+
+
+def drawn_tokens(rows: Sequence[InvarianceRow]) -> int:
+    """Each token once, whatever was asked of it."""
+    once = {(row.N, row.D, row.V, row.dtype, row.calling): row.tokens for row in rows}
+    return sum(once.values())
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    parser = argparse.ArgumentParser("python -m benchmarks.batch_invariance", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=None, help="14 on a GPU, none beside this one on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default=None, help="to note, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(argv)
+    if options.processes is None:
+        options.processes = 14 if options.device.startswith("cuda") else 0
+    device, started = torch.device(options.device), time.monotonic()
+    here = environment(device, options.commit)
+    report = Report(options.out / here.slug / "batch_invariance.csv")
+    every: list[InvarianceRow] = []
+    tasks = list(itertools.product(range(len(PROBLEMS[device.type])), range(len(ASKED))))
+    for task, rows in measured(tasks, device, options.seed, here, options.processes):
+        report.add(rows)
+        every += rows
+        text, dtype, _ = PROBLEMS[device.type][task[0]]
+        differ, values = sum(row.differ for row in rows), sum(row.values for row in rows)
+        seconds = time.monotonic() - started
+        say(f"{seconds:4.0f} s  {text} {dtype} {ASKED[task[1]].__name__}: {differ:,} of {values:,} numbers differ")
+        for row in rows:
+            if row.differ:
+                say(f"        {row.calling}: {row.number}: {row.differ:,} of {row.values:,}")
+    say(f"{drawn_tokens(every):,} tokens -> {report.path}")
+    return report.path
+
+
+def measured(
+    tasks: Sequence[Task], device: torch.device, seed: int, here: Environment, processes: int
+) -> Iterator[tuple[Task, list[InvarianceRow]]]:
+    if not processes:
+        yield from ((task, rows_of(task, device, seed, here)) for task in tasks)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        pending = {pool.submit(rows_of, task, device, seed, here): task for task in tasks}
+        for done in as_completed(pending):
+            yield pending[done], done.result()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The bits of a token's numbers depend on that token's operands alone: on a CPU, and in Triton's interpreter.
+
+What is asked of a token and what must not matter stand in benchmarks/batch_invariance.py.
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import scalars
+
+import flce_ops
+from benchmarks.batch_invariance import ASKED, bits, callings, divergences, draw_pool, log_probs, walk
+from benchmarks.shapes import Shape
+from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut
+from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.triton import launch_forward, launch_with_grad
+from flce_ops.triton.steps.with_grad import launch_policy_with_grad
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+
+
+def differing(pool, ways, asked=ASKED):
+    return {key: found for key, found in walk(pool, ways, asked).items() if found.differ}
+
+
+@pytest.mark.parametrize(
+    "shape", [(300, 48, 509), (70, 300, 3), (290, 1, 11)], ids=str
+)  # a row is no vector's multiple
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:workspace")
+def test_bits_depend_on_the_token_alone(shape, dtype):
+    pool = draw_pool(Shape(*shape), dtype, CPU, seed=torch.initial_seed())
+    assert not differing(pool, callings(pool, 2, torch.initial_seed()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_chunk_and_block_are_of_several_rows(dtype):
+    """129 tokens in chunks of 128 would leave one, whose products and sums have an order of their own."""
+    pool = draw_pool(Shape(257, 24, 33000), dtype, CPU, seed=torch.initial_seed())
+    with flce_ops.workspace(1 << 20):
+        ways = list(callings(pool, 0, 0))[-1:]
+        for count in (129, 130, 131, 257):
+            ways.append(ways[0].__class__("N", torch.arange(count)))
+        assert not differing(pool, iter(ways), (log_probs, divergences))
+
+
+@pytest.mark.parametrize("rows", [8, 64, 128])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_cut_covers_all_rows(rows, multiple):
+    for count in (*range(0, 2 * rows + 6), 5 * rows + 1):
+        parts = cut(3, 3 + count, rows, multiple)
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(3, 3 + count))
+        assert all(0 < part.stop - part.start <= rows for part in parts)
+        assert all((part.stop - part.start) % multiple == 0 for part in parts[:-1])
+        if count >= ROWS_OF_EQUAL_BITS and (rows > multiple or multiple == 1):
+            assert min(part.stop - part.start for part in parts) >= ROWS_OF_EQUAL_BITS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_any_number_of_rows(dtype, bias):
+    x, w = torch.randn(40, 33).to(dtype), torch.randn(129, 33).to(dtype)
+    b = torch.randn(129).to(dtype) if bias else None
+    whole = chunk_product(x, w, b)
+    for n in range(ROWS_OF_EQUAL_BITS, 23):
+        assert torch.equal(chunk_product(x[3 : 3 + n], w, b), whole[3 : 3 + n]), n
+        out = torch.full((n, 129), torch.nan, dtype=dtype)
+        chunk_product(x[3 : 3 + n], w, b, out)
+        assert torch.equal(out, whole[3 : 3 + n]), n
+
+
+def test_the_mixture_of_a_divergence_does_not_depend_on_where_a_number_stands():
+    from flce_ops.objectives.divergence import log_of_sum
+
+    x, y = torch.randn(2, 1003)
+    whole = log_of_sum(x, y)
+    for start in range(16):
+        assert torch.equal(log_of_sum(x[start : start + 5], y[start : start + 5]), whole[start : start + 5])
+    torch.testing.assert_close(whole, torch.logaddexp(x, y))
+    infinite = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    for value in infinite:
+        found, expected = (f(infinite[:2], value.expand(2)) for f in (log_of_sum, torch.logaddexp))
+        finite = value.isfinite() | value.isnan()
+        assert not finite or torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+# ---------------------------------------------------------------- the Triton kernels
+
+MASK = {"output_mask": [True, True, False]}
+OF_ROWS = {"argmax": True, "log_sum_sq_probs": True, "mean_logit": True}
+
+
+TILE = 128  # the interpreter's products are numpy's, where a row's bits depend on its place in a tile
+
+
+@no_cuda
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_bits_of_kernels_depend_on_the_token_alone():
+    """Results of the forward kernel and of the one pass: every residue of N modulo 16, ignored tokens, chunks."""
+    pool = draw_pool(Shape(150, 40, 300), torch.float16, CPU, seed=torch.initial_seed())
+
+    def forward(call):
+        return launch_forward(call.input, call.linear_weight, call.target, expected_log_prob=True, **OF_ROWS)[:8]
+
+    def one_pass(call):
+        tensors = (call.input, call.linear_weight, call.target, None, None, None)
+        found = launch_with_grad(*tensors, **MASK, entropy=True, **OF_ROWS)
+        return found[1], *found[5:]
+
+    def assert_same(kernel, call, whole, judged, tokens):
+        for found, expected in zip(kernel(call), whole, strict=True):
+            assert found.numel() == 0 or torch.equal(bits(found[judged]), bits(expected[tokens])), (kernel, len(tokens))
+
+    tokens = torch.arange(150)
+    for kernel in (forward, one_pass):
+        whole = kernel(pool)
+        residues = range(33, 49) if kernel is forward else (37, 48)
+        for chosen in (*(tokens[:n] for n in (1, *residues)), tokens[TILE:]):
+            assert_same(kernel, pool.of(chosen), whole, slice(None), chosen)
+        behind = pool._replace(target=pool.target.masked_fill((tokens > 60) & (tokens % 3 > 0), -100))
+        assert_same(kernel, behind, whole, slice(61), tokens[:61])
+
+
+@no_cuda
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("sure", [False, True])  # of its target, whose exponential is then more than the row's sum
+def test_forward_one_pass_and_recomputing_have_the_same_bits(sure):
+    """With gradients or without, in a small workspace; forward has sums of its own for an entropy."""
+    pool = draw_pool(Shape(150, 40, 300), torch.float16, CPU, seed=torch.initial_seed())
+    pool.target[::7] = -100
+    if sure:
+        valid = pool.target >= 0
+        pool.input[valid] = 10 * pool.linear_weight[pool.target[valid]]
+    tensors = (pool.input, pool.linear_weight, pool.target, None)
+    target_logit, lse, *_, argmax, squares, mean_logit, rest, _ = launch_forward(*tensors, **OF_ROWS)
+    log_probs = log_probs_of_targets(pool.target >= 0, target_logit, lse, rest)
+    numbers, entropies = scalars({"clip_low": 0.2, "clip_high": 0.2}), []
+    for nbytes in (None, 1 << 16):
+        with flce_ops.workspace(nbytes or 512 << 20):
+            entropies.append(launch_with_grad(*tensors, None, None, **MASK, entropy=True, lse=True)[6:8])
+            metrics = launch_with_grad(*tensors, None, None, **MASK, lse=True, **OF_ROWS)[5:]
+            assert ("recomputing" in flce_ops.last_path().reason) == (nbytes is not None)
+            policy = launch_policy_with_grad(
+                *tensors, pool.advantages, None, None, None, None,
+                objective="ppo", dual_clip=None, beta=None, kl_estimator="k3", **numbers, **MASK,
+            )  # fmt: skip
+        of_one_pass = (metrics[0], metrics[1], *metrics[3:], policy[5])
+        for found, exact in zip(of_one_pass, (argmax, lse, squares, mean_logit, log_probs), strict=True):
+            assert torch.equal(found, exact)
+    assert all(torch.equal(found, other) for found, other in zip(*entropies, strict=True))
