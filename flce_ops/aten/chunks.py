@@ -142,12 +142,11 @@ def chunk_products(
             known = own.shape[0]
             u[:known].copy_(own)
         if start + known < chunk.stop:
-            rest = rows_of(input, slice(start + known, chunk.stop))
-            out = u[known:] if known else u
-            if whole:
-                product(rest, linear_weight.T, dtype, linear_bias, out)
+            rest, out = slice(start + known, chunk.stop), u[known:] if known else u
+            if whole:  # a copy of rows of input is not kept
+                product(rows_of(input, rest), linear_weight.T, dtype, linear_bias, out)
             else:
-                chunk_product(rest, linear_weight, linear_bias, out)
+                chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
         yield chunk, u
 
 
