@@ -163,8 +163,8 @@ def chunk_products(
             known = own.shape[0]
             u[:known].copy_(own)
         if known < count:
-            rest = rows_of(input, slice(chunk.start + known, chunk.stop))
-            chunk_product(rest, linear_weight, linear_bias, u[known:] if known else u)
+            rest, out = slice(chunk.start + known, chunk.stop), u[known:] if known else u
+            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)  # a copy of rows of input is not kept
         yield chunk, u
 
 
