@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.aten.chunks import chunk_product
-from flce_ops.math.options import Cotangents, LogitOptions
+from flce_ops.math.options import Cotangents, LogitOptions, changed
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.slots import in_columns
 from flce_ops.meta.arguments import Backward
@@ -158,7 +158,7 @@ class SoftmaxFactors(NamedTuple):
     expected: Tensor | None  # h, times the same
 
     def of(self, rows: slice) -> "SoftmaxFactors":
-        return SoftmaxFactors(*(None if factor is None else factor[rows] for factor in self))
+        return changed(self, lambda factor: factor[rows])
 
 
 def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:

@@ -30,7 +30,7 @@ from flce_ops.aten.sparse_gradients import (
     whole_tiles,
 )
 from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import LogitOperands, Operands, TokenStatistics
+from flce_ops.math.options import LogitOperands, Operands, TokenStatistics, changed
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
 from flce_ops.math.slots import beside_slots
@@ -45,7 +45,7 @@ from flce_ops.meta.arguments import (
 )
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
-from flce_ops.objectives.row import RowObjective, changed
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.readable import copy_bytes
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank

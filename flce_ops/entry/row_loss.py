@@ -18,12 +18,12 @@ from flce_ops.entry.arguments import check_row_loss
 from flce_ops.entry.loss import layout_of_call, loss_of_tokens, rows_of
 from flce_ops.entry.schemas import RowLoss
 from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.options import TokenLosses, logit_options
+from flce_ops.math.options import TokenLosses, changed, logit_options
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import ROW_LOSSES
 from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.row import RowObjective, changed
+from flce_ops.objectives.row import RowObjective
 from flce_ops.ops.paths import gradients_in_the_same_pass
 from flce_ops.ops.situations import needs_gradient
 

@@ -98,6 +98,11 @@ class LogitOperands(NamedTuple):
         return self.logits.shape[1]
 
 
+def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A named tuple of tensors, each changed but for those that are None."""
+    return type(values)(*(None if value is None else change(value) for value in values))
+
+
 class LogitOptions(NamedTuple):
     softcap: Tensor | None = None  # ()
     logit_scale: Tensor | None = None  # ()
@@ -111,7 +116,7 @@ class Cotangents(NamedTuple):
     grad_logit_sum: Tensor | None
 
     def of(self, rows: slice) -> "Cotangents":
-        return Cotangents(*(None if grad is None else grad[rows] for grad in self))
+        return changed(self, lambda grad: grad[rows])
 
     def kept(self, hit: Tensor, valid: Tensor, dtype: torch.dtype) -> "Cotangents":
         """0 at tokens that do not count, that of the target's logit where these classes have no target."""
@@ -143,9 +148,6 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     mean_logit: Tensor | None = None
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
-        return TokenStatistics(*(None if of_rows is None else change(of_rows) for of_rows in self))
 
     @classmethod
     def found(cls, asked: Statistics, results: Sequence[Tensor]) -> "TokenStatistics":

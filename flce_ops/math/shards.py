@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.math.options import Statistics, TokenStatistics, changed
 from flce_ops.math.slots import in_columns, tokens_that_count
 from flce_ops.math.statistics import statistics_of_shards
 from flce_ops.support.exchange import all_gather
@@ -81,7 +81,7 @@ class Exchange:
             return
         gathered = self.gather(torch.stack([numbers for numbers in own if numbers is not None])).unbind(1)
         numbers = iter(gathered)
-        whole = statistics_of_shards(asked, own.changed(lambda _: next(numbers)))
+        whole = statistics_of_shards(asked, changed(own, lambda _: next(numbers)))
         for result, found in zip(results, whole[1:], strict=True):
             if found is not None:
                 result.copy_(torch.where(valid, found, 0.0))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Statistics, TokenStatistics
+from flce_ops.math.options import Statistics, TokenStatistics, changed
 
 # N tokens, R ranks that share the vocabulary
 
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
             return TokenStatistics()
         entropy = -self.expected_log_prob if asked.entropy else None
         found = (self.argmax, self.lse, entropy, self.log_sum_sq_probs, self.mean_logit)
-        return TokenStatistics.found(asked, found).changed(torch.Tensor.detach)
+        return changed(TokenStatistics.found(asked, found), torch.Tensor.detach)
 
 
 def asked_of_forward(asked: Statistics) -> dict[str, bool]:
@@ -61,7 +61,7 @@ def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> Token
     _, lse, _, expected_log_prob, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
     entropy = -expected_log_prob
     found = TokenStatistics.found(asked, (argmax, lse, entropy, log_sum_sq_probs, mean_logit))
-    return found.changed(torch.Tensor.detach)
+    return changed(found, torch.Tensor.detach)
 
 
 def statistics_of_shards(asked: Statistics, per_shard: TokenStatistics) -> TokenStatistics:  # (R, N) -> (N,)

@@ -13,13 +13,12 @@ An objective is a class with two RowFunctions (language.py): ATen calls them on 
 of rows. What they read stands in the fields of RowNumbers.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Cotangents, Ranges, scalar
+from flce_ops.math.options import Cotangents, Ranges, changed, scalar
 from flce_ops.math.slots import beside_slots
 from flce_ops.objectives.language import RowFunction, times
 
@@ -38,11 +37,6 @@ class RowNumbers(NamedTuple):
 
 class Nothing(NamedTuple):
     """No tensors of tokens, or no options."""
-
-
-def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A named tuple of tensors, each changed but for those that are None."""
-    return type(values)(*(None if value is None else change(value) for value in values))
 
 
 Self = TypeVar("Self", bound="RowObjective")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.log_probs import log_probs_of_targets, surprisal
-from flce_ops.math.options import Operands, Statistics
+from flce_ops.math.options import Operands, Statistics, changed
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.slots import tokens_that_count
@@ -23,7 +23,7 @@ from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
 from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from flce_ops.meta.checks import check_constants
 from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
-from flce_ops.objectives.row import RowObjective, changed
+from flce_ops.objectives.row import RowObjective
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.support.holes import refuse_hole
 

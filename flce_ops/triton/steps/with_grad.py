@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.math.options import Operands, TokenStatistics
+from flce_ops.math.options import Operands, TokenStatistics, changed
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard
 from flce_ops.math.sparse_gradient import Shard
 from flce_ops.meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, weight_of_slots
-from flce_ops.objectives.row import RowObjective, changed
+from flce_ops.objectives.row import RowObjective
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.triton.gemm.even_features import with_even_features
 from flce_ops.triton.launch.replay import repeated
