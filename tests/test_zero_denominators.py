@@ -147,7 +147,11 @@ def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, 
     q, p = log_q.exp(), log_p.exp()
     overlap = 0.5 * (p + q - (p - q).abs()).sum(-1)  # with a slope by every entry, where min has none by some
     kinked = {"tv": 0.5 * (p - q).abs().sum(-1), "nla": -overlap.log()}
-    rows = kinked[kind] if kind in KINKED else sum(F.kl_div(b, a, log_target=True, reduction="none").sum(-1) / len(pairs) for b, a in pairs)
+    rows = (
+        kinked[kind]
+        if kind in KINKED
+        else sum(F.kl_div(b, a, log_target=True, reduction="none").sum(-1) / len(pairs) for b, a in pairs)
+    )
     valid = target != -100
     total = torch.where(valid, rows, 0.0).sum()
     return (
