@@ -59,9 +59,10 @@ def test_the_documented_errors_are_the_operators(dtype):
             ours, promised = (float(text.split(" / ")[0]) for text in (cell, written))
             if name == "loss" and row[2] == "mean":
                 assert ours <= 8 * promised, (row, cell, written)  # the mean of errors of either sign: some luck
+            elif row[1] in KINKED and name != "loss":  # a matter of few entries that are on the other side of p = q
+                assert ours <= 3 * float(cell.split(" / ")[1]) + (1e-2 if "16" in row[0] else 1e-4), (row, cell)
             else:
-                within = 16 if row[1] in KINKED and name != "loss" else 2  # few entries on the other side of p = q
-                assert promised / within <= ours <= within * promised, (row, cell, written)
+                assert promised / 2 <= ours <= 2 * promised, (row, cell, written)
 
 
 def test_code_of_the_docs_runs():

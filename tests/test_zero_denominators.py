@@ -144,14 +144,13 @@ def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, 
     )
     log_m = torch.logaddexp(log_q, log_p) - math.log(2.0)
     pairs = {"forward": [(log_q, log_p)], "reverse": [(log_p, log_q)]}.get(kind, [(log_m, log_p), (log_m, log_q)])
-    q, p = log_q.exp(), log_p.exp()
-    overlap = 0.5 * (p + q - (p - q).abs()).sum(-1)  # with a slope by every entry, where min has none by some
-    kinked = {"tv": 0.5 * (p - q).abs().sum(-1), "nla": -overlap.log()}
-    rows = (
-        kinked[kind]
-        if kind in KINKED
-        else sum(F.kl_div(b, a, log_target=True, reduction="none").sum(-1) / len(pairs) for b, a in pairs)
-    )
+    if kind in KINKED:
+        q, p = log_q.exp(), log_p.exp()
+        distance = 0.5 * (p - q).abs()
+        # min(p, q), with a slope by every entry
+        rows = distance.sum(-1) if kind == "tv" else -(0.5 * (p + q) - distance).sum(-1).log()
+    else:
+        rows = sum(F.kl_div(b, a, log_target=True, reduction="none").sum(-1) / len(pairs) for b, a in pairs)
     valid = target != -100
     total = torch.where(valid, rows, 0.0).sum()
     return (
