@@ -45,6 +45,7 @@ from flce_ops.ops.library import library
 from flce_ops.ops.retained import retained_notes
 from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
 from flce_ops.support.compile_cache import keyed
+from flce_ops.support.running import running
 
 FORMULAS: tuple[type[Formula], ...] = (
     autograd.ForwardFormula,
@@ -87,7 +88,12 @@ def kernel(name: str) -> Callable:
         call = bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, call)
         call.notes += retained_notes(choice, call)
-        return paths.function(choice.path.kernel)(call)
+        running.launch = launch = paths.function(choice.path.kernel)
+        running.call = call
+        try:
+            return launch(call)
+        finally:
+            running.call = None
 
     return run
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from flce_ops.support import table
-from flce_ops.support.vendor import device_name
+from flce_ops.support.vendor import compiling, device_name
 
 logger = logging.getLogger("flce_ops")
 
@@ -67,6 +67,8 @@ _logged: set[tuple[str, str, str]] = set()
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
     """Of `call`, Arguments of flce_ops/meta, which know the choice."""
     global _last
+    if compiling.get() is not None:  # nothing has run
+        return
     _last = run = Run(call.choice, rows_per_chunk, chunks, call.notes + notes)
     if logger.isEnabledFor(logging.INFO):
         key = (run.path.op, run.path.implementation, run.path.reason)

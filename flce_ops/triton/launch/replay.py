@@ -31,7 +31,9 @@ from torch import Tensor
 
 from flce_ops.meta.call import Arguments
 from flce_ops.support.torch_private import UncompiledDispatchMode
+from flce_ops.support.vendor import compiling
 from flce_ops.support.workspace import get_workspace
+from flce_ops.triton.launch.ahead import compile_first
 from flce_ops.triton.launch.driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
 from flce_ops.triton.launch.launch_graphs import LaunchGraphs
 
@@ -77,9 +79,24 @@ class Temporary:
 
 
 def Kernel(function: Any) -> Any:
-    """A Triton kernel, compiled once for all N."""
-    for parameter in getattr(function, "params", ()):  # the interpreter's have none
+    """A Triton kernel, compiled once for all N; in a context that compiles ahead (ahead.py) not launched."""
+    if triton.knobs.runtime.interpret:
+        return function
+    for parameter in function.params:
         parameter.do_not_specialize |= parameter.name in VARIES_WITH_TOKENS
+    launch = function.run
+
+    def run(*args: Any, **options: Any) -> Any:
+        ahead = compiling.get()
+        if ahead is None:
+            return launch(*args, **options)
+        ahead.launches += 1
+        kernel = launch(*args, **(options | {"warmup": True}))
+        if isinstance(kernel, triton.FutureKernel):
+            kernel.future.kernel_name = function.__name__
+        return kernel
+
+    function.run = run
     return function
 
 
@@ -218,6 +235,8 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
     kind = tuple(features)
     known = _known.pop(kind, None)
     _known[kind] = SEEN_ONCE if known is None else known
+    if known is None:
+        compile_first()
     if isinstance(known, Replay):
         return known.run(tensors)
     if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
