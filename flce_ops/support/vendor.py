@@ -6,8 +6,8 @@ torch calls AMD's "cuda" too, and their capabilities look like NVIDIA's ((9, 4) 
 import functools
 import importlib.util
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Compiling:
 
     chip: Chip  # that tensors on "meta" stand for
     launches: int = 0  # so far
+    kernels: dict[Any, str] = field(default_factory=dict)  # their futures, and names
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)

@@ -32,8 +32,8 @@ logger = logging.getLogger("flce_ops")
 
 # One chunk and several, few tokens and many: what else N decides on is no constant of a kernel.
 # tests/test_compilations.py compares them with random N.
-TOKENS = (1, 512, 2048, 4096, 8192, 16384, 65536, 262144)
-ENOUGH_LAUNCHES = 300  # of a call that has chunks of every kind; one more takes 0.1 to 0.4 ms
+TOKENS = (1, *(int(128 * 2 ** (i / 2)) for i in range(23)))
+ENOUGH_LAUNCHES = 500  # of a call that has chunks of every kind
 # Arguments whose first dimension is that of the classes; those of the others is that of the tokens.
 OF_CLASSES = {
     *("linear_weight", "linear_bias", "weight", "class_scale", "low_rank_weight", "main_grad"),
@@ -68,19 +68,21 @@ def compile_side_by_side(chip: Chip, what: str, trace: Callable[[], None]) -> li
     start = time.perf_counter()
     with ThreadPoolExecutor(threads()) as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
-        copy_context().run(traced, mode, chip, trace)  # after an interruption Triton's mode would stay in this context
-    kernels = [future.kernel for future in mode.future_kernels.values() if future.kernel is not None]
-    for future in mode.raw_futures:
-        if (error := future.exception()) is not None:
-            logger.warning("%s of %s was not compiled ahead: %s", future.kernel_name, what, error)
+        ahead = Compiling(chip)
+        copy_context().run(traced, mode, ahead, trace)  # after an interruption Triton's mode would stay in this context
+    for kernel, name in ahead.kernels.items():
+        if kernel.kernel is None:
+            logger.warning("%s of %s was not compiled ahead: %s", name, what, kernel.future.exception())
+            kernel.finalize_compile(None)  # compiled again where it is launched
+    kernels = [kernel.kernel for kernel in ahead.kernels if kernel.kernel is not None]
     if kernels:
         seconds = time.perf_counter() - start
         logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", len(kernels), what, seconds)
     return kernels
 
 
-def traced(mode: Any, chip: Chip, trace: Callable[[], None]) -> None:
-    compiling.set(Compiling(chip))
+def traced(mode: Any, ahead: Compiling, trace: Callable[[], None]) -> None:
+    compiling.set(ahead)
     with mode:
         trace()
 

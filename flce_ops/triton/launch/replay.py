@@ -92,9 +92,9 @@ def Kernel(function: Any) -> Any:
             return launch(*args, **options)
         ahead.launches += 1
         kernel = launch(*args, **(options | {"warmup": True}))
-        if isinstance(kernel, triton.FutureKernel):
-            kernel.future.kernel_name = function.__name__
-        return kernel
+        if isinstance(kernel, triton.FutureKernel) and kernel not in ahead.kernels:
+            ahead.kernels[kernel] = function.__name__
+            kernel.finalize_compile(kernel)  # which the next launch like it finds
 
     function.run = run
     return function
