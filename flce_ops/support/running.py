@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Running(threading.local):
-    launch: Callable | None = None  # what computes it
+    launch: Callable | None = None  # what is launched for it, in backward too
     call: Any = None  # its Arguments
 
 

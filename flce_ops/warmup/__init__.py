@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_ops.functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
 from flce_ops.math.sparse_gradient import MODES
 from flce_ops.ops import paths
-from flce_ops.ops.registration import OPERATORS
+from flce_ops.ops.registration import OPERATORS, launches_of
 from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.vendor import H200, Chip
 
@@ -61,7 +61,7 @@ def warmup(
         ValueError: no GPU and no ``arch``, or another ``arch`` than the visible GPU's.
     """
     from flce_ops.triton.gemm.target import chip_of
-    from flce_ops.triton.launch.ahead import compile_side_by_side, load
+    from flce_ops.triton.launch.ahead import compile_side_by_side
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     chip = Chip(arch or 0, multiprocessors or H200.multiprocessors) if device is None else chip_of(device)
@@ -81,10 +81,12 @@ def warmup(
             torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
 
     with driver_of(chip, present=device is not None):
-        kernels = compile_side_by_side(chip, f"{function.__name__}, {hidden} x {vocab} in {dtype}", trace)
-    if device is not None:
-        load(kernels, device)
-    return len(kernels)
+        what = f"{function.__name__}, {hidden} x {vocab} in {dtype}"
+        count, failed = compile_side_by_side(chip, what, trace, device)
+    if failed:
+        names, errors = zip(*failed)
+        raise RuntimeError(f"warmup: of {what} Triton could not compile {', '.join(names)}") from errors[0]
+    return count
 
 
 def call_on_meta(function: Callable, hidden: int, vocab: int, dtype: torch.dtype, bias: bool, options: dict) -> Any:
@@ -118,7 +120,7 @@ class CompileInner(UncompiledDispatchMode):
             call = OPERATORS[name].arguments.bind(*args, **(kwargs or {}))
             path = paths.choice_of(name, call).path
             if path.name == "triton":
-                trace(paths.function(path.kernel), call)
+                trace(launches_of(name, path.kernel), call)
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,10 @@ from flce_ops.warmup import FUNCTIONS, warmup
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def arch_of(text: str) -> int:
+    return int(text.removeprefix("sm_"))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m flce_ops.warmup",
@@ -24,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--function", choices=FUNCTIONS, default="linear_cross_entropy")
     parser.add_argument("--bias", action="store_true", help="the head has a bias")
-    parser.add_argument("--arch", type=int, help="capability of a GPU that is not there: 90 for H100 and H200")
+    parser.add_argument("--arch", type=arch_of, help="of a GPU that is not there: sm_90 for H100 and H200")
     parser.add_argument("--multiprocessors", type=int, help="of that GPU (default: 132)")
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="label_smoothing=0.1 ...")
     given = parser.parse_args(argv)
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chip = {"arch": given.arch, "multiprocessors": given.multiprocessors}
     try:
         warmup(given.hidden, given.vocab, **head, **chip, **options)
-    except (ImportError, TypeError, ValueError) as error:
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
         sys.exit(f"flce_ops.warmup: {error}")
 
 

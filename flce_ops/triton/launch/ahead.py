@@ -1,19 +1,23 @@
 """Compiling ahead: every kernel that a call can launch for any N, side by side, before the first of them is launched.
 
     the call on "meta" tensors, for each N of TOKENS    its launcher branches as ever; in place of each launch Triton is
-                                                        told to compile the kernel
-    kernels compile in threads                          Triton lets go of Python's lock in MLIR and LLVM, ptxas is a
-                                                        process
-    and are loaded                                      onto the device, where there is one
+                                                        told of the kernel
+    then threads compile the kernels                    the largest first. Triton lets go of Python's lock in MLIR and
+                                                        LLVM, ptxas is a process: of a step's 6.1 s of this 1.1 s, the
+                                                        making of Triton's IR, is one thread's at a time
+    and load them                                       onto the device, where there is one
+    a file in Triton's cache says that it was done      a later process takes what it needs from the cache
 
 replay.py asks for it where a kind of call is new; flce_ops/warmup does the same without a call.
 """
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -23,7 +27,9 @@ from torch import Tensor
 
 from flce_ops.meta.arguments import retained_columns
 from flce_ops.meta.call import Arguments
+from flce_ops.support.compile_cache import code_key
 from flce_ops.support.running import running
+from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.vendor import Chip, Compiling, compiling
 from flce_ops.support.workspace import get_retained, get_workspace
 from flce_ops.triton.gemm.target import chip_of
@@ -42,11 +48,18 @@ OF_CLASSES = {
 OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)
 ROW_MULTIPLE = 128  # rows that are retained together
 
+aten = torch.ops.aten
+CASTS = (aten._to_copy.default, aten.clone.default)
+EXTREMES = (aten.amax.default, aten.amin.default)
+COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.bitwise_not.default)
+DONE = "flce_ops_compiled_ahead"  # a file in Triton's cache
 _heads: set[Hashable] = set()  # whose kernels are compiled
 
 
 def compile_first() -> None:
     """The kernels of the operator that this thread runs, unless those of a call like it but for N are compiled."""
+    from triton.runtime.cache import get_cache_manager
+
     launch, call = running.launch, running.call
     running.call = None  # one operator may be several kinds of call
     if launch is None or call is None or torch.cuda.is_current_stream_capturing():
@@ -55,45 +68,103 @@ def compile_first() -> None:
     if head in _heads:
         return
     _heads.add(head)
+    device = next(value.device for value in call.values() if isinstance(value, Tensor))
     try:
-        device = next(value.device for value in call.values() if isinstance(value, Tensor))
-        kernels = compile_side_by_side(chip_of(device), call.op, lambda: trace(launch, call))
-        load(kernels, device)
-    except Exception as error:  # the call itself will tell whether one of its own kernels is at fault
-        logger.warning("kernels of %s are compiled as they are launched: %s", call.op, error, exc_info=True)
+        versions = code_key(), triton.__version__, torch.__version__, chip_of(device)
+        done = get_cache_manager(hashlib.sha256(repr((head, versions)).encode()).hexdigest())
+        if done.get_file(DONE) is not None:
+            return
+        _, failed = compile_side_by_side(chip_of(device), call.op, lambda: trace(launch, call), device)
+        if not failed:
+            with suppress(OSError):  # a cache that is only read
+                done.put("", DONE, binary=False)
+    except Exception as error:  # the call goes on as it would have without
+        failed = [("what is still missing", error)]
+    for name, why in failed:  # where the call needs it, its launch raises
+        logger.warning("%s: %s is not compiled ahead: %s: %s", call.op, name, type(why).__name__, why)
 
 
-def compile_side_by_side(chip: Chip, what: str, trace: Callable[[], None]) -> list[Any]:
-    """The kernels that `trace` would launch, whose tensors on "meta" are on such a chip. None is launched."""
-    start = time.perf_counter()
-    with ThreadPoolExecutor(threads()) as pool:
-        mode = triton.AsyncCompileMode(pool, ignore_errors=True)
-        ahead = Compiling(chip)
-        copy_context().run(traced, mode, ahead, trace)  # after an interruption Triton's mode would stay in this context
-    for kernel, name in ahead.kernels.items():
-        if kernel.kernel is None:
-            logger.warning("%s of %s was not compiled ahead: %s", name, what, kernel.future.exception())
-            kernel.finalize_compile(None)  # compiled again where it is launched
-    kernels = [kernel.kernel for kernel in ahead.kernels if kernel.kernel is not None]
-    if kernels:
-        seconds = time.perf_counter() - start
-        logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", len(kernels), what, seconds)
-    return kernels
+def compile_side_by_side(
+    chip: Chip, what: str, trace: Callable[[], None], device: torch.device | None = None
+) -> tuple[int, list[tuple[str, Any]]]:
+    """The kernels that `trace` would launch, whose tensors on "meta" are on such a chip; none is launched.
+
+    How many those are; names and errors of those that failed.
+    """
+    start, ahead, tasks = time.perf_counter(), Compiling(chip), Tasks(device)
+    try:
+        copy_context().run(compile_launched, tasks, ahead, trace)  # where Triton's mode ends whatever happens
+    finally:
+        failed = [(kernel.__name__, future) for future, kernel in ahead.kernels.items() if future.kernel is None]
+        for _, future in failed:
+            future.finalize_compile(None)  # Triton forgets it: it is compiled again where it is launched
+    count, seconds = len(ahead.kernels) - len(failed), time.perf_counter() - start
+    if count:
+        logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", count, what, seconds)
+    return count, [(name, future.future.exception()) for name, future in failed]
 
 
-def traced(mode: Any, ahead: Compiling, trace: Callable[[], None]) -> None:
+def compile_launched(tasks: "Tasks", ahead: Compiling, trace: Callable[[], None]) -> None:
     compiling.set(ahead)
-    with mode:
-        trace()
+    with triton.AsyncCompileMode(tasks, ignore_errors=True):
+        try:
+            trace()
+        finally:
+            tasks.run(sorted(ahead.kernels, key=lambda future: -len(ahead.kernels[future].src)))
+
+
+class Tasks:
+    """What Triton submits, which waits until all of it is known: threads that compile would hold up who asks."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.compile: dict[Future, Callable] = {}
+
+    def submit(self, compile: Callable) -> Future:
+        future: Future = Future()
+        self.compile[future] = compile
+        return future
+
+    def run(self, kernels: list[Any]) -> None:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(self.run_one, (kernel.future for kernel in kernels)))
+
+    def run_one(self, future: Future) -> None:
+        """Also onto the device, and for Triton 3.6 the compiling of the kernel's launcher in C."""
+        try:
+            kernel = self.compile[future]()
+            if self.device is not None:
+                with torch.cuda.device(self.device):  # which is a thread's own
+                    kernel.run  # noqa: B018  loads it
+            future.set_result(kernel)
+        except Exception as error:
+            future.set_exception(error)
 
 
 def trace(launch: Callable, call: Arguments) -> None:
     ahead = compiling.get()
     for tokens in TOKENS:
         before = ahead.launches
-        launch(on_meta(call, tokens))
+        with WithoutData():
+            launch(on_meta(call, tokens))
         if ahead.launches - before > ENOUGH_LAUNCHES:
             break
+
+
+class WithoutData(UncompiledDispatchMode):
+    """ATen's arithmetic on "meta" tensors as shapes and dtypes alone: torch's own imports sympy and torch._dynamo."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in EXTREMES and len(args) == 2:  # of one dimension
+            return args[0].select(*args[1], 0)
+        if torch.Tag.pointwise not in func.tags or func in CASTS:
+            return func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            return args[0]
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        largest = max(tensors, key=Tensor.dim)
+        dtype = torch.bool if func in COMPARISONS else tensors[-1].dtype
+        return largest.new_empty(largest.shape, dtype=dtype)
 
 
 def on_meta(call: Any, tokens: int) -> Any:
@@ -122,8 +193,8 @@ def rows_to_retain(tokens: int, columns: int) -> int:
 
 
 def head_of(call: Arguments) -> Hashable:
-    """All that its kernels depend on."""
-    features: list[Any] = [type(call), get_workspace(), get_retained()]
+    """All that its kernels depend on, in this process and in another."""
+    features: list[Any] = [call.op, get_workspace(), get_retained()]
     for name, value in zip(call.index, call.values()):
         if isinstance(value, Tensor):
             shape = value.shape if name in OF_CLASSES else value.shape[1:] * (name not in OF_PAIRS)
@@ -133,18 +204,3 @@ def head_of(call: Arguments) -> Hashable:
         else:
             features.append(tuple(value) if isinstance(value, list) else value)
     return tuple(features)
-
-
-def load(kernels: list[Any], device: torch.device) -> None:
-    """Onto the device, and for Triton 3.6 the compiling of each one's launcher in C."""
-
-    def load_one(kernel: Any) -> None:
-        with torch.cuda.device(device):  # which is a thread's own
-            kernel.run  # noqa: B018  loads it
-
-    with ThreadPoolExecutor(threads()) as pool:
-        list(pool.map(load_one, kernels))
-
-
-def threads() -> int:
-    return len(os.sched_getaffinity(0))

@@ -93,7 +93,7 @@ def Kernel(function: Any) -> Any:
         ahead.launches += 1
         kernel = launch(*args, **(options | {"warmup": True}))
         if isinstance(kernel, triton.FutureKernel) and kernel not in ahead.kernels:
-            ahead.kernels[kernel] = function.__name__
+            ahead.kernels[kernel] = function
             kernel.finalize_compile(kernel)  # which the next launch like it finds
 
     function.run = run

@@ -108,9 +108,9 @@ def launch_gather_targets(
     *_, reference, guard, logit_sum = gathered
     (n, hidden), slots = rows.shape, target.shape[1]
     logit = reference.new_empty(n, slots)
-    dz_du = None if logit_options.softcap is None else torch.empty_like(logit)
+    dz_du = None if logit_options.softcap is None else logit.new_empty(logit.shape)
     column = target.new_empty(n, slots, dtype=torch.int64)
-    reference_class = ReferenceClass(column.new_empty(n), torch.empty_like(reference))
+    reference_class = ReferenceClass(column.new_empty(n), reference.new_empty(reference.shape))
     at_target = AtTarget(logit, dz_du, column, reference_class, reference, guard, logit_sum)
     slot_logits_kernel[(n,)](
         kept,

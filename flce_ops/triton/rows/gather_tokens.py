@@ -133,8 +133,8 @@ def launch_gather_tokens(
     guard = input.new_empty((), dtype=torch.int32)
     scaled = pair.class_scale is not None
     assert not (scaled and logit_options.softcap is not None)
-    dz_du = None if logit_options.softcap is None and not scaled else torch.empty_like(logit)
-    logit_sum = None if class_sum is None else torch.empty_like(logit)
+    dz_du = None if logit_options.softcap is None and not scaled else logit.new_empty(logit.shape)
+    logit_sum = None if class_sum is None else logit.new_empty(logit.shape)
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     column = input.new_empty(n, dtype=torch.int64)
     at_target = AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)

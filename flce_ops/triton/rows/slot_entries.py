@@ -5,7 +5,6 @@
 The factors are those of the epilogue, times logit_scale; a is the cotangent of the slots' logits.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,7 +80,7 @@ def launch_slot_entries(
     """G at the slots (n, K) in float32, what rounding the largest of a row takes (n,), and its column (n,)."""
     logit, column = at_target.logit, at_target.column
     n, slots = column.shape
-    entry, residual, largest = torch.empty_like(logit), logit.new_empty(n), column.new_empty(n)
+    entry, residual, largest = logit.new_empty(logit.shape), logit.new_empty(n), column.new_empty(n)
     slot_entries_kernel[(n,)](
         rows,
         at_target,
