@@ -49,7 +49,7 @@ OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)
 ROW_MULTIPLE = 128  # rows that are retained together
 
 aten = torch.ops.aten
-CASTS = (aten._to_copy.default, aten.clone.default)
+WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # which have no such tag
 EXTREMES = (aten.amax.default, aten.amin.default)
 COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.bitwise_not.default)
 DONE = "flce_ops_compiled_ahead"  # a file in Triton's cache
@@ -157,7 +157,7 @@ class WithoutData(UncompiledDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in EXTREMES and len(args) == 2:  # of one dimension
             return args[0].select(*args[1], 0)
-        if torch.Tag.pointwise not in func.tags or func in CASTS:
+        if torch.Tag.pointwise not in func.tags and func not in WHERE:
             return func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             return args[0]
