@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--stories", default=",".join(SECONDS))
     parser.add_argument("--shapes", default=SHAPES, help="a head, another, that of many N with the largest N")
     parser.add_argument("--random", type=int, default=RANDOM, help="how many random N")
-    parser.add_argument("--budget-s", type=float, default=280)
+    parser.add_argument("--budget-s", type=float, default=145)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--name", default="first_call")
@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                         report.add([row])
                         rows.append(row)
                         say(f"{name:14}{function:10}{story:7}{row.step:22}", row.reason or cell([row]))
+                    if row.reason and not row.version and story == options.stories.split(",")[0]:
+                        break  # no such library, or not this function
     say("", *(table(rows, function) for function in options.functions.split(",")), sep="\n")
 
 

@@ -29,7 +29,7 @@ class Compiling:
 
     chip: Chip  # that tensors on "meta" stand for
     launches: int = 0  # so far
-    kernels: dict[Any, Any] = field(default_factory=dict)  # Triton's futures of them, and their functions
+    kernels: dict[Any, str] = field(default_factory=dict)  # Triton's futures of them, and names
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)

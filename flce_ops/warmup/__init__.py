@@ -1,6 +1,6 @@
 """Triton's kernels of a head, compiled into Triton's cache before any step: for a container or a node's image.
 
-    python -m flce_ops.warmup --hidden 4096 --vocab 128256 --arch sm_90
+python -m flce_ops.warmup --hidden 4096 --vocab 128256 --arch sm_90
 """
 
 from collections.abc import Callable

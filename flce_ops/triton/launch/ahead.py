@@ -2,8 +2,8 @@
 
     the call on "meta" tensors, for each N of TOKENS    its launcher branches as ever; in place of each launch Triton is
                                                         told of the kernel
-    then threads compile the kernels                    the largest first. Triton lets go of Python's lock in MLIR and
-                                                        LLVM, ptxas is a process: of a step's 6.1 s of this 1.1 s, the
+    threads compile the kernels                         meanwhile. Triton lets go of Python's lock in MLIR and LLVM,
+                                                        ptxas is a process: of the 6.1 s of a step's kernels 1.1 s, the
                                                         making of Triton's IR, is one thread's at a time
     and load them                                       onto the device, where there is one
     a file in Triton's cache says that it was done      a later process takes what it needs from the cache
@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,7 +38,7 @@ logger = logging.getLogger("flce_ops")
 
 # One chunk and several, few tokens and many: what else N decides on is no constant of a kernel.
 # tests/test_compilations.py compares them with random N.
-TOKENS = (1, *(int(128 * 2 ** (i / 2)) for i in range(23)))
+TOKENS = (1, 16384, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first two launch most of the kernels
 ENOUGH_LAUNCHES = 500  # of a call that has chunks of every kind
 # Arguments whose first dimension is that of the classes; those of the others is that of the tokens.
 OF_CLASSES = {
@@ -91,11 +91,13 @@ def compile_side_by_side(
 
     How many those are; names and errors of those that failed.
     """
-    start, ahead, tasks = time.perf_counter(), Compiling(chip), Tasks(device)
+    start, ahead = time.perf_counter(), Compiling(chip)
     try:
-        copy_context().run(compile_launched, tasks, ahead, trace)  # where Triton's mode ends whatever happens
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            # in a context of its own, where Triton's mode ends whatever happens
+            copy_context().run(compile_launched, Tasks(pool, device), ahead, trace)
     finally:
-        failed = [(kernel.__name__, future) for future, kernel in ahead.kernels.items() if future.kernel is None]
+        failed = [(name, future) for future, name in ahead.kernels.items() if future.kernel is None]
         for _, future in failed:
             future.finalize_compile(None)  # Triton forgets it: it is compiled again where it is launched
     count, seconds = len(ahead.kernels) - len(failed), time.perf_counter() - start
@@ -107,48 +109,37 @@ def compile_side_by_side(
 def compile_launched(tasks: "Tasks", ahead: Compiling, trace: Callable[[], None]) -> None:
     compiling.set(ahead)
     with triton.AsyncCompileMode(tasks, ignore_errors=True):
-        try:
-            trace()
-        finally:
-            tasks.run(sorted(ahead.kernels, key=lambda future: -len(ahead.kernels[future].src)))
+        trace()
 
 
-class Tasks:
-    """What Triton submits, which waits until all of it is known: threads that compile would hold up who asks."""
+class Tasks(NamedTuple):
+    """What Triton gives the compiling of a kernel to."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        self.device = device
-        self.compile: dict[Future, Callable] = {}
+    pool: ThreadPoolExecutor
+    device: torch.device | None
 
     def submit(self, compile: Callable) -> Future:
-        future: Future = Future()
-        self.compile[future] = compile
-        return future
+        return self.pool.submit(self.compile_and_load, compile)
 
-    def run(self, kernels: list[Any]) -> None:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(self.run_one, (kernel.future for kernel in kernels)))
-
-    def run_one(self, future: Future) -> None:
-        """Also onto the device, and for Triton 3.6 the compiling of the kernel's launcher in C."""
-        try:
-            kernel = self.compile[future]()
-            if self.device is not None:
-                with torch.cuda.device(self.device):  # which is a thread's own
-                    kernel.run  # noqa: B018  loads it
-            future.set_result(kernel)
-        except Exception as error:
-            future.set_exception(error)
+    def compile_and_load(self, compile: Callable) -> Any:
+        """Loading it is, for Triton 3.6, also the compiling of its launcher in C."""
+        kernel = compile()
+        if self.device is not None:
+            with torch.cuda.device(self.device):  # which is a thread's own
+                kernel.run  # noqa: B018  loads it
+        return kernel
 
 
 def trace(launch: Callable, call: Arguments) -> None:
-    ahead = compiling.get()
+    ahead, most = compiling.get(), max(TOKENS)
     for tokens in TOKENS:
+        if tokens > most:
+            continue
         before = ahead.launches
         with WithoutData():
             launch(on_meta(call, tokens))
         if ahead.launches - before > ENOUGH_LAUNCHES:
-            break
+            most = tokens
 
 
 class WithoutData(UncompiledDispatchMode):

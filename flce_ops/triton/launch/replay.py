@@ -80,7 +80,7 @@ class Temporary:
 
 def Kernel(function: Any) -> Any:
     """A Triton kernel, compiled once for all N; in a context that compiles ahead (ahead.py) not launched."""
-    if triton.knobs.runtime.interpret:
+    if not hasattr(function, "params"):  # the interpreter's
         return function
     for parameter in function.params:
         parameter.do_not_specialize |= parameter.name in VARIES_WITH_TOKENS
@@ -93,7 +93,7 @@ def Kernel(function: Any) -> Any:
         ahead.launches += 1
         kernel = launch(*args, **(options | {"warmup": True}))
         if isinstance(kernel, triton.FutureKernel) and kernel not in ahead.kernels:
-            ahead.kernels[kernel] = function
+            ahead.kernels[kernel] = function.__name__
             kernel.finalize_compile(kernel)  # which the next launch like it finds
 
     function.run = run
