@@ -217,6 +217,7 @@ class Replay:
         return self.result
 
 
+PLAIN = {type(None), bool, int, float, str}
 SEEN_ONCE, NOT_REPEATABLE = object(), object()
 _known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
 
@@ -289,10 +290,12 @@ def on_gpu(tensor: Tensor) -> bool:
 def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
     """The tensors among the values, and everything of these but the addresses and the numbers in the tensors."""
     for value in values:
-        if isinstance(value, Tensor):
+        if type(value) in PLAIN:  # most of a call's values
+            features.append(value)
+        elif isinstance(value, Tensor):
             tensors.append(value)
             features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):  # three times as fast as a union
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
