@@ -1,100 +1,210 @@
-"""`python -m benchmarks.first_call`: seconds from importing a library to the end of its first step.
+"""`python -m benchmarks.first_call`: the first seconds of a training process, and what new numbers of tokens cost.
 
-Each provider in a process of its own, with every compilation cache empty. The clock starts when torch is up, the GPU's
-context exists and cuBLAS has run: nobody's first call is charged for those.
+    steps       empty caches: the first, second and third step of a head, then the first of another head
+    again       a new process, whose caches `steps` has filled: the first and second step of the head
+    tokens      empty caches: a step, one for each N of SEQUENCE, and 200 of random N up to 20,000
+
+Each is a process of its own, for one provider and one function. The clock starts when torch is up, the GPU's context
+exists and cuBLAS has run: nobody's first call is charged for those. The caches are Triton's, Inductor's and QuACK's;
+Python's own bytecode is cached. Compilations are the Triton kernels that a cache gained. A row is in the CSV as soon as
+it is measured; a process that takes too long, or that the budget leaves no time for, is a row with a reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
+from . import providers
+from .data import Problem, make_problem
+from .modes import MODES, Mode, Step, prepare, step_of
+from .report import REPOSITORY, Environment, Report, environment, say
+from .shapes import Shape, parse_shapes
+
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR")
+MODE_OF = {"loss": "fwd_bwd", "log_probs": "log_probs"}  # log_probs with the entropy
+SECONDS = {"steps": 60.0, "again": 30.0, "tokens": 90.0}  # that each may take
+SHAPES = "8192x4096x128256,12288x1536x50257,20000x512x32000"  # a head, another, that of many N with the largest N
+SEQUENCE = (2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000)
+RANDOM, AT_A_TIME = 200, 50
+
+
+@dataclass
+class Row(Environment):
+    provider: str
+    version: str
+    function: str
+    story: str
+    step: str = ""  # which of the story
+    N: int | None = None
+    D: int | None = None
+    V: int | None = None
+    seconds: float | None = None  # the first step's with the import of its library; of random N that of all of a row
+    slowest_s: float | None = None  # of these
+    compilations: int | None = None
+    reason: str = ""  # why there is no number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.first_call", description=__doc__)
-    parser.add_argument("--providers", default="ours,ours_compiled,torch_compile,liger,cce")
-    parser.add_argument("--shape", default="8192x4096x128256")
-    parser.add_argument("--mode", default="fwd_bwd")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--timeout-s", type=float, default=120)
+    parser.add_argument("--providers", default="ours,torch_compile,liger,cce")
+    parser.add_argument("--functions", default=",".join(MODE_OF), help="log_probs: with the entropy")
+    parser.add_argument("--stories", default=",".join(SECONDS))
+    parser.add_argument("--shapes", default=SHAPES, help="a head, another, that of many N with the largest N")
+    parser.add_argument("--random", type=int, default=RANDOM, help="how many random N")
+    parser.add_argument("--budget-s", type=float, default=145)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--name", default="first_call")
     parser.add_argument("--commit", default=None)
-    parser.add_argument("--here", default=None, help=argparse.SUPPRESS)  # the provider to run in this very process
+    parser.add_argument("--here", default=None, help=argparse.SUPPRESS)  # of whose row the story is run in this process
     options = parser.parse_args(argv)
     if options.here:
-        print(json.dumps(_first_call(options)))
+        for row in told(Row(**json.loads(options.here)), options):
+            print(json.dumps(asdict(row)), flush=True)
         return
 
-    from . import providers
-    from .report import Report, Row, say
-
-    report = None
+    deadline, here = time.monotonic() + options.budget_s, environment(torch.device(options.device), options.commit)
+    compileall.compile_dir(REPOSITORY / "flce_ops", quiet=1)
+    report, rows = Report(options.out / here.slug / f"{options.name}.csv"), []
     for name in providers.choose(options.providers):
-        result = _in_fresh_process(name, options)
-        if report is None and "slug" in result:
-            report = Report(options.out / result["slug"] / f"{options.name}.csv")
-        say(f"{name:20}", result.get("reason") or f"{result['row']['first_call_s']:.2f} s")
-        if "row" in result:
-            report.add([Row(**result["row"])])
+        for function in options.functions.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                for story in options.stories.split(","):
+                    asked = Row(**asdict(here), provider=name, version="", function=function, story=story)
+                    for row in in_fresh_process(asked, options, Path(folder), deadline - time.monotonic()):
+                        report.add([row])
+                        rows.append(row)
+                        say(f"{name:14}{function:10}{story:7}{row.step:22}", row.reason or cell([row]))
+                    if row.reason and not row.version and story == options.stories.split(",")[0]:
+                        break  # no such library, or not this function
+    say("", *(table(rows, function) for function in options.functions.split(",")), sep="\n")
 
 
-def _in_fresh_process(name: str, options: argparse.Namespace) -> dict:
-    command = [sys.executable, "-m", "benchmarks.first_call", "--here", name, "--shape", options.shape]
-    command += ["--mode", options.mode] + (["--device", options.device] if options.device else [])
-    command += ["--commit", options.commit] if options.commit else []
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {variable: str(Path(folder) / variable.lower()) for variable in CACHES}
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, env={**os.environ, **caches}, timeout=options.timeout_s
-            )
-        except subprocess.TimeoutExpired:
-            return {"reason": f"more than {options.timeout_s:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"reason": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-    return json.loads(lines[-1])
+def in_fresh_process(asked: Row, options: argparse.Namespace, folder: Path, left: float) -> Iterator[Row]:
+    limit = min(SECONDS[asked.story], left)
+    if limit < 5:
+        yield replace(asked, reason="no time left")
+        return
+    command = [sys.executable, "-m", "benchmarks.first_call", "--here", json.dumps(asdict(asked))]
+    command += ["--shapes", options.shapes, "--random", str(options.random), "--device", options.device]
+    caches = folder / ("tokens" if asked.story == "tokens" else "steps")
+    env = {**os.environ, **{variable: str(caches / variable.lower()) for variable in CACHES}}
+    with (folder / "stderr").open("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=REPOSITORY)
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Row(**json.loads(line))
+        in_time = timer.is_alive()
+        timer.cancel()
+        if process.wait():
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            yield replace(asked, reason=last if in_time else f"more than {limit:.0f} s")
 
 
-def _first_call(options: argparse.Namespace) -> dict:
-    import torch
+def told(asked: Row, options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one story, in this process."""
+    device, mode = torch.device(options.device), MODES[MODE_OF[asked.function]]
+    head, other, many = parse_shapes(options.shapes)
+    stepping = steps_of(asked.provider, mode)
 
-    from . import providers
-    from .data import make_problem
-    from .modes import MODES, prepare
-    from .report import environment
-    from .run import empty_row
-    from .shapes import parse_shapes
+    def timed(step: str, problem: Problem) -> Row:
+        prepare(problem, mode)
+        synchronize(device)
+        before, start = compiled(), time.perf_counter()
+        stepping(problem)()
+        synchronize(device)
+        seconds, version = time.perf_counter() - start, providers.version(asked.provider)
+        sizes = problem.shape._asdict()
+        return replace(asked, step=step, version=version, seconds=seconds, compilations=compiled() - before, **sizes)
 
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    (shape,), mode, here = parse_shapes(options.shape), MODES[options.mode], environment(device, options.commit)
-    row = empty_row(options.here, shape, mode, torch.bfloat16, seed=0, environment=here)
-    problem = make_problem(shape, dtype=torch.bfloat16, device=device, seed=0)
-    prepare(problem, mode)
+    def problem_of(shape: Shape) -> Problem:
+        return make_problem(shape, dtype=torch.bfloat16, device=device, seed=0)
+
+    try:
+        if asked.story != "tokens":
+            problem = problem_of(head)
+            for step in ("first", "second", "third") if asked.story == "steps" else ("first", "second"):
+                yield timed(step, problem)
+            if asked.story == "steps":
+                yield timed("another head", problem_of(other))
+            return
+        whole = problem_of(many)
+        yield timed("first", first_tokens(whole, min(SEQUENCE[0], many.N)))
+        for tokens in SEQUENCE:
+            yield timed(f"N = {tokens}", first_tokens(whole, min(tokens, many.N)))
+        draw = random.Random(0)
+        for start in range(0, options.random, AT_A_TIME):
+            count = min(AT_A_TIME, options.random - start)
+            rows = [timed("random N", first_tokens(whole, draw.randint(1, many.N))) for _ in range(count)]
+            seconds = [row.seconds for row in rows]
+            compilations = sum(row.compilations for row in rows)
+            some = {"seconds": sum(seconds), "slowest_s": max(seconds), "compilations": compilations}
+            yield replace(rows[0], step=f"{count} random N", N=None, **some)
+    except Exception as error:
+        yield replace(asked, reason=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+def steps_of(provider: str, mode: Mode) -> Callable[[Problem], Step]:
+    """torch.compile as a user has it: one function for all sizes, which it makes dynamic when they change."""
+    if provider != "torch_compile":
+        return lambda problem: providers.provide(provider, problem, mode)
+    from .providers.torch_dense import dense_log_probs, dense_loss
+
+    loss = torch.compile(dense_log_probs if mode.reduction == "log_probs" else dense_loss)
+    return lambda problem: step_of(loss, problem, mode)
+
+
+def first_tokens(problem: Problem, tokens: int) -> Problem:
+    shape = problem.shape._replace(N=tokens)
+    vectors = {name: getattr(problem, name)[:tokens] for name in ("target", "cotangent")}
+    return replace(problem, shape=shape, input=problem.input.detach()[:tokens], **vectors)
+
+
+def compiled() -> int:
+    return sum(1 for _ in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))
+
+
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
-    start = time.perf_counter()
-    try:
-        step = providers.provide(options.here, problem, mode)
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    except Exception as error:
-        return {"slug": here.slug, "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    row.first_call_s = time.perf_counter() - start
-    row.version = providers.version(options.here)
-    return {"slug": here.slug, "row": row.__dict__}
+
+def cell(rows: list[Row]) -> str:
+    """Seconds, and how many kernels were compiled meanwhile."""
+    timed = [row for row in rows if row.seconds is not None]
+    if not timed:
+        return rows[0].reason[:24] if rows else ""
+    return f"{sum(row.seconds for row in timed):.2f} s, {sum(row.compilations for row in timed)}"
+
+
+def table(rows: list[Row], function: str) -> str:
+    """Of a function: a line for each step of each story, a column for each provider."""
+    names = list(dict.fromkeys(row.provider for row in rows))
+    cells: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        if row.function == function:
+            cells.setdefault((row.story, row.step), {}).setdefault(row.provider, []).append(row)
+    lines = [f"{function + ': seconds, compilations':32}" + "".join(f"{name:>26}" for name in names)]
+    for (story, step), found in cells.items():
+        lines.append(f"{story:8}{step:24}" + "".join(f"{cell(found.get(name, [])):>26}" for name in names))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

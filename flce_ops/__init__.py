@@ -24,6 +24,7 @@ from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from flce_ops.support.path import Path, last_path
 from flce_ops.support.workspace import get_workspace, set_workspace, workspace
 from flce_ops.version import __version__
+from flce_ops.warmup import warmup
 
 if TYPE_CHECKING:
     from flce_ops.parallel import VocabParallel
@@ -55,6 +56,7 @@ __all__ = [
     "linear_log_probs",
     "linear_policy_loss",
     "set_workspace",
+    "warmup",
     "workspace",
 ]
 

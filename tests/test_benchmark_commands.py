@@ -6,6 +6,7 @@ from toy_problem import rows_of
 
 from benchmarks import (
     cross_entropy,
+    first_call,
     host_step,
     lora,
     main_grad,
@@ -48,6 +49,30 @@ def test_a_step_of_the_overhead_benchmark_is_timed_and_its_calls_counted(monkeyp
     training, without_gradients = host_step.cpu_figures()
     assert len(training.us) == 2 and min(training.us) > 0
     assert training.calls > without_gradients.calls > 0
+
+
+def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_path, capsys):
+    def in_this_process(asked, options, folder, left):
+        assert left > 0
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        return first_call.told(asked, options)
+
+    monkeypatch.setattr(first_call, "in_fresh_process", in_this_process)
+    monkeypatch.setattr(first_call, "SEQUENCE", (7, 1))
+    monkeypatch.setattr(first_call.compileall, "compile_dir", lambda *_, **__: None)
+    shapes = "8x16x31,5x16x33,9x16x31"
+    first_call.main(
+        ["--providers", "ours,liger", "--shapes", shapes, "--random", "3", "--device", "cpu", "--out", str(tmp_path)]
+    )
+    (path,) = tmp_path.rglob("first_call.csv")
+    rows = rows_of(path)
+    steps = [row["step"] for row in rows if (row["provider"], row["function"]) == ("ours", "loss")]
+    assert steps == ["first", "second", "third", "another head"] + ["first", "second"] + [
+        *("first", "N = 7", "N = 1", "3 random N")
+    ]
+    assert all((row["seconds"] and row["compilations"] == "0") or row["provider"] == "liger" for row in rows)
+    assert all(row["reason"] for row in rows if row["provider"] == "liger")
+    assert "log_probs: seconds, compilations" in capsys.readouterr().out
 
 
 def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_path):

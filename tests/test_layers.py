@@ -11,7 +11,7 @@ grimp = pytest.importorskip("grimp")
 # From the user down. A layer imports those below it; those in one line do not import each other.
 LAYERS = (
     {"check", "integrations", "parallel", "plan"},
-    {"decompositions", "explain", "modules"},
+    {"decompositions", "explain", "modules", "warmup"},
     {"functional"},
     {"entry"},
     {"distributed"},

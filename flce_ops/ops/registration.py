@@ -24,8 +24,9 @@ All share one layout of dispatch keys:
 The entry operators are registered by flce_ops/entry.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,10 +43,12 @@ from flce_ops.ops import (
 from flce_ops.ops.autocast import autocast_kernel
 from flce_ops.ops.formula import Formula
 from flce_ops.ops.library import library
+from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.retained import retained_notes
 from flce_ops.ops.situations import situation_of
 from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
 from flce_ops.support.compile_cache import keyed
+from flce_ops.support.running import running
 
 FORMULAS: tuple[type[Formula], ...] = (
     autograd.ForwardFormula,
@@ -90,7 +93,27 @@ def kernel(name: str) -> Callable:
         call.choice = choice = paths.choice_of(name, situation_of(call))
         if retains and (getattr(call, "retain", 1)):
             call.notes += retained_notes(choice, call)
-        return paths.function(choice.path.kernel)(call)
+        launch = paths.function(choice.path.kernel)
+        running.launch, running.call = launches_of(name, choice.path.kernel), call
+        try:
+            return launch(call)
+        finally:
+            running.call = None
+
+    return run
+
+
+@functools.cache
+def launches_of(name: str, kernel: str) -> Callable:
+    """What forward launches, and what is launched for it in backward where no other operator is called."""
+    launch, formula = paths.function(kernel), OPERATORS[name].formula
+    if formula is None or not issubclass(formula, MadeInForward):
+        return launch
+
+    def run(call: Any) -> None:
+        loss, *results = launch(call)
+        made = [result for result, kind in zip(results, call.results[1:]) if kind.operand and result.numel()]
+        multiply_in_place([getattr(call.operands, call.written)] if call.written else made, loss)
 
     return run
 

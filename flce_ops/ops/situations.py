@@ -23,6 +23,7 @@ from flce_ops.support.torch_private import (
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
+from flce_ops.support.vendor import device_type
 
 
 class Situation(NamedTuple):
@@ -64,14 +65,14 @@ def situation_of(call: Any) -> Situation:
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return Situation(first.device.type, first.dtype, first.numel() == 0, num_classes == 1, **options)
+    return Situation(device_type(first), first.dtype, first.numel() == 0, num_classes == 1, **options)
 
 
 def kl_div_situation(operands: KlDivOperands, options: KlDivOptions) -> Situation:
     input, teacher, num_classes = operands.input, operands.teacher_input, options.vocab_size
     sharding: dict[str, Any] = {} if num_classes is None else sharding_of([True], [options.ranks], num_classes)
     return Situation(
-        input.device.type,
+        device_type(input),
         input.dtype,
         input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
         (operands.linear_weight.shape[0] if num_classes is None else num_classes) == 1,
@@ -82,7 +83,7 @@ def kl_div_situation(operands: KlDivOperands, options: KlDivOptions) -> Situatio
 
 def loss_situation(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> Situation:
     """Of a scalar loss, before its operator is known, and what else is known of it."""
-    return Situation(input.device.type, input.dtype, **around(input, linear_weight, linear_bias), **known)
+    return Situation(device_type(input), input.dtype, **around(input, linear_weight, linear_bias), **known)
 
 
 def pair_situation(operands: LowRankOperands, **known) -> Situation:
@@ -90,7 +91,7 @@ def pair_situation(operands: LowRankOperands, **known) -> Situation:
     input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     known |= {"trains_weight": needs_gradient(linear_weight), "class_scale": class_scale is not None}
     leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
-    return Situation(input.device.type, input.dtype, **around(*leaves), **known)
+    return Situation(device_type(input), input.dtype, **around(*leaves), **known)
 
 
 def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
@@ -101,7 +102,7 @@ def given_logits_situation(logits: Tensor, handed_over: bool) -> Situation:
     # a gradient that is retained would move to what is written over it
     leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
     known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
-    return Situation(logits.device.type, logits.dtype, **known)
+    return Situation(device_type(logits), logits.dtype, **known)
 
 
 def around(*leaves: Tensor | None) -> dict[str, Any]:

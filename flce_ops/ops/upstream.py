@@ -10,7 +10,7 @@ from flce_ops.support.torch_private import (
     is_batched,
     written_over_where_donated,
 )
-from flce_ops.support.vendor import has_triton, made_by_nvidia
+from flce_ops.support.vendor import device_type, has_triton, made_by_nvidia
 
 UPSTREAM = "linear_cross_entropy_upstream"
 
@@ -46,7 +46,8 @@ def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None)
 
 def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
     """On NVIDIA a kernel that leaves at once where the factor is 1."""
-    if made and made[0].device.type == "cuda" and made_by_nvidia() and made[0].dtype != torch.float64 and has_triton():
+    nvidia = bool(made) and device_type(made[0]) == "cuda" and made_by_nvidia()
+    if nvidia and made[0].dtype != torch.float64 and has_triton():
         from flce_ops.triton import launch_scale_in_place
 
         launch_scale_in_place(made, factor)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flce_ops.support import table
-from flce_ops.support.vendor import device_name
+from flce_ops.support.vendor import compiling, device_name
 
 logger = logging.getLogger("flce_ops")
 
@@ -55,6 +55,8 @@ _logged: set[tuple[str, str, str]] = set()
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
     """Of `call`, Arguments of flce_ops/meta, which know the choice."""
     global _last
+    if compiling.get() is not None:  # nothing has run
+        return
     _last = (call.choice, rows_per_chunk, chunks, call.notes + notes)
     path = last_path() if logger.isEnabledFor(logging.INFO) else None
     if path is not None:

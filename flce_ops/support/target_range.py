@@ -18,7 +18,7 @@ def assert_in_range(
     all_in_range: Tensor, target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False
 ) -> None:
     """`all_in_range` is () bool, on target's device."""
-    if on_device or target.device.type == "cuda":
+    if on_device or target.device.type in ("cuda", "meta"):
         assert_on_device(
             all_in_range,
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "

@@ -14,7 +14,6 @@ Memory bounds the two passes over the matrices: 4 bytes an entry are read, and 2
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -227,7 +226,7 @@ class Rows:
 
     def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
         of_sums = self.kind.scale_of_sums
-        self.scale_of_sums = None if of_sums is None else torch.empty_like(self.row_number)
+        self.scale_of_sums = None if of_sums is None else self.row_number.new_empty(self.row_number.shape)
         finish_divergence_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
             totals,
             self.beta,

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from flce_ops.support.vendor import made_by_nvidia
+from flce_ops.support.vendor import H200, Chip, compiling, made_by_nvidia
 from flce_ops.triton.gemm.gemm_operands import fits_tma
 from flce_ops.triton.gemm.tiles import (
     INPUT_TILES,
@@ -53,35 +53,38 @@ def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
 
 def takes_tma(matrix: Tensor) -> bool:
     """Its layout and the device allow tensor maps."""
-    return on_tma_device(matrix) and (matrix.is_meta or fits_tma(matrix))
+    planned = matrix.is_meta and compiling.get() is None
+    return on_tma_device(matrix) and (planned or fits_tma(matrix))
 
 
 def on_tma_device(tensor: Tensor) -> bool:
     return not interpreted(tensor) and data_centre_chip(capability_of(tensor.device))
 
 
-@functools.cache
+def chip_of(device: torch.device) -> Chip:
+    """Of tensors without a device the one that kernels are compiled for, or an H200, for which the planner cuts."""
+    if device.type != "meta":
+        return chip_of_gpu(device)
+    ahead = compiling.get()
+    return H200 if ahead is None else ahead.chip
+
+
 def capability_of(device: torch.device) -> int:
-    """90 for sm_90, and for tensors without a device, whose cut the planner asks for."""
-    if device.type == "meta":
-        return 90
+    return chip_of(device).capability
+
+
+@functools.cache
+def chip_of_gpu(device: torch.device) -> Chip:
     if not made_by_nvidia():
         raise NotImplementedError(
             "flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators (torch.ops.flce, "
             "flce_ops.linear_cross_entropy), which run in ATen there"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return Chip(10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def multiprocessors(tensor: Tensor) -> int:
     if interpreted(tensor):
         return 4  # enough programs that tiles are shared out unevenly
-    return multiprocessors_of(tensor.device)
-
-
-@functools.cache
-def multiprocessors_of(device: torch.device) -> int:
-    if device.type == "meta":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return chip_of(tensor.device).multiprocessors

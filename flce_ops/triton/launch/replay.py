@@ -31,7 +31,9 @@ from torch import Tensor
 
 from flce_ops.meta.call import Arguments
 from flce_ops.support.torch_private import UncompiledDispatchMode
+from flce_ops.support.vendor import compiling
 from flce_ops.support.workspace import get_workspace
+from flce_ops.triton.launch.ahead import compile_first
 from flce_ops.triton.launch.driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
 from flce_ops.triton.launch.launch_graphs import LaunchGraphs
 
@@ -77,8 +79,25 @@ class Temporary:
 
 
 def Kernel(function: Any) -> Any:
-    """A Triton kernel, compiled once for all N."""
-    return triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
+    """A Triton kernel, compiled once for all N; in a context that compiles ahead (ahead.py) not launched."""
+    kernel = triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
+    if not hasattr(kernel, "params"):  # the interpreter's
+        return kernel
+    launch = kernel.run
+
+    def run(*args: Any, **options: Any) -> Any:
+        ahead = compiling.get()
+        if ahead is None:
+            return launch(*args, **options)
+        ahead.launches += 1
+        future = launch(*args, **(options | {"warmup": True}))
+        if isinstance(future, triton.FutureKernel) and future not in ahead.kernels:
+            ahead.kernels[future] = kernel.__name__
+            future.finalize_compile(future)  # which the next launch like it finds
+        return future
+
+    kernel.run = run
+    return kernel
 
 
 class NotRepeatable(Exception):
@@ -198,6 +217,7 @@ class Replay:
         return self.result
 
 
+PLAIN = {type(None), bool, int, float, str}
 SEEN_ONCE, NOT_REPEATABLE = object(), object()
 _known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
 
@@ -216,6 +236,8 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
     kind = tuple(features)
     known = _known.pop(kind, None)
     _known[kind] = SEEN_ONCE if known is None else known
+    if known is None:
+        compile_first()
     if isinstance(known, Replay):
         return known.run(tensors)
     if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
@@ -268,10 +290,12 @@ def on_gpu(tensor: Tensor) -> bool:
 def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
     """The tensors among the values, and everything of these but the addresses and the numbers in the tensors."""
     for value in values:
-        if isinstance(value, Tensor):
+        if type(value) in PLAIN:  # most of a call's values
+            features.append(value)
+        elif isinstance(value, Tensor):
             tensors.append(value)
             features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):  # three times as fast as a union
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):

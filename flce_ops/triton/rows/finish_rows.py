@@ -270,7 +270,7 @@ def launch_finish_rows(
         weight_factor,
         residual,
         column=column.new_empty(n) if soft else None,
-        row_sum=None if gathered is None else torch.empty_like(sums.exponentials),
+        row_sum=None if gathered is None else sums.exponentials.new_empty(sums.exponentials.shape),
     )
     whole = None
     if gathered is not None:

@@ -201,8 +201,8 @@ def launch_gather_targets(
     guard = input.new_empty((), dtype=torch.int32)
     scaled = pair.class_scale is not None
     assert not (scaled and logit_options.softcap is not None)
-    dz_du = None if logit_options.softcap is None and not scaled else torch.empty_like(logit)
-    logit_sum = None if class_sum is None else torch.empty_like(logit)
+    dz_du = None if logit_options.softcap is None and not scaled else logit.new_empty(logit.shape)
+    logit_sum = None if class_sum is None else logit.new_empty(logit.shape)
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     column = input.new_empty(n, dtype=torch.int64)
     at_target = AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)
@@ -227,12 +227,12 @@ def launch_gather_targets(
     if target.dim() == 1:
         return at_target
     logit = reference.new_empty(n, target.shape[1])
-    column = torch.empty_like(logit, dtype=torch.int64)
+    column = logit.new_empty(logit.shape, dtype=torch.int64)
     at_target = at_target._replace(
         logit=logit,
-        dz_du=None if logit_options.softcap is None else torch.empty_like(logit),
+        dz_du=None if logit_options.softcap is None else logit.new_empty(logit.shape),
         column=column,
-        reference_class=ReferenceClass(column.new_empty(n), torch.empty_like(reference)),
+        reference_class=ReferenceClass(column.new_empty(n), reference.new_empty(reference.shape)),
     )
     slot_logits_kernel[(n,)](
         kept,

@@ -206,7 +206,7 @@ def launch_gradient_factors(
         num_warps=2,
     )
     if slots:
-        at_target_entry, largest = torch.empty_like(at_target.logit), column.new_empty(n)
+        at_target_entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
         slot_entries_kernel[(n,)](
             rows,
             at_target,

@@ -299,7 +299,7 @@ def launch_lists(
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column where its class is dense, -1 elsewhere."""
-    n, room, of_dense = compared.n, lists.entries.shape[1], torch.empty_like(column)
+    n, room, of_dense = compared.n, lists.entries.shape[1], column.new_empty(column.shape)
     rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(vocab_start, sparse_gradient.TILE)
     list_groups_kernel[(n,)](
         rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4

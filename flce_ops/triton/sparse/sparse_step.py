@@ -132,7 +132,7 @@ class SparseStep(OnePassStep):
         """Of all chunks at once: what the last, long lists take is waited for once."""
         entries, lengths = self.lists
         out = self.grad_input[span]
-        lists = CutLists(entries, lengths, None, lengths.new_empty(()), torch.empty_like(lengths), self.room)
+        lists = CutLists(entries, lengths, None, lengths.new_empty(()), lengths.new_empty(lengths.shape), self.room)
         at_most = pieces_at_most(entries.numel(), out.shape[1])
         launch_cut_lists(lists, PIECE, at_most)
         sums = lengths.new_empty(at_most, out.shape[1], dtype=torch.float32)

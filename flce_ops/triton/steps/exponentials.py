@@ -85,9 +85,11 @@ def launch_exponentials(
     if scratch is None or scratch.shape[0] < 2 * tiles * room:
         scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
     partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
-    per_tile: dict[str, Any] = {name: torch.empty_like(partial) for name, wanted in asked._asdict().items() if wanted}
+    per_tile: dict[str, Any] = {
+        name: partial.new_empty(partial.shape) for name, wanted in asked._asdict().items() if wanted
+    }
     if asked.argmax:
-        per_tile |= {"row_max": per_tile["argmax"], "argmax": torch.empty_like(partial, dtype=torch.int32)}
+        per_tile |= {"row_max": per_tile["argmax"], "argmax": partial.new_empty(partial.shape, dtype=torch.int32)}
     sums = ExpSum(
         reference_logit,
         class_weight if asked.logit_sum else None,

@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
 def wanted_gradients(grads: Sequence[Tensor], output_mask: list[bool]) -> Gradients:
     """Of grad_input, grad_linear_weight and grad_linear_bias. The bias is summed apart from its result."""
     grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, output_mask))
-    bias_sum = None if grad_bias is None else torch.zeros_like(grad_bias, dtype=torch.float32)
+    bias_sum = None if grad_bias is None else grad_bias.new_zeros(grad_bias.shape, dtype=torch.float32)
     return Gradients(grad_input, grad_weight, bias_sum)
 
 

@@ -215,7 +215,7 @@ class OnePassStep:
         start, count = tokens.kept.start, self.tokens
         last = start + rows.shape[0] == count
         few = count <= TOKENS_AT_MOST and start == 0 and last and len(pieces) == 1
-        rest = torch.empty_like(rows) if few else None
+        rest = rows.new_empty(rows.shape) if few else None
         launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=rest)
         for cols, piece in pieces:
             self.weight_gradient.add(
