@@ -20,9 +20,10 @@ class Hopper:
 triton.runtime.driver.set_active(Hopper())
 from flce_ops.triton.given_logits import cross_entropy
 from flce_ops.triton.divergence import kl_div
-from flce_ops.triton.steps import with_grad
+from flce_ops.triton.steps import forward, with_grad
 
-KERNELS = "finish_rows_kernel", "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
+OF_ROWS = "finish_rows_kernel", "finish_forward_kernel", "row_statistics_kernel"
+KERNELS = *OF_ROWS, "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
 compiled = []
 
 def compile_only(kernel, grid):
@@ -33,7 +34,8 @@ def compile_only(kernel, grid):
     return launch
 
 triton.runtime.jit.JITFunction.__getitem__ = compile_only
-with_grad.assert_in_range = cross_entropy.assert_in_range = lambda *args: None
+for launcher in (with_grad, forward, cross_entropy):
+    launcher.assert_in_range = lambda *args: None
 torch.set_default_device("meta")
 tokens, hidden, vocab, slots = 256, 64, 1000, 5
 input, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (tokens, vocab))
@@ -57,10 +59,15 @@ for beta, kl_estimator in ((number, "k1"), (number, "k2"), (number, "k3"), (None
         with_grad.launch_policy_with_grad(*policy, **options, **clip)
 assert compiled == ["finish_rows_kernel"] * 12, compiled
 compiled.clear()
-for kind, beta in (("forward", None), ("reverse", None), ("jsd", number)):
+one_pass(lse=True, entropy=True, log_sum_sq_probs=True)
+forward.launch_forward(input, weight, target, None, expected_log_prob=True, log_sum_sq_probs=True)
+of_rows = ["row_statistics_kernel", "finish_forward_kernel", "row_statistics_kernel"]
+assert compiled == ["finish_rows_kernel", *of_rows], compiled
+compiled.clear()
+for kind, beta in (("forward", None), ("reverse", None), ("jsd", number), ("tv", None), ("nla", None)):
     models = (input, weight, None, input, weight, None, None, None)
     kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every)
-assert compiled.count("divergence_kernel") == 5 and compiled.count("finish_divergence_kernel") == 3, compiled
+assert compiled.count("divergence_kernel") == 9 and compiled.count("finish_divergence_kernel") == 5, compiled
 logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
 cross_entropy.launch_with_grad(logits, target, None, None, None, label_smoothing=0.1, z_loss=number)
 assert compiled[-1] == "rows_kernel"
