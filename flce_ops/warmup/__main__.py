@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         warmup(given.hidden, given.vocab, **head, **chip, **options)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        sys.exit(f"flce_ops.warmup: {error}")
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
