@@ -26,7 +26,6 @@ from .modes import KINDS, METRICS, MODES, Mode, prepare
 from .report import Environment, Report, Row, environment, say, table
 from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
 from .shapes import Shape, parse_shapes
-from .tables import objectives as tables
 from .timing import time_steps
 
 # N tokens, D hidden, V vocabulary
@@ -167,7 +166,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for mode in dict.fromkeys(row.mode for row in rows):
             say(f"\n{mode} {shape}\n{table([row for row in rows if row.mode == mode])}")
         say(f"{time.time() - started:.0f} s")
-    say(tables.marks(report.rows))
     return report.path
 
 
