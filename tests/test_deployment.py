@@ -1,5 +1,6 @@
 """The Python blocks of docs/deployment.md, run in order as one program."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ DEPLOYMENT = Path(__file__).parents[1] / "docs" / "deployment.md"
 
 def test_code_of_the_deployment_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("flce_ops"), "level", logging.NOTSET)  # put back behind what the page sets
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", DEPLOYMENT.read_text(), re.DOTALL):
         exec(compile(block, str(DEPLOYMENT), "exec"), names)

@@ -27,6 +27,7 @@ pytestmark = [
 
 SHAPE = (37, 35, 24, 131)  # N, D, E, V: two tiles of rows, three of classes, none of them full
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}
+FLIPPED = 0.05  # of a kinked divergence: the few entries of a gradient that rounding puts on the other side of p = q
 CASES = [(torch.float32, False), (torch.float32, True), (torch.float16, False)]
 
 
@@ -58,7 +59,8 @@ def test_loss_and_gradients(kind, probs, dtype, poisoned_memory):
     found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
     exact = aten.with_grad(*double(*args), row_scale.double(), **options)
     assert [result.dtype for result in found] == [torch.float32] * 2 + [dtype] * 3
-    assert_close(found, exact, TOLERANCE[dtype])
+    assert_close(found[:2], exact[:2], TOLERANCE[dtype])
+    assert_close(found[2:], exact[2:], FLIPPED if kind in KINKED else TOLERANCE[dtype])
     for row in (~args[-1]).nonzero():
         assert not found[1][row] and not found[2][row].any()
 
@@ -74,7 +76,7 @@ def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
     options["output_mask"] = [True, True, False]
     gradients = triton_kl_div.launch_kl_div_backward(grad, *args, *found[1:], **options)
     truth = aten.backward(grad.double(), *double(*args), *exact[1:], **options)
-    assert_close(gradients, truth, TOLERANCE[dtype])
+    assert_close(gradients, truth, FLIPPED if kind in KINKED else TOLERANCE[dtype])
 
 
 CAPS = {"softcap": 3.0, "teacher_softcap": 4.0}
@@ -90,7 +92,7 @@ def test_softcaps(kind, poisoned_memory):
     exact = aten.with_grad(*double(*args), row_scale.double(), **options)
     tolerance = 2 * TOLERANCE[dtype]  # what stands before the cap is rounded, its probabilities grow
     assert_close(found[:2], exact[:2], tolerance)
-    assert_close(found[2:], exact[2:], 0.05 if kind in KINKED else tolerance)
+    assert_close(found[2:], exact[2:], FLIPPED if kind in KINKED else tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
@@ -206,7 +208,7 @@ def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
     plain = aten.with_grad(*call, **options)[2:4]  # on a CPU half products are rounded, as dense torch has them
     exact = aten.with_grad(*double(*call), **options)[2:4]
     for mine, theirs, right in zip(found, plain, exact, strict=True):
-        assert error(mine, right) <= 1.3 * error(theirs, right) + 0.05 * (kind in KINKED)
+        assert error(mine, right) <= 1.3 * error(theirs, right) + FLIPPED * (kind in KINKED)
 
 
 @pytest.mark.parametrize("kind, apart", [("forward", False), ("reverse", False), ("jsd", False), ("jsd", True)])
