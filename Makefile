@@ -33,7 +33,7 @@ CHECKED := layers maps paths documents bad_input double_backward dependent_opera
     graphs workspace vendor modules kl_div_errors saturated_softcap small_batches transformers_refusals plan
 
 check: lint types
-	$(BIN)/python -m pytest -q -m "not gpu and not multigpu" $(PYTEST_ARGS) $(CHECKED:%=tests/test_%.py)
+	$(BIN)/python -m pytest -q -m "not gpu and not multigpu" $(PYTEST_ARGS) $(CHECKED:%=tests/*/test_%.py)
 
 test: lint types toolchain
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
@@ -54,7 +54,7 @@ test-gpu: $(INSTALLED)
 # --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
 newest: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest -r requirements-newest.txt
-	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_triton_layouts.py tests/test_triton_targets.py
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_triton_layouts.py tests/kernels/test_triton_targets.py
 
 docs: $(INSTALLED)
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { echo "the pages need Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }

@@ -38,7 +38,7 @@ from .shapes import Shape, parse_shapes
 
 IGNORED = -100
 METRICS = ("entropy", "lse", "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
-SLOTS = 4
+TOPK = 4
 KINDS = ("forward", "reverse", "jsd")
 # the pool, dtype, and calls of about as many tokens
 PROBLEMS = {
@@ -57,7 +57,7 @@ class Pool(NamedTuple):
     input: Tensor  # (N, D)
     teacher_input: Tensor  # (N, D)
     target: Tensor  # (N,)
-    slots: Tensor  # (N, K)
+    topk: Tensor  # (N, K)
     advantages: Tensor  # (N,)
     old_log_probs: Tensor  # (N,)
     linear_weight: Tensor  # (V, D)
@@ -86,7 +86,7 @@ def draw_pool(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
         randn(tokens, hidden).to(dtype),
         randn(tokens, hidden).to(dtype),
         labels(tokens),
-        labels(tokens, SLOTS),
+        labels(tokens, TOPK),
         randn(tokens).to(accumulate),
         (randn(tokens) - 6.0).to(accumulate),
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
@@ -108,9 +108,9 @@ def log_probs(pool: Pool) -> Results:
     return of_rows | metrics
 
 
-def log_probs_of_slots(pool: Pool) -> Results:
-    found = flce_ops.linear_log_probs(pool.input, pool.linear_weight, pool.slots, tail=True)
-    return {"log_probs of slots": found.log_probs, "tail_log_prob": found.tail_log_prob}
+def log_probs_of_topk(pool: Pool) -> Results:
+    found = flce_ops.linear_log_probs(pool.input, pool.linear_weight, pool.topk, tail=True)
+    return {"log_probs of K classes": found.log_probs, "tail_log_prob": found.tail_log_prob}
 
 
 def losses(pool: Pool) -> Results:
@@ -153,7 +153,7 @@ def divergences(pool: Pool) -> Results:
 
 ASKED = (
     log_probs,
-    log_probs_of_slots,
+    log_probs_of_topk,
     losses,
     metrics_of_a_mean,
     entropies_of_one_pass,
@@ -181,7 +181,7 @@ class Calling:
         call = pool.of(self.tokens)
         if self.target is not None:
             ignored = (self.target == IGNORED)[:, None]
-            call = call._replace(target=self.target, slots=call.slots.masked_fill(ignored, IGNORED))
+            call = call._replace(target=self.target, topk=call.topk.masked_fill(ignored, IGNORED))
         with contextlib.ExitStack() as stack:
             if self.workspace is not None or self.retained is not None:
                 stack.enter_context(flce_ops.workspace(self.workspace, retained=self.retained))

@@ -179,8 +179,8 @@ def measure(
     timings = time_steps(
         steps, device=device, rounds=options.rounds, ms=options.ms, ahead_ms=options.ahead_ms, on_failure=failed
     )
-    kept = int((target >= 0).sum())
-    moved = (kept + tokens) * classes * logits.element_size()
+    valid = int((target >= 0).sum())
+    moved = (valid + tokens) * classes * logits.element_size()
     for name, timing in timings.items():
         row = rows[name]
         row.ms, row.spread = timing

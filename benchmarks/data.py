@@ -84,12 +84,12 @@ class Problem:
         return LOSS_SCALE.get(self.input.dtype, 1.0)
 
     @property
-    def upstream(self) -> Tensor | None:  # ()
+    def grad_output(self) -> Tensor | None:  # ()
         """The gradient of a scalar loss that backward is given: none where it is 1."""
         return None if self.loss_scale == 1.0 else torch.tensor(self.loss_scale, device=self.input.device)
 
     @property
-    def kept(self) -> Tensor:  # (N,) bool
+    def valid(self) -> Tensor:  # (N,) bool
         return self.target != IGNORE_INDEX
 
     def row_chunks(self) -> Iterator[slice]:

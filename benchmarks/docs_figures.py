@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import flce_ops
-from flce_ops.plan import Head, cuts, device_of
+from flce_ops.plan import Head, device_of, step_cost
 from flce_ops.plan.seconds import seconds
 
 from . import loads
@@ -36,11 +36,11 @@ FOLDER = REPOSITORY / "docs" / "figures"
 RESULTS = REPOSITORY / "benchmarks" / "results"
 TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256  # what stays fixed where another size varies
 MIB = 2**20
-LINES = {  # provider of the CSVs: label, colour, cut, workspace
-    "torch_eager": ("F.cross_entropy, float32 logits", "#7f7f7f", cuts.dense_eager, 512),
-    "torch_compile": ("F.cross_entropy, torch.compile", "#d95f02", cuts.dense_compiled, 512),
-    "ours": ("flce_ops, 512 MiB", "#08519c", cuts.one_pass, 512),
-    "ours_64MiB": ("flce_ops, 64 MiB", "#6baed6", cuts.one_pass, 64),
+LINES = {  # provider of the CSVs: label, colour, cost, workspace
+    "torch_eager": ("F.cross_entropy, float32 logits", "#7f7f7f", step_cost.dense_eager, 512),
+    "torch_compile": ("F.cross_entropy, torch.compile", "#d95f02", step_cost.dense_compiled, 512),
+    "ours": ("flce_ops, 512 MiB", "#08519c", step_cost.one_pass, 512),
+    "ours_64MiB": ("flce_ops, 64 MiB", "#6baed6", step_cost.one_pass, 64),
 }
 # provider: label, colour, the label's place beside its point in (points right, points up, alignment)
 OURS_AT = {  # by workspace
@@ -76,11 +76,11 @@ def measured(folder: Path) -> list[dict[str, str]]:
     return rows
 
 
-def planned(provider: str, shape: tuple[int, int, int]) -> tuple[Head, cuts.StepCost]:
-    _, _, cut, workspace = LINES[provider]
+def planned(provider: str, shape: tuple[int, int, int]) -> tuple[Head, step_cost.StepCost]:
+    _, _, cost, workspace = LINES[provider]
     head = Head(*shape, torch.bfloat16)
     with flce_ops.workspace(workspace * MIB):
-        return head, cut(head)
+        return head, cost(head)
 
 
 def draw(plt, axes, sizes: list[int], shape_of: Callable, value_of: Callable, dots: dict[str, list]) -> None:
@@ -162,7 +162,7 @@ def memory_against_vocabulary(plt, rows: list[dict[str, str]]):
         axes,
         [8192, 16384, 32000, 64000, 128256, 256000],
         lambda vocabulary: (TOKENS, HIDDEN, vocabulary),
-        lambda head, cut: cut.temporaries / MIB,
+        lambda head, cost: cost.temporaries / MIB,
         dots,
     )
     axes.set_yscale("log")
@@ -188,7 +188,7 @@ def time_against_tokens(plt, rows: list[dict[str, str]]):
         axes,
         [1024, 2048, 4096, 8192, 16384, 32768, 65536],
         lambda tokens: (tokens, HIDDEN, VOCABULARY),
-        lambda head, cut: 1e6 * seconds(head, cut, device) / head.tokens,
+        lambda head, cost: 1e6 * seconds(head, cost, device) / head.tokens,
         dots,
     )
     axes.set_xlabel(f"tokens (hidden {HIDDEN:,}, vocabulary {VOCABULARY:,}, bfloat16, one H200)")

@@ -66,8 +66,8 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
     losses = torch.zeros(problem.shape.N, dtype=dtype, device=weight.device)
     grad_input = torch.empty_like(problem.input, dtype=dtype) if mode.input_grad else None
     grad_weight = torch.zeros_like(weight) if mode.weight_grad else None
-    kept = problem.kept
-    scale = problem.cotangent.to(dtype) if mode.per_token else torch.full_like(losses, problem.loss_scale) / kept.sum()
+    valid = problem.valid
+    scale = problem.cotangent.to(dtype) if mode.per_token else torch.full_like(losses, problem.loss_scale) / valid.sum()
     cap, smoothing, z_loss = (mode.options.get(name) or 0.0 for name in ("softcap", "label_smoothing", "z_loss"))
     of_entropy = problem.entropy_cotangent.to(dtype) if mode.reduction == "log_probs" else None
     sign = 1 if of_entropy is None else -1
@@ -88,7 +88,7 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
         loss = (1 - smoothing) * (q * (lse - z.gather(1, target))).sum(1)
         if smoothing or z_loss:
             loss += smoothing * (lse[:, 0] - z.mean(1)) + z_loss * lse[:, 0].square()
-        losses[rows] = torch.where(kept[rows], sign * loss, 0)
+        losses[rows] = torch.where(valid[rows], sign * loss, 0)
         if not mode.backward:
             continue
         log_p = z.sub_(lse)
@@ -96,12 +96,12 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
         entropy_grad = None
         if of_entropy is not None:
             entropy = -(p * log_p).sum(1, keepdim=True)
-            entropy_grad = log_p.add_(entropy).mul_(p).mul_(torch.where(kept[rows], -of_entropy[rows], 0)[:, None])
+            entropy_grad = log_p.add_(entropy).mul_(p).mul_(torch.where(valid[rows], -of_entropy[rows], 0)[:, None])
         by_lse = (1 - smoothing) * q.sum(1, keepdim=True) + smoothing + 2 * z_loss * lse
         grad_z = p.mul_(by_lse).scatter_add_(1, target, (smoothing - 1) * q)
         if smoothing:
             grad_z.sub_(smoothing / problem.shape.V)
-        grad_z.mul_(torch.where(kept[rows], sign * scale[rows], 0)[:, None])
+        grad_z.mul_(torch.where(valid[rows], sign * scale[rows], 0)[:, None])
         if entropy_grad is not None:
             grad_z.add_(entropy_grad)
         if slope is not None:
@@ -110,7 +110,7 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
             torch.mm(grad_z, weight, out=grad_input[rows])
         if grad_weight is not None:
             grad_weight.addmm_(grad_z.T, x)
-    loss = losses if mode.per_token else losses.sum() / kept.sum()
+    loss = losses if mode.per_token else losses.sum() / valid.sum()
     return Reference(loss, grad_input, grad_weight)
 
 

@@ -143,17 +143,17 @@ def step_of(loss: Loss, problem: Problem, pair: tuple[Tensor, Tensor]) -> Step:
 def exact(problem: Problem, pair: tuple[Tensor, Tensor]) -> list[Tensor]:
     """loss, dX, dA, dB in float32."""
     x, weight, (a, b) = problem.input.float(), problem.linear_weight.float(), (part.float() for part in pair)
-    h, target, kept = SCALING * x @ a.T, problem.target, problem.kept
+    h, target, valid = SCALING * x @ a.T, problem.target, problem.valid
     loss, dx, dh, db = x.new_zeros(()), torch.empty_like(x), torch.empty_like(h), torch.zeros_like(b)
     for rows in problem.row_chunks():
         logits = x[rows] @ weight.T + h[rows] @ b.T
         own = target[rows].clamp(min=0)[:, None]
-        loss += ((logits.logsumexp(-1) - logits.gather(1, own)[:, 0]) * kept[rows]).sum()
+        loss += ((logits.logsumexp(-1) - logits.gather(1, own)[:, 0]) * valid[rows]).sum()
         gradient = logits.softmax(-1).scatter_add_(1, own, torch.full_like(own, -1, dtype=torch.float32))
-        gradient *= (kept[rows] / kept.sum())[:, None]
+        gradient *= (valid[rows] / valid.sum())[:, None]
         dx[rows], dh[rows] = gradient @ weight, gradient @ b
         db += gradient.T @ h[rows]
-    return [loss / kept.sum(), dx + SCALING * dh @ a, SCALING * dh.T @ x, db]
+    return [loss / valid.sum(), dx + SCALING * dh @ a, SCALING * dh.T @ x, db]
 
 
 def error(found: Tensor, truth: Tensor) -> float:

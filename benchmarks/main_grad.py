@@ -2,7 +2,7 @@
 
     autograd            into .grad, in the weight's dtype
     autograd_float32    .grad of each micro-batch is added to a float32 buffer
-    main_grad           the GEMM adds to the float32 buffer; and with no logits retained between forward and backward
+    main_grad           the GEMM adds to the float32 buffer; and with no logits saved between forward and backward
 
 peak_MiB counts all but the input and the weight: the buffer, or .grad, too. err_dw is against float64.
 """
@@ -52,7 +52,7 @@ class Accumulation:
         tokens = len(problem.target) // MICRO_BATCHES
         inputs = [input.detach().requires_grad_() for input in problem.input.split(tokens)]
         self.batches = list(zip(inputs, problem.target.split(tokens)))
-        self.provider, self.normalizer = provider, problem.kept.sum()
+        self.provider, self.normalizer = provider, problem.valid.sum()
         self.held: Tensor | None = None
 
     def step(self) -> Tensor:
@@ -92,7 +92,7 @@ def exact_gradient(problem: Problem) -> Tensor:  # (V, D) float64
         input, target = problem.input[rows : rows + 256].double(), problem.target[rows : rows + 256]
         gradient = (input @ weight.T).softmax(1)
         gradient[torch.arange(len(target), device=target.device), target.clamp(min=0)] -= 1.0
-        gradient *= ((target >= 0) / problem.kept.sum())[:, None]
+        gradient *= ((target >= 0) / problem.valid.sum())[:, None]
         total.addmm_(gradient.T, input)
     return total
 

@@ -40,9 +40,9 @@ class Mode(NamedTuple):
     def gradient_bytes(self, shape: Shape, itemsize: int) -> int:
         return itemsize * shape.D * (shape.N * self.input_grad + shape.V * self.weight_grad)
 
-    def tflop(self, shape: Shape, kept: int) -> float:
-        """Of the floor: of the tokens that are kept."""
-        return self.gemms * 2 * kept * shape.D * shape.V / 1e12
+    def tflop(self, shape: Shape, valid: int) -> float:
+        """Of the floor: of the valid tokens."""
+        return self.gemms * 2 * valid * shape.D * shape.V / 1e12
 
 
 METRICS = (  # names of return_metrics
@@ -101,7 +101,7 @@ def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
             log_probs, entropy = value
             torch.autograd.backward([log_probs, entropy], [problem.cotangent, problem.entropy_cotangent])
             return log_probs.detach()
-        value.backward(problem.cotangent.to(value.dtype) if mode.per_token else problem.upstream)
+        value.backward(problem.cotangent.to(value.dtype) if mode.per_token else problem.grad_output)
         return value.detach()
 
     return forward_backward if mode.backward else forward

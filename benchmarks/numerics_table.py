@@ -81,7 +81,7 @@ def step(function: Callable, problem: Problem) -> Tensor:
     """The loss; gradients are left in .grad."""
     problem.clear_gradients()
     loss = function(problem.input, problem.linear_weight, problem.target)
-    loss.backward(problem.upstream)
+    loss.backward(problem.grad_output)
     return loss.detach()
 
 

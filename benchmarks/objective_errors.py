@@ -39,7 +39,7 @@ SHAPES = {"cpu": "256x96x1009", "cuda": "2048x1024x32003"}
 SEED = 0
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PATHS = {  # of one process, and what they are measured in
-    "eager": DTYPES,  # losses per token with their logits retained
+    "eager": DTYPES,  # losses per token with their logits saved
     "checkpointed": (torch.bfloat16,),  # logits made twice
     "compiled": (torch.bfloat16,),
 }
@@ -150,10 +150,10 @@ def metric_errors(problem: Problem) -> Iterator[tuple[str, str, Errors, Errors]]
     x, w = problem.input.detach(), problem.linear_weight.detach()
     found = metrics_of_ours(x, w, problem)
     plain, exact = (metrics_of_dense(z, problem) for z in ((x @ w.T).float(), x.double() @ w.double().T))
-    kernel, kept = flce_ops.last_path().implementation, problem.kept
+    kernel, valid = flce_ops.last_path().implementation, problem.valid
 
     def error(values: dict[str, Tensor], name: str) -> Errors:
-        return distance([values[name][kept].double()], [exact[name][kept]]), None, None
+        return distance([values[name][valid].double()], [exact[name][valid]]), None, None
 
     for name in found:
         yield f"`{name}`", kernel, error(found, name), error(plain, name)

@@ -45,8 +45,8 @@ def teaching_of(problem: Problem) -> Teaching:
 
 def masked(numbers: Tensor, problem: Problem) -> Tensor:
     """0 at ignored tokens."""
-    kept = problem.kept
-    return torch.where(kept if numbers.dim() == 1 else kept[:, None], numbers, 0)
+    valid = problem.valid
+    return torch.where(valid if numbers.dim() == 1 else valid[:, None], numbers, 0)
 
 
 def at_classes(log_p: Tensor, classes: Tensor) -> Tensor:  # (N, V), (N, K) -> (N, K)
@@ -74,7 +74,7 @@ def of_soft_targets(problem: Problem) -> Objective:
 
     def dense(z: Tensor) -> Results:
         losses = -(weight * at_classes(z.log_softmax(-1), classes)).sum(1)
-        return (masked(losses, problem).sum() / problem.kept.sum(),)
+        return (masked(losses, problem).sum() / problem.valid.sum(),)
 
     return Objective("64 soft targets", ours, dense)
 
@@ -130,7 +130,7 @@ def of_policy(problem: Problem, objective: str) -> Objective:
             return (loss_of_log_probs(log_probs, problem),)
         clipped, distance = torch.exp(log_probs - old).clamp(1 - LOW, 1 + HIGH).detach(), log_probs - ref
         losses = BETA * (torch.exp(-distance) + distance - 1) - clipped * advantages * log_probs
-        return (masked(losses, problem).sum() / problem.kept.sum(),)
+        return (masked(losses, problem).sum() / problem.valid.sum(),)
 
     return Objective(f"policy, {objective} and KL", ours, dense)
 

@@ -2,7 +2,7 @@
 
 At each shape every step of LINES is timed in the same shuffled rounds, so that a ratio of any two of them is one of
 neighbours: objectives.csv has a row each, and `python -m benchmarks.tables` makes the documents' tables of it.
-Bare GEMMs are three (four for a divergence) of bfloat16 over the tokens that are kept (all, for a divergence).
+Bare GEMMs are three (four for a divergence) of bfloat16 over the valid tokens (all, for a divergence).
 
 First calls compile for minutes. Other processes make them before, --processes at a time, into the caches on disk.
 """
@@ -131,11 +131,11 @@ def measure(
     timings = time_steps(
         steps, device=device, rounds=options.rounds, ms=options.ms, seed=options.seed, on_failure=failed
     )
-    kept = int(problem.kept.sum())
+    valid = int(problem.valid.sum())
     for name, timing in timings.items():
         mode = MODES[rows[name].mode]
         floor = timings.get("kl_forward floor" if mode.kind else "fwd_bwd floor")
-        note_time(rows[name], timing, floor, mode.tflop(shape, shape.N if mode.kind else kept))
+        note_time(rows[name], timing, floor, mode.tflop(shape, shape.N if mode.kind else valid))
     return list(rows.values())
 
 

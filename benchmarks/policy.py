@@ -40,7 +40,7 @@ def loss_of_log_probs(log_probs: Tensor, problem: Problem) -> Tensor:  # (N,) ->
     ratio, distance = torch.exp(log_probs - old), log_probs - ref
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - LOW, 1 + HIGH))
     losses = losses + BETA * (torch.exp(-distance) + distance - 1)
-    return torch.where(problem.kept, losses, 0).sum() / problem.kept.sum()
+    return torch.where(problem.valid, losses, 0).sum() / problem.valid.sum()
 
 
 def on_losses(loss: Callable[..., Tensor], problem: Problem) -> Callable[..., Tensor]:

@@ -52,7 +52,7 @@ class Row(Environment):
     tflops: float | None = None  # the floor's operations over the provider's time
     peak_MiB: float | None = None
     beyond_gradients_MiB: float | None = None
-    loss: float | None = None  # of the data: the reference's mean over the kept tokens
+    loss: float | None = None  # of the data: the reference's mean over the valid tokens
     err_loss: float | None = None
     err_dx: float | None = None
     err_dw: float | None = None

@@ -67,7 +67,7 @@ def measure(
     else:
         data["prior"] = settings.prior
         problem = make_problem(shape, dtype=settings.dtype, device=device, sigma=settings.sigma, **data)
-    kept = int(problem.kept.sum())
+    valid = int(problem.valid.sum())
     prepare(problem, mode)
     reference = make_reference(problem, mode)
     mean_loss = _mean_loss(reference)
@@ -104,7 +104,7 @@ def measure(
         dict(steps), device=device, rounds=settings.rounds, ms=settings.ms, seed=settings.seed, on_failure=failed
     )
     for name, timing in timings.items():
-        note_time(rows[name], timing, timings.get("floor"), mode.tflop(shape, kept))
+        note_time(rows[name], timing, timings.get("floor"), mode.tflop(shape, valid))
         if device.type == "cuda" and timing.ms < HOST_SHOWS_MS:
             rows[name].host_us = launch_to_return(steps[name])
             with torch.autograd.set_multithreading_enabled(False):

@@ -5,7 +5,7 @@ N tokens, K classes of each. The teacher's logits are the problem's with noise; 
 
     loss_i = -sum_k q_ik log p_i(y_ik)
 
-is over the tokens that are kept.
+is over the valid tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def targets_of(problem: Problem) -> SoftTargets:
     if problem.soft is None:
         device = problem.input.device
         generator = torch.Generator(device=device).manual_seed(problem.seed + 1)
-        slots = min(CLASSES, problem.shape.V)
-        weight = torch.empty(problem.shape.N, slots, device=device)
-        classes = torch.empty(problem.shape.N, slots, dtype=torch.int64, device=device)
+        topk = min(CLASSES, problem.shape.V)
+        weight = torch.empty(problem.shape.N, topk, device=device)
+        classes = torch.empty(problem.shape.N, topk, dtype=torch.int64, device=device)
         for rows in problem.row_chunks():
             logits = (problem.input[rows] @ problem.linear_weight.T).float()
             noise = torch.randn(logits.shape, device=device, generator=generator)
-            weight[rows], classes[rows] = logits.add_(noise, alpha=NOISE).softmax(-1).topk(slots, -1)
-        classes[~problem.kept] = IGNORE_INDEX
+            weight[rows], classes[rows] = logits.add_(noise, alpha=NOISE).softmax(-1).topk(topk, -1)
+        classes[~problem.valid] = IGNORE_INDEX
         problem.soft = SoftTargets(classes, weight)
     return problem.soft
 
@@ -56,9 +56,9 @@ def on_logits(problem: Problem) -> Callable[..., Tensor]:
 
     def dense(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         logits = F.linear(input, linear_weight).float()
-        kept = target != IGNORE_INDEX
+        valid = target != IGNORE_INDEX
         at_classes = logits.gather(1, classes.clamp(min=0))
         losses = (weight * (logits.logsumexp(-1, keepdim=True) - at_classes)).sum(-1)
-        return torch.where(kept, losses, 0).sum() / kept.sum()
+        return torch.where(valid, losses, 0).sum() / valid.sum()
 
     return dense

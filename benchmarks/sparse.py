@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             out_of_time=lambda: spent() > options.budget_s,
         )
         problem = made_again(shape, settings)
-        some = problem.kept.nonzero()[:SAMPLE, 0]
+        some = problem.valid.nonzero()[:SAMPLE, 0]
         sample = problem.input.detach()[some], problem.linear_weight.detach(), problem.target[some]
         entries = [entries_kept(*sample, 2.0**exponent) for exponent in (-10, -12)]
         say("entries a token: {:.0f} at 2^-10, {:.0f} at 2^-12".format(*entries))

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from flce_ops.aten import chunks
-from flce_ops.aten.kept_tokens import check_target_range
 from flce_ops.aten.logits import (
     activate,
     activate_with_slope,
@@ -39,15 +38,16 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
+from flce_ops.aten.valid_tokens import check_target_range
 from flce_ops.entry import BODIES
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import target_columns
-from flce_ops.math.slots import tokens_that_count
+from flce_ops.math.topk import tokens_that_count
 from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from flce_ops.meta.call import takes
 from flce_ops.meta.outputs import Gradients, Outputs
-from flce_ops.ops.upstream import multiply
+from flce_ops.ops.grad_output import multiply
 from flce_ops.ops.with_grad_autograd import concatenated, of_pair, recomputed_step
 from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import functional
@@ -168,7 +168,7 @@ def forward(call: Forward) -> Outputs:
     lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
     sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
     retained = target.new_zeros(
-        call.retain, call.operands.retained_columns, dtype=torch.int16
+        call.retain, call.operands.saved_columns, dtype=torch.int16
     )  # which backward, below, does not read
     return target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained
 
@@ -190,7 +190,7 @@ def logits_at_target(column: Tensor, classes: slice, logits: Tensor, like: Tenso
     """0 where the target is not among the block's classes."""
     if like.dim() == 1:
         return at_target(column, classes, logits).sum(1)
-    here = (column >= classes.start) & (column < classes.stop)  # a mask of K slots would be K times the block
+    here = (column >= classes.start) & (column < classes.stop)  # a mask of K classes would be K times the block
     return torch.where(here, logits.gather(1, torch.where(here, column - classes.start, 0)), 0.0)
 
 
@@ -216,7 +216,7 @@ def backward(call: Backward) -> Gradients:
     want_input, want_weight, want_bias = call.output_mask
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     input = zeroed_where_ignored(input, valid)
-    cotangents = call.cotangents.kept(hit, valid, dtype)
+    cotangents = call.cotangents.masked(hit, valid, dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     weight = upcast(weight, dtype)
     grad_input = torch.zeros_like(input, dtype=dtype) if want_input else None

@@ -1,6 +1,6 @@
 """Which path a call would take, and which condition rules the others out: the tables of ops/paths.py, for arguments.
 
-Where Triton makes a scalar loss, also how it takes the tokens: those of triton/steps/cut.py.
+Where Triton makes a scalar loss, also how it takes the tokens: those of triton/steps/chunking.py.
 """
 
 import inspect
@@ -24,16 +24,16 @@ from flce_ops.functional import (
 )
 from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.arguments import ROW_LOSSES
-from flce_ops.ops.paths import KERNELS, LOSS, RETAIN
-from flce_ops.ops.retained import rows_to_retain
-from flce_ops.ops.situations import (
-    Situation,
-    given_logits_situation,
-    loss_situation,
+from flce_ops.ops.call_facts import (
+    CallFacts,
+    given_logits_facts,
+    loss_facts,
     needs_gradient,
-    pair_situation,
+    pair_facts,
     sharding_of,
 )
+from flce_ops.ops.paths import KERNELS, LOSS, SAVE_LOGITS
+from flce_ops.ops.saved_logits import rows_to_save
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.table import Path, choose
 
@@ -83,50 +83,50 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
 def of_head(function: Callable, call: dict) -> list[str]:
     call, positions = of_one_position(call)
-    situation = situation_of_call(call)
+    facts = facts_of_call(call)
     policy = function.__name__ in ROW_LOSSES
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
     divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
     if divergence:
-        situation = situation._replace(label_smoothing=False)  # it is in the probabilities
+        facts = facts._replace(label_smoothing=False)  # it is in the probabilities
     stem, title, in_forward = "linear_kl_div" if divergence else "linear_cross_entropy", "", "with_grad"
     if call.get("reduction", "none") != "none":
         title = "a scalar loss of a policy" if policy else "a scalar loss"
-        if situation.vocabulary_dimensions > 0 and not (divergence or policy):
+        if facts.vocabulary_dimensions > 0 and not (divergence or policy):
             title, in_forward = "a scalar loss over a sharded vocabulary", "vocab_parallel_with_grad"
-    lines, path = of_loss(title, situation)
+    lines, path = of_loss(title, facts)
     if path != "recompute":
         op = f"{function.__name__}_{in_forward}" if policy else f"{stem}_{in_forward}"
-        lines += of_operators(situation, op)
-        one_pass_step = in_forward == "with_grad" and not (divergence or situation.sparse)
-        if one_pass_step and choose(KERNELS[op], situation).name == "triton":
-            lines += tokens_in_triton(call, situation)
+        lines += of_operators(facts, op)
+        one_pass_step = in_forward == "with_grad" and not (divergence or facts.sparse)
+        if one_pass_step and choose(KERNELS[op], facts).name == "triton":
+            lines += tokens_in_triton(call, facts)
     else:
-        retaining = situation.wants_gradient and not divergence
-        if retaining:
-            lines += [line for title, paths in RETAIN.items() for line in verdicts(title, paths, situation)]
-        lines += forward_and_backward(stem, situation)
-        if retaining and not any_dtensor(call["input"], call["linear_weight"]):
+        saving = facts.wants_gradient and not divergence
+        if saving:
+            lines += [line for title, paths in SAVE_LOGITS.items() for line in verdicts(title, paths, facts)]
+        lines += forward_and_backward(stem, facts)
+        if saving and not any_dtensor(call["input"], call["linear_weight"]):
             tokens = math.prod(call["input"].shape[:-1])
-            rows = rows_to_retain(situation, tokens, call["linear_weight"].shape[0])
-            lines.append(f"logits of {rows} of {tokens} tokens retained")
+            rows = rows_to_save(facts, tokens, call["linear_weight"].shape[0])
+            lines.append(f"logits of {rows} of {tokens} tokens saved")
     return [*lines, f"for each of {positions} positions"] if positions > 1 else lines
 
 
-def of_loss(title: str, situation: Situation) -> tuple[list[str], str]:
+def of_loss(title: str, facts: CallFacts) -> tuple[list[str], str]:
     """Verdicts on the paths of a scalar loss, and the one that it takes: recompute where there is no such loss."""
     if not title:
         return [], "recompute"
-    return verdicts(title, LOSS[title], situation), choose(LOSS[title], situation).name
+    return verdicts(title, LOSS[title], facts), choose(LOSS[title], facts).name
 
 
-def of_operators(situation: Situation, *ops: str) -> list[str]:
-    return [line for op in ops for line in verdicts(f"flce::{op}", KERNELS[op], situation)]
+def of_operators(facts: CallFacts, *ops: str) -> list[str]:
+    return [line for op in ops for line in verdicts(f"flce::{op}", KERNELS[op], facts)]
 
 
-def forward_and_backward(stem: str, situation: Situation) -> list[str]:
-    backward = f"{stem}_backward_" if situation.main_grad else f"{stem}_backward"
-    return of_operators(situation, f"{stem}_forward", *([backward] if situation.wants_gradient else []))
+def forward_and_backward(stem: str, facts: CallFacts) -> list[str]:
+    backward = f"{stem}_backward_" if facts.main_grad else f"{stem}_backward"
+    return of_operators(facts, f"{stem}_forward", *([backward] if facts.wants_gradient else []))
 
 
 def of_one_position(call: dict) -> tuple[dict, int]:
@@ -141,32 +141,32 @@ def of_one_position(call: dict) -> tuple[dict, int]:
 
 def of_given_logits(call: dict) -> list[str]:
     logits, copied = rows_of(call["logits"])
-    situation = given_logits_situation(logits, call["inplace_backward"] or copied)
-    situation = situation._replace(empty=logits.numel() == 0, one_class=logits.shape[1] == 1)
-    lines, path = of_loss("a scalar loss of given logits" if call["reduction"] != "none" else "", situation)
+    facts = given_logits_facts(logits, call["inplace_backward"] or copied)
+    facts = facts._replace(empty=logits.numel() == 0, one_class=logits.shape[1] == 1)
+    lines, path = of_loss("a scalar loss of given logits" if call["reduction"] != "none" else "", facts)
     if path == "recompute":
-        return lines + forward_and_backward("cross_entropy", situation)
-    return lines + of_operators(situation, f"cross_entropy_with_grad{'_' if path == 'in place' else ''}")
+        return lines + forward_and_backward("cross_entropy", facts)
+    return lines + of_operators(facts, f"cross_entropy_with_grad{'_' if path == 'in place' else ''}")
 
 
 def of_pair(call: LowRankCrossEntropy) -> list[str]:
-    situation = pair_situation(operands_of(call))._replace(
+    facts = pair_facts(operands_of(call))._replace(
         dtype=dtype_in_operators(call.input),
         empty=call.input.numel() == 0,
         one_class=call.linear_weight.shape[0] == 1,
         label_smoothing=call.numbers.label_smoothing != 0.0,
         softcap=call.numbers.softcap is not None,
     )
-    lines, path = of_loss("a scalar loss of a head with a low-rank pair", situation)
+    lines, path = of_loss("a scalar loss of a head with a low-rank pair", facts)
     if path != "concatenated":
-        return lines + of_operators(situation, "linear_cross_entropy_low_rank_with_grad")
-    of_head, path = of_loss("a scalar loss", situation)
+        return lines + of_operators(facts, "linear_cross_entropy_low_rank_with_grad")
+    of_head, path = of_loss("a scalar loss", facts)
     if path == "one pass" and call.reduction != "none":
-        return lines + of_head + of_operators(situation, "linear_cross_entropy_with_grad")
-    return lines + of_head + of_operators(situation, *[f"linear_cross_entropy_{op}" for op in ("forward", "backward")])
+        return lines + of_head + of_operators(facts, "linear_cross_entropy_with_grad")
+    return lines + of_head + of_operators(facts, *[f"linear_cross_entropy_{op}" for op in ("forward", "backward")])
 
 
-def situation_of_call(call: dict) -> Situation:
+def facts_of_call(call: dict) -> CallFacts:
     input = call["input"]
     sharding = {}
     if any_dtensor(input, call["linear_weight"]):
@@ -176,18 +176,18 @@ def situation_of_call(call: dict) -> Situation:
         sharding = sharding_of(layout.vocabulary, layout.mesh.shape, call["linear_weight"].shape[0])
         if not layout.splits_vocabulary:
             sharding = {}
-    situation = loss_situation(input, call["linear_weight"], call["linear_bias"], **sharding)
+    facts = loss_facts(input, call["linear_weight"], call["linear_bias"], **sharding)
     teacher = call.get("teacher_input")
-    return situation._replace(
+    return facts._replace(
         dtype=dtype_in_operators(input),
         empty=input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
         one_class=call["linear_weight"].shape[0] == 1,
         label_smoothing=bool(call.get("label_smoothing")),
         softcap=call["softcap"] is not None,
         main_grad=call.get("main_grad") is not None,
-        wants_gradient=situation.wants_gradient or learnt(call),
+        wants_gradient=facts.wants_gradient or learnt(call),
         teacher=None if teacher is None else dtype_in_operators(teacher),
-        slots=has_slots(call),
+        topk=has_topk(call),
         sparse=any(sparse_products(call)),
     )
 
@@ -199,7 +199,7 @@ def sparse_products(call: dict) -> tuple[bool, bool]:
     return SparseGradient(**{name: call[name] for name in names}).products(wanted)
 
 
-def has_slots(call: dict) -> bool:
+def has_topk(call: dict) -> bool:
     """Several classes a token. (linear_kl_div's target, which may be None, says which tokens count.)"""
     target = call.get("target")
     return target is not None and not target.is_floating_point() and target.dim() == call["input"].dim()
@@ -219,14 +219,14 @@ def learnt(call: dict) -> bool:
     return torch.is_grad_enabled() and any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
 
 
-def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
+def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
     """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
     from flce_ops.triton.rows.row_statistics import sum_pairs
-    from flce_ops.triton.steps.cut import CUTS, problem_of
+    from flce_ops.triton.steps.chunking import CHUNKINGS, problem_of
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
-    if any_dtensor(input, linear_weight) or linear_weight.dtype != situation.dtype or hidden * size % 16:
+    if any_dtensor(input, linear_weight) or linear_weight.dtype != facts.dtype or hidden * size % 16:
         return []
     wanted = [needs_gradient(call[name]) for name in ("input", "linear_weight", "linear_bias")]
     wanted[0] |= learnt(call)
@@ -234,16 +234,16 @@ def tokens_in_triton(call: dict, situation: Situation) -> list[str]:
         input.numel() // hidden,
         linear_weight,
         wanted,
-        smoothed=situation.label_smoothing,
+        smoothed=facts.label_smoothing,
         sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
     )
-    return [line for title, paths in CUTS.items() for line in verdicts(title, paths, problem)]
+    return [line for title, paths in CHUNKINGS.items() for line in verdicts(title, paths, problem)]
 
 
-def verdicts(title: str, paths: tuple[Path, ...], situation: Any) -> list[str]:
-    chosen, lines = choose(paths, situation), [title]
+def verdicts(title: str, paths: tuple[Path, ...], facts: Any) -> list[str]:
+    chosen, lines = choose(paths, facts), [title]
     for path in paths:
-        reasons = path.ruled_out_by(situation)
+        reasons = path.ruled_out_by(facts)
         verdict = "runs" if path is chosen else f"ruled out: expects {', '.join(reasons)}" if reasons else "not needed"
         lines.append(f"  {path.name:<14}{verdict}")
     return lines

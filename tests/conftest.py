@@ -1,4 +1,22 @@
-"""Devices, seeds, threads and compiler caches of the whole suite."""
+"""Devices, seeds, threads and compiler caches of the whole suite. Its folders mirror the axes of the package:
+
+    sources/        where logits come from: a head and its operands in every kind, dtype and layout, a low-rank pair,
+                    given logits
+    objectives/     what is made of a row: losses, log-probabilities, divergences, policies, metrics, and the product of
+                    all options
+    sinks/          where gradients go: grad_output, main_grad, sparse ones, second derivatives, saved logits, chunks
+                    and memory
+    layouts/        who holds what: tokens and classes over ranks, plans of DTensors, the trainings of parallel models
+    kernels/        Triton's kernels in the interpreter, how they are launched and compiled, and what needs a GPU
+    compile/        what torch makes of the operators: graphs, exports, caches, opcheck, FLOP counts, torch's private
+                    names
+    integrations/   other libraries: Transformers, PEFT, TRL, torchtitan, Megatron, Lightning, and the documents'
+                    recipes
+    package/        the repository itself: layers, maps, promises, documents, packaging, paths, the planner, benchmarks,
+                    the fuzzer
+
+fuzz/ is the fuzzer, digest.py compares the results of two commits. What several folders use lies beside them.
+"""
 
 import gc
 import os
@@ -16,7 +34,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import torch
 
 if not torch.cuda.is_available():
-    # before anything imports triton, as torch's compiler below does: tests/test_triton_interpreter.py
+    # before anything imports triton, as torch's compiler below does: tests/kernels/test_triton_interpreter.py
     os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
@@ -26,7 +44,7 @@ import pytest
 import torch._functorch.config
 import torch._inductor.config
 
-# A cached graph would outlive the formula that made it: AOTAutograd's key does not see a custom op's Python. What g++
+# A cached graph would outlive the Function that made it: AOTAutograd's key does not see a custom op's Python. What g++
 # can do and compiled headers are remembered, 10 s a graph: force_disable_caches would make them anew.
 torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.ops.formula import NUMBERS
+from flce_ops.ops.function import NUMBERS
 
 # Ragged by default: nothing is a multiple of a tile, of a warp or of 16 bytes.
 RAGGED = (252, 507, 123)  # N, D, V

@@ -129,7 +129,7 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     import torch._functorch.config
     import torch._inductor.config
 
-    # as conftest.py: a cached graph would outlive the formula that made it
+    # as conftest.py: a cached graph would outlive the Function that made it
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.compile_threads = 1
     torch._functorch.config.enable_autograd_cache = False

@@ -93,8 +93,8 @@ def check_same_as_one_process(placed: Inputs, inputs: Inputs, loss_function=flce
     loss = loss_function(*placed.args, **placed.options, **options)
     assert isinstance(loss, DTensor)
     assert loss.shape == expected["loss"].shape
-    upstream = distribute_tensor(cotangent.to(loss.dtype), loss.device_mesh, loss.placements)
-    loss.backward(upstream)
+    grad_output = distribute_tensor(cotangent.to(loss.dtype), loss.device_mesh, loss.placements)
+    loss.backward(grad_output)
     assert error(full(loss), expected.pop("loss")) < TOLERANCE
     leaves = placed.leaves
     assert leaves.keys() == expected.keys()

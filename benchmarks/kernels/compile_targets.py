@@ -21,7 +21,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.gemm.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.gemm.logits_gemm import logits_gemm_kernel
-from flce_ops.triton.gemm.outgrown_rows import LOOK, outgrown_rows_kernel
+from flce_ops.triton.gemm.overflow_rows import LOOK, overflow_rows_kernel
 from flce_ops.triton.gemm.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
@@ -30,23 +30,23 @@ from flce_ops.triton.gemm.tiles import (
     data_centre_chip,
     tiles_of_architecture,
 )
-from flce_ops.triton.gemm.turned_tiles import turned_tiles_kernel
+from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
-from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 from flce_ops.triton.sparse.live_tiles import LIVE, Steps
-from flce_ops.triton.steps.logit_codes import Coding
+from flce_ops.triton.steps.quantized_logits import Quantization
 
 # the pointers of each epilogue, what may be absent being absent
 EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 8, "i32")
 OPERANDS = {
     "exp_sum": EXP_SUM,
     "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32", total="*fp32"),
-    "codes": EXP_SUM._replace(coding=Coding("*fp32", "i32", "i32")),
+    "quantized": EXP_SUM._replace(quantization=Quantization("*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
     "low_rank": EXP_SUM,
 }
-KEPT = Kept("*i32", "*i32", "i32", "*i32")
+VALID_TOKENS = ValidTokens("*i32", "*i32", "i32", "*i32")
 EVERY_STEP, LIVE_STEPS = Steps("constexpr", "constexpr", "i32", "i32"), Steps("*i32", "*i32", "i32", "i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
 # compute capability: (epilogue by default, shared memory a block may use, in bytes)
@@ -121,10 +121,10 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
             "guard_ptr": "constexpr",
             "logit_options": LogitOptions("constexpr", "constexpr"),
             "operands": operands,
-            "kept": KEPT,
+            "valid_tokens": VALID_TOKENS,
         }
         matrices = dict(blocks)
-        if name == "codes":
+        if name == "quantized":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
         rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers it has a loop of its own
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
@@ -159,7 +159,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "rows_ptr": ("bf16", of_rows),
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
-    types = {"outer": ("constexpr", "constexpr"), "kept": KEPT}
+    types = {"outer": ("constexpr", "constexpr"), "valid_tokens": VALID_TOKENS}
     types |= {"live": LIVE_STEPS if chunk == "live" else EVERY_STEP}
     types |= {"blocks": LIVE_STEPS if chunk == "dense" else EVERY_STEP}
     types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
@@ -185,35 +185,35 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
-def outgrown_variant(tiles: Tiles, *, live: bool) -> Variant:
+def overflow_variant(tiles: Tiles, *, live: bool) -> Variant:
     blocks = {
         "exponentials_map": ("bf16", [tiles.block_k, tiles.block_m]),
         "rows_map": ("bf16", [tiles.block_k, tiles.block_n]),
     }
-    types = {"sum_ptr": "*fp16", "exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
+    types = {"sum_ptr": "*fp16", "exponent_ptr": "*u8", "guard_ptr": "*i32", "valid_tokens": VALID_TOKENS}
     types |= dict.fromkeys(("live", "blocks"), LIVE_STEPS if live else EVERY_STEP)
-    of_kernel = source(outgrown_rows_kernel, tiles, {"LOOK": LOOK}, blocks, types)
-    name = f"weight, outgrown, {tiles.block_m}x{tiles.block_n}"
+    of_kernel = source(overflow_rows_kernel, tiles, {"LOOK": LOOK}, blocks, types)
+    name = f"weight, overflow, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, of_kernel, tiles, tiles.num_stages)
 
 
-def turned_variant(tiles: Tiles) -> Variant:
+def transposed_variant(tiles: Tiles) -> Variant:
     narrow, wide = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n]
     blocks = {
         "exponentials_map": ("bf16", narrow),
         "rows_map": ("bf16", wide),
-        "rows_turned_map": ("bf16", narrow),
-        "exponentials_turned_map": ("bf16", wide),
+        "rows_transposed_map": ("bf16", narrow),
+        "exponentials_transposed_map": ("bf16", wide),
         "sum_map": ("fp16", [tiles.block_m, tiles.block_m]),
     }
-    types = {"exponent_ptr": "*u8", "guard_ptr": "*i32", "kept": KEPT}
+    types = {"exponent_ptr": "*u8", "guard_ptr": "*i32", "valid_tokens": VALID_TOKENS}
     constants = {
         "WHOLE": 3,
         "GROUP": tiles.group,
         "FLATTEN": tiles.flatten,
     }
-    of_kernel = source(turned_tiles_kernel, tiles, constants, blocks, types)
-    return Variant("weight, later, turned", of_kernel, tiles, tiles.num_stages)
+    of_kernel = source(transposed_tiles_kernel, tiles, constants, blocks, types)
+    return Variant("weight, later, transposed", of_kernel, tiles, tiles.num_stages)
 
 
 def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
@@ -222,7 +222,13 @@ def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
         "exponentials_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
         "classes_ptr": ("bf16", [tiles.block_k, tiles.block_n]),
     }
-    types = {"weight_ptr": "*bf16", "product_ptr": "*fp32", "out_ptr": "*bf16", "finish": FINISH, "kept": KEPT}
+    types = {
+        "weight_ptr": "*bf16",
+        "product_ptr": "*fp32",
+        "out_ptr": "*bf16",
+        "finish": FINISH,
+        "valid_tokens": VALID_TOKENS,
+    }
     types["live"] = LIVE_STEPS if live else EVERY_STEP
     constants = {"WHOLE": whole, "FIRST": whole}
     name = f"input, {'live' if live else 'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
@@ -237,9 +243,9 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
                     yield weight_variant(tiles, chunk)
             if tma:
                 for live in (False, True) if every else (False,):
-                    yield outgrown_variant(tiles, live=live)
+                    yield overflow_variant(tiles, live=live)
     if capability == 90:
-        yield turned_variant(WEIGHT_TILES["hopper"])
+        yield transposed_variant(WEIGHT_TILES["hopper"])
     for name, tiles in INPUT_TILES.items():
         if name != "interpreter" and tiles.tma == tma:
             for whole in (True, False) if every else (True,):

@@ -20,7 +20,7 @@ from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.gemm.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, LogitsTiles, Tiles
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
-from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 
 # n rows of a chunk, D hidden, V vocabulary
 SHAPES = ((2048, 4096, 128256), (2048, 2304, 256000), (4096, 896, 151936))
@@ -69,10 +69,10 @@ def measure(step, ms: float) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events[len(events) // 3 :])
 
 
-def all_kept(n: int) -> Kept:
+def all_valid(n: int) -> ValidTokens:
     order = torch.arange(n, device="cuda", dtype=torch.int32)
     total = torch.full((), n, device="cuda", dtype=torch.int32)
-    return Kept(order, total, 0, total)
+    return ValidTokens(order, total, 0, total)
 
 
 def candidate_step(tiles: LogitsTiles, epilogue: str, store: bool, x, w, out):
@@ -81,7 +81,7 @@ def candidate_step(tiles: LogitsTiles, epilogue: str, store: bool, x, w, out):
     reference = torch.randn(n, device="cuda") + 10
     factor = torch.rand(n, device="cuda")
     operands = {"exp_sum": ExpSum(reference, None, partial), "gradient": Gradient(reference, factor)}
-    kept = all_kept(n)
+    valid_tokens = all_valid(n)
 
     def step():
         launch_logits_gemm(
@@ -90,7 +90,7 @@ def candidate_step(tiles: LogitsTiles, epilogue: str, store: bool, x, w, out):
             None,
             operands[epilogue],
             LogitOptions(),
-            kept,
+            valid_tokens,
             out=out if store else None,
             tiles=tiles,
         )
@@ -103,7 +103,7 @@ def input_step(tiles: Tiles, e, w):
     finish = Finish(None, torch.zeros(n, device="cuda", dtype=torch.int64), torch.zeros(n, device="cuda"))
     columns = slice(0, w.shape[0])
     product = torch.empty(PARTS * n * hidden, device="cuda")
-    gradient = InputGradient(e.new_empty(n, hidden), w, finish, all_kept(n), [columns], product)
+    gradient = InputGradient(e.new_empty(n, hidden), w, finish, all_valid(n), [columns], product)
     gradient.tiles, gradient.depth = tiles, triton.cdiv(w.shape[0], tiles.block_k)
 
     def step():
@@ -114,11 +114,11 @@ def input_step(tiles: Tiles, e, w):
 
 
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
-    gradient, kept = WeightGradient(grad, chunks=3), all_kept(e.shape[0])
+    gradient, valid_tokens = WeightGradient(grad, chunks=3), all_valid(e.shape[0])
     gradient.tiles = tiles
     gradient.sum.exponents.fill_(140)  # 2^13: sums of all rounds stay finite
     gradient.sum.guard.zero_()
-    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, kept, first=first, last=False)
+    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, valid_tokens, first=first, last=False)
 
 
 def steps_of_logits(x, w, out) -> dict:

@@ -1,4 +1,4 @@
-"""The floor: the bare GEMMs of a mode through torch.mm (cuBLAS), over the kept tokens, nothing between them.
+"""The floor: the bare GEMMs of a mode through torch.mm (cuBLAS), over the valid tokens, nothing between them.
 
                  logits            dX                dW
     fwd_bwd    x @ W.T           G @ W            G.T @ x
@@ -7,7 +7,7 @@
     none       x @ W.T           G @ W            G.T @ x       log_probs and the others likewise
     kl_...     x @ W.T           G @ W            G.T @ x       and the teacher's logits, of all tokens
 
-n kept tokens, D hidden, V vocabulary. G (n, V) is the problem's real gradient of the logits, made once: what the bits
+n valid tokens, D hidden, V vocabulary. G (n, V) is the problem's real gradient of the logits, made once: what the bits
 are decides how much power the card draws and so how fast it runs (zeros: 13 % faster than random numbers).
 
 Their number is filled up with ignored tokens to a multiple of 8, at which cuBLAS has its fast kernels for dW.
@@ -29,18 +29,18 @@ MULTIPLE = 8
 
 
 def _rows(problem: Problem) -> Tensor:
-    """(n,) Indices of the kept tokens, and of a few ignored ones."""
-    kept = problem.kept
-    count = -(-int(kept.sum()) // MULTIPLE) * MULTIPLE
-    return (~kept).to(torch.int8).argsort(stable=True)[:count].sort().values
+    """(n,) Indices of the valid tokens, and of a few ignored ones."""
+    valid = problem.valid
+    count = -(-int(valid.sum()) // MULTIPLE) * MULTIPLE
+    return (~valid).to(torch.int8).argsort(stable=True)[:count].sort().values
 
 
 @torch.no_grad()
 def _logit_gradient(problem: Problem, tokens: Tensor) -> Tensor:
-    """softmax(x W^T) - onehot over the number of tokens kept, rounded to the inputs' dtype: (n, V)."""
-    x, weight, kept = problem.input, problem.linear_weight, problem.kept
+    """softmax(x W^T) - onehot over the number of valid tokens, rounded to the inputs' dtype: (n, V)."""
+    x, weight, valid = problem.input, problem.linear_weight, problem.valid
     grad = torch.empty(tokens.shape[0], problem.shape.V, dtype=x.dtype, device=x.device)
-    scale = kept / kept.sum()
+    scale = valid / valid.sum()
     for rows in problem.row_chunks():
         here = tokens[rows]
         p = (x[here] @ weight.T).float().softmax(-1)

@@ -64,10 +64,10 @@ def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
 
 
 def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
-    """The kept rows were gathered before the step; it puts their gradients where they belong."""
+    """The valid rows were gathered before the step; it puts their gradients where they belong."""
     if mode.reduction == "log_probs" or mode.kind:
         raise Unavailable("not in this mode")
-    rows = problem.kept.nonzero()[:, 0]
+    rows = problem.valid.nonzero()[:, 0]
     if rows.shape[0] > 0.9 * problem.shape.N:
         raise Unavailable("few tokens are ignored")
     part = replace(

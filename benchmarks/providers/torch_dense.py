@@ -37,8 +37,8 @@ def dense_loss(
 def dense_log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
     log_p = F.linear(input, linear_weight).float().log_softmax(-1)
     log_probs = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
-    kept = target != IGNORE_INDEX
-    return torch.where(kept, log_probs, 0), torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0)
+    valid = target != IGNORE_INDEX
+    return torch.where(valid, log_probs, 0), torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0)
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:

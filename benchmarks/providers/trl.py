@@ -24,19 +24,19 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     outputs = ("entropy",) if mode.reduction == "log_probs" else ()
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
-        kept = target != IGNORE_INDEX
+        valid = target != IGNORE_INDEX
         # No bias, temperature 1, no softcap, logits as they are.
         log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
-            input[kept], linear_weight, None, target[kept], 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
+            input[valid], linear_weight, None, target[valid], 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
         )
         if reduction == "log_probs":
-            return put_back(log_probs, kept), put_back(entropy, kept)
+            return put_back(log_probs, valid), put_back(entropy, valid)
         if reduction == "none":
-            return -put_back(log_probs, kept)
-        return -log_probs.sum() / kept.sum()
+            return -put_back(log_probs, valid)
+        return -log_probs.sum() / valid.sum()
 
     return step_of(loss, problem, mode)
 
 
-def put_back(values: Tensor, kept: Tensor) -> Tensor:  # (n,), (N,) -> (N,)
-    return values.new_zeros(kept.shape).masked_scatter(kept, values)
+def put_back(values: Tensor, valid: Tensor) -> Tensor:  # (n,), (N,) -> (N,)
+    return values.new_zeros(valid.shape).masked_scatter(valid, values)

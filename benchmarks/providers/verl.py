@@ -27,11 +27,11 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
-        kept = target != IGNORE_INDEX
+        valid = target != IGNORE_INDEX
         log_probs, entropy = linear_cross_entropy(input, linear_weight, target.clamp(min=0), 1.0, "none")
         if reduction == "log_probs":
-            return torch.where(kept, log_probs, 0), torch.where(kept, entropy, 0)
-        return torch.where(kept, -log_probs, 0)
+            return torch.where(valid, log_probs, 0), torch.where(valid, entropy, 0)
+        return torch.where(valid, -log_probs, 0)
 
     return step_of(loss, problem, mode)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .markdown import Rows, error, markdown, rows_of
 
 CLIENTS = {"trl": "TRL {}", "transformers": "Transformers, `model({}=...)`"}
-HEADS = {"own": "its own", "flce_ops": "`patch`", "flce_ops_retaining": "`patch`, all retained", "liger": "Liger's"}
+HEADS = {"own": "its own", "flce_ops": "`patch`", "flce_ops_retaining": "`patch`, all saved", "liger": "Liger's"}
 
 
 def table(rows: Rows) -> str:

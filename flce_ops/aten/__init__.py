@@ -2,7 +2,7 @@
 
 forward.py, backward.py, double_backward.py, kl_div.py    one operator each
 with_grad.py                           those of one pass: any row objective, also where ranks share the vocabulary
-    kept_tokens.py                     which rows they are given: ignored tokens left out, or as zeros
+    valid_tokens.py                    which rows they are given: ignored tokens left out, or as zeros
     logits.py                          logits of a chunk, their softmax, the gradient's terms
     chunks.py, gradients.py            how rows are cut; the gradient GEMMs and their sums over chunks
     sparse_gradients.py                the entries of a sparse gradient, as a dense matrix

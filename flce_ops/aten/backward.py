@@ -1,4 +1,4 @@
-"""Kernel of linear_cross_entropy_backward: logits, again where forward retained none, their gradient, two GEMMs."""
+"""Kernel of linear_cross_entropy_backward: logits, again where forward saved none, their gradient, two GEMMs."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -23,6 +22,7 @@ from flce_ops.aten.sparse_gradients import (
     needs_exact,
     whole_tiles,
 )
+from flce_ops.aten.valid_tokens import on_valid_tokens
 from flce_ops.math.shards import target_columns
 from flce_ops.math.sparse_gradient import Draws
 from flce_ops.meta.arguments import Backward, BackwardInPlace
@@ -36,7 +36,7 @@ from flce_ops.support.readable import copy_bytes
 @takes(Backward)
 def backward(call: Backward) -> Gradients:
     grads = meta.outputs(call)
-    on_kept_tokens(backward_of_rows, call, grads, call.fills, *draws_of(call))
+    on_valid_tokens(backward_of_rows, call, grads, call.fills, *draws_of(call))
     return grads
 
 
@@ -45,7 +45,7 @@ def backward_in_place(call: BackwardInPlace) -> Gradients:
     grads = meta.outputs(call)
     main_grad = call.main_grad.data  # of a version of its own: one step of the buffer's, however many chunks write
     torch.autograd.graph.increment_version(call.main_grad)
-    on_kept_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), call.fills)
+    on_valid_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), call.fills)
     return grads
 
 
@@ -53,7 +53,7 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
-    cotangents = call.cotangents.kept(hit, valid, call.lse.dtype)
+    cotangents = call.cotangents.masked(hit, valid, call.lse.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     weight = upcast(weight, call.lse.dtype)
     # p and its factor are two matrices where the factor depends on the class

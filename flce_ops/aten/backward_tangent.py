@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
+from flce_ops.aten.valid_tokens import on_valid_tokens
 from flce_ops.math.options import Cotangents
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import DoubleBackward
@@ -46,15 +46,15 @@ def backward_tangent(direction: Direction, call: DoubleBackward) -> Outputs:
     """Change of the gradients of the backward operator at the arguments of `call`, whose `grad_grads` are not read."""
     of_gradients = slice(3, None)  # among the results of `call`
     out = allocate(call.results[of_gradients], call)
-    on_kept_tokens(tangent_of_rows, call, out, call.fills[of_gradients], direction)
+    on_valid_tokens(tangent_of_rows, call, out, call.fills[of_gradients], direction)
     return out
 
 
 def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], direction: Direction) -> None:
     _, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
-    cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
-    change_of = Cotangents(*direction[:3]).kept(hit, valid, call.lse.dtype).filled(call.lse)
+    cotangents = call.cotangents.masked(hit, valid, call.lse.dtype).filled(call.lse)
+    change_of = Cotangents(*direction[:3]).masked(hit, valid, call.lse.dtype).filled(call.lse)
     sums = SecondOrder(call, direction[3:], out)
     for rows in sums.chunks():
         u_dot = sums.change_of_logits(rows)

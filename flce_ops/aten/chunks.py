@@ -7,7 +7,7 @@
             └───────────┘    product, which the two gradient GEMMs read
 
 Only the product has n rows. A CPU's GEMM rounds the product of half operands, so nothing is lost by keeping it in half,
-nor where a forward kernel retains the product's first R rows for its backward one: those come out the same to the bit.
+nor where a forward kernel saves the product's first R rows for its backward one: those come out the same to the bit.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_ops.aten.kept_tokens import RowsByChunk
+from flce_ops.aten.valid_tokens import RowsByChunk
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import LIVE
 from flce_ops.meta.call import Arguments
@@ -102,7 +102,7 @@ def rows_per_chunk(
     accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
-    # chunks are rows of input itself on a CPU, where no token is ignored (kept_tokens.py) and BLAS can read them
+    # chunks are rows of input itself on a CPU, where no token is ignored (valid_tokens.py) and BLAS can read them
     in_place = input.device.type == "cpu" and not isinstance(input, RowsByChunk)
     if not in_place or not (input.is_contiguous() or readable(input)):
         row_bytes += input.shape[1] * input.dtype.itemsize
@@ -168,7 +168,7 @@ def chunk_products(
         yield chunk, u
 
 
-def retain_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
+def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
     """For a backward kernel, before the product is overwritten."""
     if chunk.start < retained.shape[0]:
         own = retained[chunk, : product.shape[1]]

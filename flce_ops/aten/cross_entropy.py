@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flce_ops import meta
 from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
-from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     SoftmaxFactors,
     activate,
@@ -26,6 +25,7 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
+from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
 from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
@@ -51,7 +51,7 @@ def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
 def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
     call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
-    on_kept_tokens(forward_of_rows, call, outputs, call.fills)
+    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -74,7 +74,7 @@ def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
 @takes(LogitsBackward)
 def backward(call: LogitsBackward) -> Tensor:
     grad_logits = meta.outputs(call)
-    on_kept_tokens(backward_of_rows, call, (grad_logits,), call.fills)
+    on_valid_tokens(backward_of_rows, call, (grad_logits,), call.fills)
     return grad_logits
 
 
@@ -83,7 +83,7 @@ def backward_of_rows(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
     logits, target, weight = call.operands
     dtype = call.lse.dtype
     valid, hit, column = target_columns(target, call.ignore_index, 0, logits.shape[1])
-    cotangents = call.cotangents.kept(hit, valid, dtype)
+    cotangents = call.cotangents.masked(hit, valid, dtype)
     factor = None if cotangents.grad_lse is None else cotangents.grad_lse * torch.exp(-call.lse_rest)
     factors = SoftmaxFactors(torch.where(valid, call.lse, torch.inf), factor, None)
     weight = upcast(weight, dtype)
@@ -109,9 +109,9 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
-    """`grad_logits` may be the logits: kept rows only move up, so none is overwritten before it is read."""
+    """`grad_logits` may be the logits: valid rows only move up, so none is overwritten before it is read."""
     call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])
+    on_valid_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])
     loss.copy_(call.reduction.loss(losses, call.operands.target != call.ignore_index))
 
 

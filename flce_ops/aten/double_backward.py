@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.kept_tokens import on_kept_tokens
 from flce_ops.aten.logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
 from flce_ops.aten.second_order import SecondOrder, slope_derivative
+from flce_ops.aten.valid_tokens import on_valid_tokens
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import DoubleBackward
 from flce_ops.meta.call import takes
@@ -39,7 +39,7 @@ from flce_ops.meta.call import takes
 @takes(DoubleBackward)
 def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    on_kept_tokens(double_backward_of_rows, call, outputs, call.fills)
+    on_valid_tokens(double_backward_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -47,7 +47,7 @@ def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> 
     out_target, out_lse_cotangent, out_sum, *out = outputs
     input, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
-    cotangents = call.cotangents.kept(hit, valid, call.lse.dtype).filled(call.lse)
+    cotangents = call.cotangents.masked(hit, valid, call.lse.dtype).filled(call.lse)
     sums = SecondOrder(call, call.grad_grads, out)
     for rows in sums.chunks():
         u_dot = sums.change_of_logits(rows)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, chunk_products, product_dtype, retain_product, row_blocks, rows_per_chunk
-from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
+from flce_ops.aten.chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows_per_chunk, save_product
 from flce_ops.aten.logits import (
     activate,
     at_columns,
@@ -17,6 +16,7 @@ from flce_ops.aten.logits import (
     two_sum,
     weighted_logits,
 )
+from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
 from flce_ops.math.shards import target_columns
 from flce_ops.meta.arguments import Forward
 from flce_ops.meta.call import takes
@@ -31,7 +31,7 @@ def forward(call: Forward) -> meta.Outputs:
     target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
     call.all_count = check_target_range(target, vocab_size, call.ignore_index)
-    on_kept_tokens(forward_of_rows, call, outputs, call.fills)
+    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -55,7 +55,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step):
         if call.retain:
-            retain_product(products, chunk, product)
+            save_product(products, chunk, product)
         blocks = row_blocks(input, chunk, product, nbytes, column, target_logit, lse, lse_rest)
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, call.logits)

@@ -19,8 +19,8 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.kept_tokens import on_kept_tokens, tokens_of
 from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
+from flce_ops.aten.valid_tokens import on_valid_tokens, tokens_of
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.math.options import LogitOptions
 from flce_ops.math.precision import accumulation_dtype
@@ -50,7 +50,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     half = own < accumulate
     matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # dz/du
     row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a mask of bool; G rounded
-    row_bytes += operands.input.shape[1] * own  # a copy: kept_tokens.py
+    row_bytes += operands.input.shape[1] * own  # a copy: valid_tokens.py
     if operands.teacher_input is not None:
         row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.dtype.itemsize
     available = matrix_bytes(tokens_of(input))
@@ -101,7 +101,7 @@ def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slic
 @takes(KlDivForward)
 def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    on_kept_tokens(forward_of_rows, call, outputs, call.fills)
+    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -113,7 +113,7 @@ def forward_of_rows(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
 @takes(KlDivWithGrad)
 def with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    on_kept_tokens(with_grad_of_rows, call, outputs, call.fills)
+    on_valid_tokens(with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -242,7 +242,7 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
 @takes(KlDivBackward)
 def backward(call: KlDivBackward) -> meta.Gradients:
     grads = meta.outputs(call)
-    on_kept_tokens(backward_of_rows, call, grads, call.fills)
+    on_valid_tokens(backward_of_rows, call, grads, call.fills)
     return grads
 
 

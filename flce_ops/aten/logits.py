@@ -25,7 +25,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_product
 from flce_ops.math.options import Cotangents, LogitOptions, changed
 from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.slots import in_columns
+from flce_ops.math.topk import in_columns
 from flce_ops.meta.arguments import Backward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -162,7 +162,7 @@ class SoftmaxFactors(NamedTuple):
 
 
 def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
-    """`grad_lse` as Cotangents.kept left it.
+    """`grad_lse` as Cotangents.masked left it.
 
     exp(z) of an ignored row, whose lse is 0, may be inf, and inf times its factor of 0 nan: its lse is inf here.
     """

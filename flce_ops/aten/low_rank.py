@@ -19,8 +19,8 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import chunk_products
 from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens
 from flce_ops.aten.logits import upcast
+from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens
 from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
 from flce_ops.math.options import TokenStatistics
 from flce_ops.math.precision import accumulation_dtype
@@ -35,7 +35,7 @@ from flce_ops.support.readable import copy_bytes
 def low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
+    on_valid_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -75,10 +75,10 @@ class PairGradients:
         input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = call.operands
         accumulate = accumulation_dtype(input.dtype)
         self.class_scale = self.class_factor = upcast(class_scale, accumulate)
-        self.unit = None
+        self.gradient_scale = None
         if class_scale is not None and input.dtype == torch.float16:
-            self.unit = unit_of_gradient(call, self.class_scale)
-            self.class_factor = self.class_scale * self.unit
+            self.gradient_scale = scale_of_gradient(call, self.class_scale)
+            self.class_factor = self.class_scale * self.gradient_scale
         self.of_products = [grad_input, grad_pair_input, grad_pair_weight]
         self.scale_sum = torch.zeros_like(self.grad_scale, dtype=accumulate) if want_scale else None
         self.linear_bias = upcast(linear_bias, accumulate)
@@ -120,18 +120,18 @@ class PairGradients:
     def finish(self) -> None:
         self.head.finish()
         self.pair.finish()
-        if self.unit is not None:
+        if self.gradient_scale is not None:
             for gradient in self.of_products:
-                gradient.div_(self.unit)
+                gradient.div_(self.gradient_scale)
         if self.scale_sum is not None:
             self.grad_scale.copy_(self.scale_sum)
 
 
-def unit_of_gradient(call: LowRankWithGrad, class_scale: Tensor) -> Tensor:  # ()
+def scale_of_gradient(call: LowRankWithGrad, class_scale: Tensor) -> Tensor:  # ()
     """The power of two in which c_j G_ij, and the sums that its products make, are float16.
 
     Plain torch rounds G and then c_j W_j. Entries of c_j G_ij itself, of a mean with c_j = 0.01, are below the smallest
-    normal number. The unit takes up what c_j takes away, unless G is large: a row's |G_ij| add up to 2 |l_i| at most,
+    normal number. The scale takes up what c_j takes away, unless G is large: a row's |G_ij| add up to 2 |l_i| at most,
     so with the sum of row scales in it no product is larger than it is with c_j = 1 in a mean.
     """
     valid = call.operands.target != call.ignore_index

@@ -16,7 +16,7 @@ from torch import Tensor
 from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
 from flce_ops.aten.logits import chunk_logits_with_slope, probabilities
 from flce_ops.math.options import LogitOptions
-from flce_ops.math.slots import tokens_that_count
+from flce_ops.math.topk import tokens_that_count
 from flce_ops.meta.arguments import DoubleBackward
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary

@@ -13,7 +13,6 @@ from torch import Tensor
 from flce_ops import meta
 from flce_ops.aten.chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
 from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.kept_tokens import check_target_range, on_kept_tokens, zero_where_ignored
 from flce_ops.aten.logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -29,12 +28,13 @@ from flce_ops.aten.sparse_gradients import (
     needs_exact,
     whole_tiles,
 )
+from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
 from flce_ops.math.log_probs import surprisal
 from flce_ops.math.options import LogitOperands, Operands, TokenStatistics, changed
 from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
-from flce_ops.math.slots import beside_slots
 from flce_ops.math.sparse_gradient import Draws, Shard
+from flce_ops.math.topk import beside_topk
 from flce_ops.meta.arguments import (
     LogitsWithGrad,
     LowRankWithGrad,
@@ -44,7 +44,7 @@ from flce_ops.meta.arguments import (
     WithGrad,
 )
 from flce_ops.meta.call import takes
-from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
+from flce_ops.objectives.cross_entropy import cross_entropy_of, topk_weights
 from flce_ops.objectives.row import RowObjective
 from flce_ops.support.readable import copy_bytes
 
@@ -55,7 +55,7 @@ from flce_ops.support.readable import copy_bytes
 def with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
+    on_valid_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
 
 
@@ -63,7 +63,7 @@ def with_grad(call: WithGrad) -> meta.Outputs:
 def policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
     call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_kept_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
+    on_valid_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
     return outputs
 
 
@@ -73,7 +73,7 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     call.all_count = check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
     # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
-    on_kept_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
+    on_valid_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
     return outputs
 
 
@@ -206,15 +206,15 @@ def rows_of_call(
     target_weight: Tensor | None = None,  # (N, K)
 ) -> RowsOfTokens:
     """Of cross-entropy."""
-    input, target, num_classes, slot_weight = operands[0], operands.target, operands.num_classes, None
+    input, target, num_classes, topk_weight = operands[0], operands.target, operands.num_classes, None
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     else:
         valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
-        slot_weight = weight_of_slots(target, target_weight, call.ignore_index, losses.dtype)
+        topk_weight = topk_weights(target, target_weight, call.ignore_index, losses.dtype)
     class_weight = upcast(operands.weight, losses.dtype)
-    of_targets = column.squeeze(1) if slot_weight is None else column
-    objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, slot_weight)
+    of_targets = column.squeeze(1) if topk_weight is None else column
+    objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, topk_weight)
     rows = (input, objective, valid, column, call.reduction, losses, statistics)
     return RowsOfTokens(*rows, class_weight=class_weight, num_classes=num_classes)
 
@@ -262,7 +262,7 @@ def loss_and_gradients(
                 )
                 lse_rest = None
             of_rows, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-            distance = torch.where(beside_slots(valid[rows], distance), distance, 0.0)  # an ignored row may have inf
+            distance = torch.where(beside_topk(valid[rows], distance), distance, 0.0)  # an ignored row may have inf
             losses[rows], slopes = of_rows.losses_and_slopes(distance, lse, logit_sum)
             if log_probs is not None:
                 log_probs[rows] = -distance

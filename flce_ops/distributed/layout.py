@@ -27,7 +27,7 @@ from flce_ops.math.sparse_gradient import SparseGradient
 from flce_ops.meta.checks import check_dense
 from flce_ops.support.holes import refuse_hole
 
-# N tokens of this rank, K slots of a target, V vocabulary, v of them on this rank, D hidden
+# N tokens of this rank, K classes of a target, V vocabulary, v of them on this rank, D hidden
 
 OP = "linear_cross_entropy"
 FSDP_HINT = (
@@ -127,9 +127,9 @@ class Layout(OneRank):
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, loss, total, denominator)
 
     def result(self, found: Tensor) -> DTensor:
-        slots = found.shape[1:]
-        local = found.reshape((*self.local_shape, *slots))
-        return globalize(self.mesh, local, self.tokens, (*self.shape, *slots))
+        topk = found.shape[1:]
+        local = found.reshape((*self.local_shape, *topk))
+        return globalize(self.mesh, local, self.tokens, (*self.shape, *topk))
 
     def sparse(self, sparse: SparseGradient) -> SparseGradient:
         """A token's draws go by its place on its rank, so that rank's seed is its own.
@@ -247,7 +247,7 @@ def check_same_mesh(input: DTensor, op: str, **tensors: Tensor | None) -> None:
 
 def check_plain_target(target: Tensor, input: Tensor, op: str = OP) -> None:
     """A plain target holds every token; the tokens of one rank alone cannot be told from a mistake."""
-    tokens = target.shape[: input.dim() - 1]  # a dimension of slots may follow
+    tokens = target.shape[: input.dim() - 1]  # a dimension of K classes may follow
     if isinstance(target, DTensor) or tokens == input.shape[:-1]:
         return
     input = cast(DTensor, input)  # layout_of refuses others

@@ -21,10 +21,10 @@ from flce_ops.math.options import TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import VocabParallelWithGrad
 from flce_ops.objectives.cross_entropy import losses_of_rows
-from flce_ops.ops.formula import OPERANDS
+from flce_ops.ops.call_facts import needs_gradient, options_in_facts, sharding_of
+from flce_ops.ops.function import OPERANDS
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.ops.situations import needs_gradient, options_in_situation, sharding_of
 from flce_ops.support.holes import refuse_hole
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -34,8 +34,8 @@ def applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path: the answer must not depend on the rank."""
     input, linear_weight, target, linear_bias, _ = problem.operands
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
-    known |= options_in_situation(problem.loss, problem.logits)
-    known |= {"slots": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
+    known |= options_in_facts(problem.loss, problem.logits)
+    known |= {"topk": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
     title = "a scalar loss over a sharded vocabulary"
     return gradients_in_the_same_pass(input, linear_weight, linear_bias, title=title, **known)
 
@@ -54,11 +54,11 @@ def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Te
         **problem.statistics._asdict(),
         **problem.sparse._asdict(),
     )
-    loss, losses, _, _, _, *found = VocabParallelFormula.apply(*call.values(), layout)
+    loss, losses, _, _, _, *found = VocabParallelFunction.apply(*call.values(), layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
-class VocabParallelFormula(MadeInForward):
+class VocabParallelFunction(MadeInForward):
     """It takes the layout behind the operator's own arguments."""
 
     arguments = VocabParallelWithGrad
@@ -77,9 +77,9 @@ class VocabParallelFormula(MadeInForward):
         return *super().backward(ctx, *cotangents), None
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_loss, *_):
+    def gradients(cls, ctx, call, saved, grad_loss, *_):
         if not torch.is_grad_enabled():
-            return super().gradients(ctx, call, kept, grad_loss)
+            return super().gradients(ctx, call, saved, grad_loss)
         if call.sparse.gradient_threshold:
             refuse_hole(cls.function, "second of a sparse gradient")
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]

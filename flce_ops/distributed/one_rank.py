@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_ops.math import reduction
 from flce_ops.math.options import Operands
 
-# N tokens of this rank, K slots of a target, D hidden, V vocabulary, v of them on this rank
+# N tokens of this rank, K classes of a target, D hidden, V vocabulary, v of them on this rank
 
 
 class OneRank:

@@ -3,7 +3,7 @@
     rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0      logit_sum_r = sum of its w_j z_ij
               hbar_r = sum of its p log p        max_r, argmax_r = its largest logit and that one's class
 
-         (2 to 6, N) of every rank                one all_gather; a target of K slots has K numbers
+         (2 to 6, N) of every rank                one all_gather; a target of K classes has K numbers
     lse = logsumexp_r lse_r                             target_logit and logit_sum: sums over r       N numbers each,
     expected_log_prob = sum_r s_r (hbar_r + log s_r)    argmax: that of the largest max_r             on every rank
     with s_r = exp(lse_r - lse)
@@ -24,8 +24,8 @@ from flce_ops.distributed.layout import Layout
 from flce_ops.math.options import LogitOperands, TokenLosses
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.shards import argmax_of_shards, lse_of_shards
-from flce_ops.math.slots import in_columns
 from flce_ops.math.statistics import Rows, asked_of_forward
+from flce_ops.math.topk import in_columns
 from flce_ops.ops.autograd import finite_in_empty_rows
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -56,10 +56,10 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     target_logits = in_columns(shard.target_logit).unbind(1)
     gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
-    lses, slots = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
-    others = dict(zip(shard.others, gathered[:, 1 + slots :].unbind(1), strict=True))
+    lses, topk = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
+    others = dict(zip(shard.others, gathered[:, 1 + topk :].unbind(1), strict=True))
     lse, valid = lse_of_shards(lses), problem.valid
-    target_logit = gathered[:, 1 : 1 + slots].sum(0).T.reshape(target.shape)
+    target_logit = gathered[:, 1 : 1 + topk].sum(0).T.reshape(target.shape)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
         log_share = lses.log_softmax(0).clamp(min=-1e4)  # of a rank that is switched off s log s is 0

@@ -191,27 +191,27 @@ def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     if isinstance(call, CrossEntropy) and target.is_floating_point():
         check_class_probabilities(call)
     elif isinstance(call, CrossEntropy):
-        check_class_indices(op, target, input, linear_weight, slots=call.target_weight is not None)
+        check_class_indices(op, target, input, linear_weight, topk=call.target_weight is not None)
     else:
-        slots = isinstance(call, LogProbs) and target.dim() == input.dim()
-        check_class_indices(op, target, input, linear_weight, slots=slots)
+        topk = isinstance(call, LogProbs) and target.dim() == input.dim()
+        check_class_indices(op, target, input, linear_weight, topk=topk)
     check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
     if call.sparse != SparseGradient():
         check_sparse_gradient(op, call)
 
 
-def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, slots: bool) -> None:
-    """(...), or with `slots` (..., K)."""
+def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, topk: bool) -> None:
+    """(...), or with `topk` (..., K)."""
     if target.dtype not in TARGET_DTYPES:
         check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
-    if slots and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
+    if topk and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
         raise ValueError(
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
-    if not slots and target.shape != tokens:
+    if not topk and target.shape != tokens:
         several = target.dim() == input.dim() and target.shape[:-1] == tokens
         hint = "; several classes a token need target_weight, a weight for each" if several and op == OP else ""
         if target.shape == linear_weight.shape[:-1]:

@@ -21,11 +21,11 @@ from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
 from flce_ops.math.options import Statistics, TokenLosses, TokenStatistics
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.main_grad import check_main_grad as check_buffer
+from flce_ops.ops.call_facts import needs_gradient, options_in_facts
 from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.ops.situations import needs_gradient, options_in_situation
 from flce_ops.support.dtensor import any_dtensor
 
-# N tokens, K slots of a target, D hidden, V vocabulary
+# N tokens, K classes of a target, D hidden, V vocabulary
 
 NOTHING = Statistics()
 
@@ -81,7 +81,7 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
 
 def one_pass_applies(problem: TokenLosses) -> bool:
     input, linear_weight, _, linear_bias, _ = problem.operands
-    known = options_in_situation(problem.loss, problem.logits)
+    known = options_in_facts(problem.loss, problem.logits)
     known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
     return gradients_in_the_same_pass(input, linear_weight, linear_bias, **known)
 

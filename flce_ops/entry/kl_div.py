@@ -16,8 +16,8 @@ from flce_ops.math.options import LogitNumbers, Number, logit_options, scalar
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import mean_denominator, row_factor, weighted_sum
 from flce_ops.meta.kl_div_checks import check_kind
+from flce_ops.ops.call_facts import needs_gradient
 from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.ops.situations import needs_gradient
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

@@ -40,8 +40,8 @@ from flce_ops.math.options import (
 )
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from flce_ops.math.slots import beside_slots
 from flce_ops.math.statistics import Rows, asked_of_forward
+from flce_ops.math.topk import beside_topk
 from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import loss_options, losses_of_rows
 from flce_ops.ops.autocast import autocast_call
@@ -188,6 +188,6 @@ def without_weightless(
     if out is None:
         return problem
     target = problem.operands.target
-    out = beside_slots(out, target)
+    out = beside_topk(out, target)
     target = torch.where(out & (target >= 0) & (target < layout.num_classes), problem.ignore_index, target)
     return replace(problem, operands=problem.operands._replace(target=target))

@@ -21,8 +21,8 @@ from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
 from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
 from flce_ops.math.reduction import Reduction
 from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
+from flce_ops.ops.call_facts import needs_gradient, options_in_facts
 from flce_ops.ops.paths import path_of_pair
-from flce_ops.ops.situations import needs_gradient, options_in_situation
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
@@ -39,7 +39,7 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     pair_input = layout.rows(call.low_rank_input)
     rows = operands._replace(input=of_head.input, low_rank_input=pair_input, target=of_head.target)
     problem = token_losses(head, of_head, Statistics())
-    path = path_of_pair(rows, **options_in_situation(problem.loss, problem.logits))
+    path = path_of_pair(rows, **options_in_facts(problem.loss, problem.logits))
     if path == "concatenated":
         input, linear_weight, *_ = operands.concatenated
         return composite_of_head(without_pair(call, input, linear_weight))[0]

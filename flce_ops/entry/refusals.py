@@ -1,7 +1,7 @@
 """Which combinations nobody wrote: one table, from the features of a call to what is said of them together.
 
     source        a low-rank pair, positions (a head for each)
-    objective     class probabilities, target_weight, slots, metrics, argmax, teacher_probs
+    objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, tiles, gradient_class_order
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
-from flce_ops.ops.situations import needs_gradient
+from flce_ops.ops.call_facts import needs_gradient
 from flce_ops.support.dtensor import any_dtensor
 from flce_ops.support.holes import not_implemented
 from flce_ops.support.torch_private import functorch_is_active
@@ -27,7 +27,7 @@ def wants_gradient(call: Any) -> bool:
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # by the argument
 # the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
-FEATURES += ("slots", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
+FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards",)
 
 
@@ -55,7 +55,7 @@ def features_of(call: Any) -> set[str]:
         if call.sparse.gradient_mode == "tiles":
             found.add("tiles")
         if call.target.dim() == call.input.dim():
-            found.add("slots")
+            found.add("topk")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
     return found
@@ -76,7 +76,7 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "sparse gradient": {
         ("positions",): NO_SPARSE.format("of a K-dimensional loss"),
         ("class probabilities",): NO_SPARSE.format("of class probabilities"),
-        ("tiles", "slots"): NO_SPARSE.format("of mode 'tiles' with several classes a token"),
+        ("tiles", "topk"): NO_SPARSE.format("of mode 'tiles' with several classes a token"),
         ("main_grad",): NO_SPARSE.format("with main_grad"),
         ("gradient_class_order", "DTensors"): NO_SPARSE.format("of DTensors with gradient_class_order"),
         ("sharded vocabulary", "recomputing always"): NO_SPARSE.format("over a sharded vocabulary"),

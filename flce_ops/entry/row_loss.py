@@ -24,8 +24,8 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.meta.arguments import ROW_LOSSES
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.row import RowObjective
+from flce_ops.ops.call_facts import needs_gradient
 from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.ops.situations import needs_gradient
 
 # N tokens, D hidden, V vocabulary
 

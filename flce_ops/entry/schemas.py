@@ -10,7 +10,7 @@ from flce_ops.meta.call import Arguments
 from flce_ops.objectives.cross_entropy import LossNumbers
 from flce_ops.objectives.row import Nothing, RowObjective
 
-# N tokens, K slots of a target, D and E hidden sizes of student and teacher, V vocabulary
+# N tokens, K classes of a target, D and E hidden sizes of student and teacher, V vocabulary
 
 
 class CrossEntropy(Arguments, keyword_from="weight"):

@@ -1,7 +1,7 @@
 """The mathematics around the objectives, in torch alone: arguments, numbers of rows, reductions.
 
 options.py                     the arguments by group, and the formulas that they stand in
-slots.py                       tokens whose target names several classes
+topk.py                        tokens whose target names several classes
 log_probs.py, statistics.py    log-probability and entropy; accuracy and other by-products of a row
 reduction.py                   from the losses of tokens to a scalar
 shards.py                      rows whose classes are shared by ranks

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.math.slots import repeats
+from flce_ops.math.topk import repeats
 
-# K slots of a target (..., K)
+# K classes of a target (..., K)
 
 
 def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,) or (N, K), as target_logit
@@ -54,8 +54,8 @@ def log_probs_of_rows(
     log_probs = log_probs_of_targets(counts, target_logit, lse, lse_rest)
     of_tail = nothing
     if tail:
-        by_slot = (log_probs, target, counts)
-        of_tail = tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in by_slot))
+        by_target = (log_probs, target, counts)
+        of_tail = tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in by_target))
     return (
         log_probs,
         torch.where(valid, lse, 0.0),
@@ -67,7 +67,7 @@ def log_probs_of_rows(
 
 
 def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor:  # (..., K) each -> (...)
-    """log(1 - sum_k p_k) over the classes that a token's slots name, each once; 0 where they name none.
+    """log(1 - sum_k p_k) over the classes that a token's targets name, each once; 0 where they name none.
 
     With s the log of that sum, log(1 - e^s) is log1p(-e^s) where the tail is the larger part and log(-expm1(s)) where
     it is the smaller. Below eps of the dtype the tail is a rounding of the others: its log ends there, with gradient 0.

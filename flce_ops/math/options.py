@@ -23,17 +23,17 @@ from torch import SymFloat, Tensor
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import SparseGradient
 
-# N tokens, K slots, D hidden, V vocabulary (a rank's part of it where it is sharded)
+# N tokens, K classes, D hidden, V vocabulary (a rank's part of it where it is sharded)
 
 
 CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
 
 
-def retained_columns(num_classes: int, dtype: torch.dtype) -> int:
-    """16-bit columns of a row of retained logits, which starts on 16 bytes.
+def saved_columns(num_classes: int, dtype: torch.dtype) -> int:
+    """16-bit columns of a row of saved logits, which starts on 16 bytes.
 
     V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
-    (flce_ops/triton/steps/logit_codes.py, flce_ops/aten/chunks.py).
+    (flce_ops/triton/steps/quantized_logits.py, flce_ops/aten/chunks.py).
     """
     numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
     return 4 * dtype.itemsize * (numbers + maxima)
@@ -51,8 +51,8 @@ class Operands(NamedTuple):
         return self.linear_weight.shape[0]
 
     @property
-    def retained_columns(self) -> int:
-        return retained_columns(self.linear_weight.shape[0], self.input.dtype)
+    def saved_columns(self) -> int:
+        return saved_columns(self.linear_weight.shape[0], self.input.dtype)
 
 
 class LowRankOperands(NamedTuple):
@@ -111,14 +111,14 @@ class LogitOptions(NamedTuple):
 class Cotangents(NamedTuple):
     """Of the three numbers of a row that the loss is a function of, (N,) each."""
 
-    grad_target_logit: Tensor | None  # (N, K) of targets of several slots
+    grad_target_logit: Tensor | None  # (N, K) of several classes a token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
 
     def of(self, rows: slice) -> "Cotangents":
         return changed(self, lambda grad: grad[rows])
 
-    def kept(self, hit: Tensor, valid: Tensor, dtype: torch.dtype) -> "Cotangents":
+    def masked(self, hit: Tensor, valid: Tensor, dtype: torch.dtype) -> "Cotangents":
         """0 at tokens that do not count, that of the target's logit where these classes have no target."""
         counted = (hit, valid, valid)  # hit is (N,) or (N, K), as the target
         return Cotangents(

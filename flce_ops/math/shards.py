@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import Statistics, TokenStatistics, changed
-from flce_ops.math.slots import in_columns, tokens_that_count
 from flce_ops.math.statistics import statistics_of_shards
+from flce_ops.math.topk import in_columns, tokens_that_count
 from flce_ops.support.exchange import all_gather
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it

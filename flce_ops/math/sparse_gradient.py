@@ -1,7 +1,7 @@
 """A sparse logit gradient: which entries of a row are kept, and what they become.
 
 h_i is the user's threshold times |l_i s|, s the logit scale: without z-loss and softcap it is p_ij - q_ij that is
-compared with the threshold, q the target's distribution, whatever the token's weight or upstream gradient.
+compared with the threshold, q the target's distribution, whatever the token's weight or grad_output.
 
     "unbiased"    |G_ij| >= h_i: as it is       else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
     "drop"        |G_ij| >= h_i: as it is       else 0
@@ -89,14 +89,14 @@ class Shard(NamedTuple):
         return lasts[first:own].sum(0)
 
 
-def room_of_row(threshold: float, num_classes: int, slots: int = 1) -> int:
+def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
     """Entries that a row keeps at most.
 
     Probabilities, each rounded up by 2^-8 or less, count for at most 1 / threshold, a target's entry for 1; every tile
     may round its number up.
     """
     tiles = -(-num_classes // TILE)
-    return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 1 + slots + tiles)
+    return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 1 + topk + tiles)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from flce_ops.meta.results import (
     class_index,
     gradients,
     scalar,
-    slots,
     token,
+    topk,
 )
 from flce_ops.objectives.cross_entropy import LossOptions
 from flce_ops.objectives.row import Nothing, RowObjective
@@ -46,7 +46,7 @@ STATISTICS = tuple(
 class Forward(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_forward"
     results = (
-        slots("target_logit"),
+        topk("target_logit"),
         token("lse"),
         token("logit_sum", "logit_sum"),
         token("expected_log_prob", "expected_log_prob"),
@@ -55,7 +55,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
         token("log_sum_sq_probs", "log_sum_sq_probs"),
         token("mean_logit", "mean_logit"),
         token("lse_rest"),
-        Result("retained", attrgetter("retain", "operands.retained_columns"), at_ignored=None, dtype=torch.int16),
+        Result("retained", attrgetter("retain", "operands.saved_columns"), at_ignored=None, dtype=torch.int16),
     )
 
     operands: Operands
@@ -68,7 +68,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     argmax: bool = False
     log_sum_sq_probs: bool = False
     mean_logit: bool = False  # of a shard: its logits' part of the mean over the classes of all shards
-    retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the kept tokens
+    retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the valid tokens
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
     sparse: SparseGradient  # of backward
 
@@ -87,7 +87,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     grad_expected_log_prob: Tensor | None = None  # (N,)
     expected_log_prob: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
-    retained: Tensor | None = None  # (R, ...), what forward retained of these operands
+    retained: Tensor | None = None  # (R, ...), what forward saved of these operands
     sparse: SparseGradient
 
 
@@ -163,7 +163,7 @@ class DoubleBackward(Arguments, keyword_from="ignore_index"):
     """Its results are cotangents of the first six of its tensors."""
 
     op = "linear_cross_entropy_double_backward"
-    results = (slots("grad_target_logit"), token("grad_lse"), token("grad_logit_sum"), *GRADIENTS)
+    results = (topk("grad_target_logit"), token("grad_lse"), token("grad_logit_sum"), *GRADIENTS)
 
     grad_grads: GradGrads
     cotangents: Cotangents

@@ -20,8 +20,8 @@ SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
 
 
-def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
-    """With `slots`, target may be (N, K)."""
+def check_operands(op: str, operands: Operands, *, topk: bool = False) -> None:
+    """With `topk`, target may be (N, K)."""
     input, linear_weight, target, linear_bias, weight = operands
     tensors: dict[str, Any] = {
         "linear_weight": linear_weight,
@@ -33,11 +33,11 @@ def check_operands(op: str, operands: Operands, *, slots: bool = False) -> None:
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
     check_linear(op, input, linear_weight, linear_bias)
-    if target.dim() not in ((1, 2) if slots else (1,)) or target.shape[0] != input.shape[0]:
-        or_slots = f"; (N, K) for K classes of each, with N = {input.shape[0]}, is fine too" if slots else ""
+    if target.dim() not in ((1, 2) if topk else (1,)) or target.shape[0] != input.shape[0]:
+        or_topk = f"; (N, K) for K classes of each, with N = {input.shape[0]}, is fine too" if topk else ""
         raise ValueError(
             f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
-            f"got {tuple(target.shape)}{or_slots}"
+            f"got {tuple(target.shape)}{or_topk}"
         )
     if target.dtype not in TARGET_DTYPES:
         check_target_dtype(op, target)
@@ -208,7 +208,7 @@ def check_denominator(op: str, reduction: Reduction) -> None:
         )
 
 
-def check_per_slot(op: str, target: Tensor, **tensors: Tensor | None) -> None:
+def check_per_target(op: str, target: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != target.shape:
             raise ValueError(

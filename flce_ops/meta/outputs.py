@@ -27,7 +27,7 @@ from flce_ops.meta.checks import (
     check_operands,
     check_per_class,
     check_per_row,
-    check_per_slot,
+    check_per_target,
     check_target_dtype,
     refuse_dtype,
 )
@@ -37,7 +37,7 @@ from flce_ops.meta.sparse_checks import check_sparse
 from flce_ops.objectives.row import RowObjective
 from flce_ops.support.holes import refuse_hole
 
-# N tokens, K slots of a target, D hidden, V vocabulary, r rank of a low-rank pair
+# N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
 Outputs = tuple[Tensor, ...]  # the results of a call, as its class declares them
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
@@ -102,8 +102,8 @@ def check_head(op: str, call: Any) -> None:
     if isinstance(call, VocabParallelWithGrad):  # whose class weights are those of all ranks
         check_operands(op, operands._replace(weight=None))
         return
-    slots = isinstance(operands, Operands)
-    check_operands(op, operands if slots else Operands(*operands), slots=slots)
+    topk = isinstance(operands, Operands)
+    check_operands(op, operands if topk else Operands(*operands), topk=topk)
     if operands.target.dim() == 2 and getattr(call, "target_weight", operands) is None:
         check_target_weight(op, call)
 
@@ -156,12 +156,12 @@ def check_target_weight(op: str, call: Any) -> None:
             f"{op}: expected a target of shape (N, K) and target_weight together, got target of shape "
             f"{tuple(target.shape)} and target_weight {'None' if target_weight is None else tuple(target_weight.shape)}"
         )
-    check_per_slot(op, target, target_weight=target_weight)
+    check_per_target(op, target, target_weight=target_weight)
     check_device(op, call.operands.input, target_weight=target_weight)
 
 
 def check_grad_target_logit(op: str, call: Any) -> None:
-    check_per_slot(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
+    check_per_target(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
 
 
 def check_grad_grads(op: str, call: Any) -> None:
@@ -172,7 +172,7 @@ def check_grad_grads(op: str, call: Any) -> None:
 
 def check_retained(op: str, call: Any) -> None:
     retained = call.retained
-    columns = call.operands.retained_columns
+    columns = call.operands.saved_columns
     if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
         raise ValueError(
             f"{op}: expected retained as the forward operator gives it, (R, {columns}) in torch.int16, "

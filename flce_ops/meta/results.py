@@ -1,7 +1,7 @@
 """The results of each operator, declared once: their part of the schema, their allocation, what ignored tokens have.
 
 scalar     ()                token        (N,), or (0,) where nothing asks for it
-slots      (N,) or (N, K)    class_index  (N,) int64
+topk       (N,) or (N, K)    class_index  (N,) int64
 gradient   of an operand, or (0,) where output_mask does not want it
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# N tokens, K slots of a target, D hidden, V vocabulary
+# N tokens, K classes of a target, D hidden, V vocabulary
 
 
 class AtIgnored(NamedTuple):
@@ -47,7 +47,7 @@ def class_index(name: str, asked_by: str) -> Result:
     return token(name, asked_by)._replace(at_ignored=NO_CLASS, dtype=torch.int64)
 
 
-def slots(name: str) -> Result:
+def topk(name: str) -> Result:
     return Result(name, attrgetter("operands.target.shape"))
 
 

@@ -1,7 +1,7 @@
 """What is made of a row of logits: an objective a file, its mathematics once for ATen and for Triton.
 
 row.py                      the protocol of a row objective: its two functions, losses and slopes of N tokens
-cross_entropy.py            one class or K slots a token, class weights, label smoothing, z-loss
+cross_entropy.py            one class or K classes a token, class weights, label smoothing, z-loss
 policy.py                   the loss of a token under a policy: PPO, CISPO, KL estimators
 given_slopes.py             slopes that backward brings
 class_probabilities.py      targets that are distributions: a divergence less a constant

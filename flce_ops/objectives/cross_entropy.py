@@ -1,11 +1,11 @@
-"""Cross-entropy of one class, or of K slots, a token.
+"""Cross-entropy of one class, or of K classes, a token.
 
 With z the row of logits (scaled and capped), w the class weights, eps the label smoothing and V classes:
 
     loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - sum_j w_j z_j)  +  z_loss lse^2
 
-A soft target has K slots, classes y_k of weights q_k, and the sum of q_k w_yk (lse - z_yk) in place of w_y (lse - z_y);
-equal classes add up.
+A soft target has K classes, classes y_k of weights q_k, and the sum of q_k w_yk (lse - z_yk) in place of w_y (lse -
+z_y); equal classes add up.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from flce_ops.math.reduction import class_weight_of
 from flce_ops.objectives.language import RowFunction, number, times
 from flce_ops.objectives.row import RowObjective
 
-# N tokens, K slots of each, V vocabulary
+# N tokens, K classes of each, V vocabulary
 
 
 class LossNumbers(NamedTuple):
@@ -87,8 +87,8 @@ class CrossEntropy(RowObjective):
         return -smoothing / self.num_classes if smoothing else None
 
 
-def weight_of_slots(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
-    """q, 0 in slots that do not count, whatever stands there; nan for what is negative."""
+def topk_weights(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
+    """q, 0 of classes that do not count, whatever stands there; nan for what is negative."""
     q = torch.where(target == ignore_index, 0.0, target_weight).to(dtype)
     return torch.where(q < 0.0, torch.nan, q)
 
@@ -99,12 +99,12 @@ def cross_entropy_of(
     num_classes: int,
     options: LossOptions,
     dtype: torch.dtype,
-    slot_weight: Tensor | None = None,  # (N, K)
+    topk_weight: Tensor | None = None,  # (N, K)
 ) -> CrossEntropy:
-    of_target, weight_sum = slot_weight, None
+    of_target, weight_sum = topk_weight, None
     if weight is not None:
         of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
-        of_target = of_class if slot_weight is None else slot_weight * of_class
+        of_target = of_class if topk_weight is None else topk_weight * of_class
     return CrossEntropy(options, None, of_target, num_classes, weight_sum)
 
 
@@ -118,8 +118,8 @@ def losses_of_rows(
 ) -> Tensor:  # (N,)
     """Losses, 0 where ignored, that autograd differentiates."""
     target, weight, options, q = problem.operands.target, problem.operands.weight, problem.loss, problem.target_weight
-    slot_weight = None if q is None else weight_of_slots(target, q, problem.ignore_index, lse.dtype)
-    objective = cross_entropy_of(target, weight, num_classes, options, lse.dtype, slot_weight)
+    topk_weight = None if q is None else topk_weights(target, q, problem.ignore_index, lse.dtype)
+    objective = cross_entropy_of(target, weight, num_classes, options, lse.dtype, topk_weight)
     distance = surprisal(target_logit, lse, lse_rest)
     losses, _ = objective.losses_and_slopes(distance, lse, logit_sum if options.label_smoothing else None)
     return torch.where(problem.valid, losses, 0.0)

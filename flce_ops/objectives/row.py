@@ -1,13 +1,13 @@
 """A row objective: the loss of a token from its row of logits, and the slopes of the loss by the numbers of the row.
 
-    surprisal_i = lse_i - z_iy                 a soft target has K of them, one for each slot
+    surprisal_i = lse_i - z_iy                 a soft target has K of them, one for each class
                 value_ik, slope_ik = of_target(surprisal_ik, weight_ik, at, objective)
     loss_i, d_lse_i = of_row(sum_k value_ik, sum_k slope_ik, lse_i, logit_sum_i, at, objective)
 
     G_ij = (l_i p_ij + a_i [j = y_i] + m_i w_j) dz/du        l = g d_lse,   a = -g slope,   m = g d_sum
 
 `slope` is the derivative of the value by the surprisal, d_lse that of the loss by lse through all terms, and g the
-scale of the row. of_target is linear in `weight`: the class weight of the target, times the slot's own.
+scale of the row. of_target is linear in `weight`: the class weight of the target, times the class's own of the token.
 
 An objective is a class with two RowFunctions (language.py): ATen calls them on tensors, the Triton kernels on a block
 of rows. What they read stands in the fields of RowNumbers.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flce_ops.math.options import Cotangents, Ranges, changed, scalar
-from flce_ops.math.slots import beside_slots
+from flce_ops.math.topk import beside_topk
 from flce_ops.objectives.language import RowFunction, times
 
-# N tokens, K slots of each
+# N tokens, K classes of each
 
 
 class RowNumbers(NamedTuple):
@@ -79,7 +79,7 @@ class RowObjective(RowNumbers):
 
     @property
     def soft(self) -> bool:
-        """Whether a token has K slots."""
+        """Whether a token has K classes."""
         return self.weight is not None and self.weight.dim() == 2
 
     def of(self: Self, rows: slice) -> Self:
@@ -97,22 +97,22 @@ class RowObjective(RowNumbers):
     ) -> tuple[Tensor, tuple[Slope, Slope]]:  # (N,)
         """In ATen; the slopes by the target's logit and by lse. All can be differentiated once more."""
         value, slope = self.of_target.source(surprisal, self.weight, None, self)
-        of_all_slots = slope
+        of_all_targets = slope
         if self.soft:
             # a bias of -inf may switch the class off
             value = torch.where((slope == 0.0) & value.isnan(), 0.0, value).sum(-1)
-            of_all_slots = slope.sum(-1)
-        losses, d_lse = self.of_row.source(value, of_all_slots, lse, logit_sum, None, self)
+            of_all_targets = slope.sum(-1)
+        losses, d_lse = self.of_row.source(value, of_all_targets, lse, logit_sum, None, self)
         return losses, (-slope, d_lse)
 
     def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each
         """Of sum_i scale_i loss_i."""
         (d_target, d_lse), d_sum = slopes, self.d_sum
-        by_slot = beside_slots(scale, d_target) if isinstance(d_target, Tensor) else scale
+        by_target = beside_topk(scale, d_target) if isinstance(d_target, Tensor) else scale
 
         def scaled(slope: Slope, scale: Tensor) -> Any:
             if self.bounded:
                 return torch.where(slope == 0.0, 0.0, slope * scale)
             return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
 
-        return Cotangents(scaled(d_target, by_slot), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)
+        return Cotangents(scaled(d_target, by_target), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)

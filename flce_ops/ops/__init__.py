@@ -1,14 +1,14 @@
 """The inner operators: schemas, kernels by dispatch key, autograd, autocast, FLOP formulas.
 
 registration.py, library.py      defines the operators, each with one kernel a dispatch key; their namespace
-paths.py, situations.py          tables that say which kernel runs and why; the facts of a call that they look at
-formula.py                       what every operator's derivative is made of
+paths.py, call_facts.py          tables that say which kernel runs and why; the facts of a call that they look at
+function.py                      what every operator's derivative is made of
     autograd.py                  derivatives of the forward and the backward operators
     made_in_forward.py           of a scalar loss whose gradients forward makes
     with_grad_autograd.py        of those of a head, and their gradients made a second time
     kl_div_autograd.py, cross_entropy_autograd.py
-retained.py                      how many tokens' logits wait for backward
-upstream.py                      gradients that forward made, times the factor that backward brings
+saved_logits.py                  how many tokens' logits wait for backward
+grad_output.py                   gradients that forward made, times the factor that backward brings
 autocast.py, flops.py            kernels on autocast's keys; formulas for torch.utils.flop_counter
 """
 

@@ -1,6 +1,6 @@
 """What the operators of a head save and what comes back; nothing here computes a logit.
 
-forward            saves its arguments, lse, retained logits                 <- backward
+forward            saves its arguments, lse, saved logits                    <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar:
                                                                                 made_in_forward.py
 backward           saves its arguments                                       <- double_backward
@@ -14,15 +14,15 @@ from torch import Tensor
 from flce_ops.aten.backward_tangent import Direction, backward_tangent
 from flce_ops.math.options import Cotangents
 from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
-from flce_ops.ops.formula import (
+from flce_ops.ops.call_facts import facts_of
+from flce_ops.ops.function import (
     OPERANDS,
-    Formula,
+    OperatorFunction,
     wanted,
     where_wanted,
 )
 from flce_ops.ops.paths import choice_of
-from flce_ops.ops.retained import retained_rows
-from flce_ops.ops.situations import situation_of
+from flce_ops.ops.saved_logits import saved_rows
 from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import (
     differentiated,
@@ -34,7 +34,7 @@ from flce_ops.support.torch_private import (
 # N tokens, D hidden, V vocabulary
 
 
-class ForwardFormula(Formula):
+class ForwardFunction(OperatorFunction):
     arguments = Forward
     with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
     per_token = ("input", "target")
@@ -42,10 +42,10 @@ class ForwardFormula(Formula):
     @classmethod
     def with_gradient(cls, values):
         retain = Forward.index["retain"]
-        values[retain] = values[retain] or retained_rows(Forward.of(values))
+        values[retain] = values[retain] or saved_rows(Forward.of(values))
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         _, lse, _, expected_log_prob, *_, lse_rest, retained = results
         # Not saved: autograd would refuse it once the backward of another micro-batch has added to it.
         ctx.main_grad, call.main_grad = call.main_grad, None
@@ -53,8 +53,8 @@ class ForwardFormula(Formula):
         return lse, expected_log_prob, lse_rest, *([retained] if call.retain else [])
 
     @classmethod
-    def gradients(cls, ctx, call, kept, *cotangents):
-        lse, expected_log_prob, lse_rest, *retained = kept
+    def gradients(cls, ctx, call, saved, *cotangents):
+        lse, expected_log_prob, lse_rest, *retained = saved
         *of_loss, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
             refuse_hole("linear_log_probs", "sparse entropy")
@@ -93,18 +93,18 @@ def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a 
     return numbers.masked_fill(lse == -torch.inf, 0.0)
 
 
-class BackwardFormula(Formula):
+class BackwardFunction(OperatorFunction):
     arguments = Backward
     with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias")
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         ctx.has_expectation = call.grad_expected_log_prob is not None
         call.grad_expected_log_prob = call.expected_log_prob = call.retained = None
         return ()
 
     @classmethod
-    def gradients(cls, ctx, call, kept, *grad_grads):
+    def gradients(cls, ctx, call, saved, *grad_grads):
         if call.sparse.gradient_threshold:
             refuse_hole(cls.function, "second of a sparse gradient")
         if ctx.has_expectation:
@@ -114,7 +114,7 @@ class BackwardFormula(Formula):
         return where_wanted(found, wanted(ctx, Backward, *names), names)
 
 
-class BackwardInPlaceFormula(Formula):
+class BackwardInPlaceFunction(OperatorFunction):
     """None: what was added to main_grad has no derivative."""
 
     arguments = BackwardInPlace
@@ -126,7 +126,7 @@ class BackwardInPlaceFormula(Formula):
             refuse_hole(cls.function, "second of main_grad")
 
 
-class DoubleBackwardFormula(Formula):
+class DoubleBackwardFunction(OperatorFunction):
     """Derivatives by the first three arguments only.
 
     They are cotangents, in which it is linear: torch.autograd.functional.hvp differentiates by them.
@@ -136,17 +136,17 @@ class DoubleBackwardFormula(Formula):
     with_derivative = tuple(result.name for result in DoubleBackward.results)
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         ctx.tensors = [index for index, value in enumerate(call.values()) if isinstance(value, Tensor)]
         call.grad_grads = GradGrads(None, None, None)  # it is linear in them
         return ()
 
     @classmethod
-    def gradients(cls, ctx, call, kept, *direction):
+    def gradients(cls, ctx, call, saved, *direction):
         edges = zip(ctx.tensors, ctx.next_functions)
         others = any(runs_in_this_backward(node) for index, (node, _) in edges if index >= 3 and node is not None)
         if others or torch.is_grad_enabled():
             refuse_hole(cls.function, "third")
-        call.choice = choice_of(DoubleBackward.op, situation_of(call))
+        call.choice = choice_of(DoubleBackward.op, facts_of(call))
         changes = backward_tangent(Direction(*direction), call)
         return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flce_ops.math.options import Cotangents, LogitOptions
 from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.ops.formula import Formula, save, wanted, where_wanted
+from flce_ops.ops.function import OperatorFunction, save, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.support.holes import refuse_hole
 from flce_ops.support.torch_private import functorch_is_active, root_of
@@ -37,24 +37,24 @@ ASKED_AFTERWARDS = (
 )
 
 
-class ForwardFormula(Formula):
+class ForwardFunction(OperatorFunction):
     arguments = LogitsForward
     function = "cross_entropy"
     with_derivative = ("target_logit", "lse", "logit_sum")
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         _, lse, _, _, lse_rest = results
         return lse, lse_rest
 
     @classmethod
-    def gradients(cls, ctx, call, kept, *cotangents):
-        lse, lse_rest = kept
+    def gradients(cls, ctx, call, saved, *cotangents):
+        lse, lse_rest = saved
         backward = LogitsBackward.like(call, cotangents=Cotangents(*cotangents[:3]), lse=lse, lse_rest=lse_rest)
         return {"logits": backward.dispatched()}
 
 
-class BackwardFormula(Formula):
+class BackwardFunction(OperatorFunction):
     """In whole matrices: the logits are in memory anyway, and so derivatives of any order are autograd's."""
 
     arguments = LogitsBackward
@@ -62,7 +62,7 @@ class BackwardFormula(Formula):
     with_derivative = ("grad_logits",)
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_grad_logits):
+    def gradients(cls, ctx, call, saved, grad_grad_logits):
         names = (*Cotangents._fields, "logits")
         return where_wanted(second_derivatives(call, grad_grad_logits), wanted(ctx, LogitsBackward, *names), names)
 
@@ -103,7 +103,7 @@ def activated(u: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float,
     return softcap * tanh, slope, -2.0 * scale / softcap * tanh * slope
 
 
-class WithGradFormula(MadeInForward):
+class WithGradFunction(MadeInForward):
     """The logits are not held until backward, so that they can be freed."""
 
     arguments = LogitsWithGrad
@@ -111,13 +111,13 @@ class WithGradFormula(MadeInForward):
     second_derivative = "second of given logits"
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         leaf = traced_leaf(call.operands.logits)
         vars(call).update(vars(without_values(cls.arguments, leaf)))
-        return super().keep(ctx, call, results)
+        return super().for_backward(ctx, call, results)
 
 
-class WithGradInPlaceFormula(WithGradFormula):
+class WithGradInPlaceFunction(WithGradFunction):
     """As above. The tensor that the logits are all of, written in place, is an output too: autograd refuses what was
     saved of it before by its version, and a gradient that comes back through it is of something that read the gradient
     as logits. (Work on a view would copy its base.) The logits' own goes the way that they came from it.
@@ -131,7 +131,7 @@ class WithGradInPlaceFormula(WithGradFormula):
 
     @classmethod
     def kernel(cls, op):
-        """Without the root, which this formula gives back."""
+        """Without the root, which this Function gives back."""
         run = super().kernel(op)
 
         def without_root(*args, **kwargs):
@@ -167,8 +167,8 @@ class WithGradInPlaceFormula(WithGradFormula):
         return *super().backward(ctx, grad_loss), None
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_loss, *_):
-        losses, made = kept  # made is of the root's shape
+    def gradients(cls, ctx, call, saved, grad_loss, *_):
+        losses, made = saved  # made is of the root's shape
         return super().gradients(ctx, call, (losses, made.detach().reshape(losses.shape[0], -1)), grad_loss)
 
 
@@ -197,7 +197,7 @@ def traced_leaf(logits: Tensor) -> Tensor | None:
     """While AOTAutograd traces, the nearest tensor that the logits are computed from and that nothing computed.
 
     Its compiled backward refuses to be differentiated only where it reads such a tensor. The logits themselves, as
-    `multiply_by_upstream` would have them, are not to be kept.
+    `multiply_by_grad_output` would have them, are not to be kept.
     """
     if type(logits) in (Tensor, torch.nn.Parameter):
         return None

@@ -11,14 +11,14 @@ from flce_ops.math.kl_div_arguments import TEACHER
 from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
 from flce_ops.objectives.divergence import DIVERGENCES
-from flce_ops.ops.formula import OPERANDS, Formula, wanted, where_wanted
+from flce_ops.ops.function import OPERANDS, OperatorFunction, wanted, where_wanted
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
 
 
-class KlDivFormula(Formula):
+class KlDivFunction(OperatorFunction):
     function = "linear_kl_div"
     reverse_modes = "grad, jacrev"
 
@@ -28,20 +28,20 @@ class KlDivFormula(Formula):
         check_no_teacher_gradient(cls.arguments.op, **teacher)
 
 
-class ForwardFormula(KlDivFormula):
+class ForwardFunction(KlDivFunction):
     arguments = KlDivForward
     with_derivative = ("divergence",)
     per_token = ("input", "teacher_input", "teacher_probs", "valid")
     token_dim = -1
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         return results if is_scaled(call) else results[1:]
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_divergence, *_):
+    def gradients(cls, ctx, call, saved, grad_divergence, *_):
         mask = wanted(ctx, KlDivForward, *OPERANDS)
-        *divergence, shift, teacher_shift, student_kl = kept
+        *divergence, shift, teacher_shift, student_kl = saved
         if divergence:
             grad_divergence = grad_divergence * divergence[0].exp()
         rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
@@ -54,7 +54,7 @@ def is_scaled(call: KlDivForward) -> bool:
     return DIVERGENCES[call.options.kind].scale_of_sums is not None
 
 
-class BackwardFormula(KlDivFormula):
+class BackwardFunction(KlDivFunction):
     """It has no derivative."""
 
     arguments = KlDivBackward
@@ -68,15 +68,15 @@ class BackwardFormula(KlDivFormula):
         refuse_hole(cls.function, "second of a divergence")
 
 
-class WithGradFormula(KlDivFormula, MadeInForward):
+class WithGradFunction(KlDivFunction, MadeInForward):
     arguments = KlDivWithGrad
     second_derivative = "second of a divergence"
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         """What forward alone reads is not held until backward, nor is input where a parameter may be its leaf."""
         call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
         call.row_scale = None
         if any(call.output_mask[1:]):
             call.operands = call.operands._replace(input=None)
-        return super().keep(ctx, call, results)
+        return super().for_backward(ctx, call, results)

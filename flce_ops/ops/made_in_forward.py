@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flce_ops.ops.formula import Formula, wanted, where_wanted
-from flce_ops.ops.upstream import multiply_by_upstream
+from flce_ops.ops.function import OperatorFunction, wanted, where_wanted
+from flce_ops.ops.grad_output import multiply_by_grad_output
 from flce_ops.support.holes import refuse_hole
 
 # N tokens
 
 
-class MadeInForward(Formula):
+class MadeInForward(OperatorFunction):
     """Of an operator that returns loss, losses (N,), the gradients, and constants; only the first has a derivative."""
 
     with_derivative = ("loss",)
@@ -34,29 +34,29 @@ class MadeInForward(Formula):
         refuse_hole(cls.function, cls.second_derivative)
 
     @classmethod
-    def keep(cls, ctx, call, results):
+    def for_backward(cls, ctx, call, results):
         return results[1 : 2 + len(cls.arguments.made)]
 
     @classmethod
-    def gradients(cls, ctx, call, kept, grad_loss, *others):
+    def gradients(cls, ctx, call, saved, grad_loss, *others):
         made = cls.arguments.made
         *needs, needs_row_scale = wanted(ctx, cls.arguments, *made, "row_scale")
-        found, losses = cls.times(call, kept, needs, grad_loss, *others)
+        found, losses = cls.times(call, saved, needs, grad_loss, *others)
         grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
         return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
 
     @classmethod
     def times(
-        cls, call: Any, kept: Sequence[Tensor], needs: list[bool], grad_loss: Tensor | None, *others: Tensor | None
+        cls, call: Any, saved: Sequence[Tensor], needs: list[bool], grad_loss: Tensor | None, *others: Tensor | None
     ) -> tuple[Sequence[Tensor | None], Tensor]:
         """The gradients, times grad_loss, those that are needed at least, and the losses."""
         assert grad_loss is not None
         if torch.is_grad_enabled():  # create_graph
             return cls.made_again(call, grad_loss)
-        losses, *gradients = kept
+        losses, *gradients = saved
         leaf = losses
         for name, need in zip(cls.arguments.made, needs):
             if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
                 leaf = getattr(call.operands, name)
         mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
-        return multiply_by_upstream(gradients, mask, grad_loss, leaf), losses
+        return multiply_by_grad_output(gradients, mask, grad_loss, leaf), losses

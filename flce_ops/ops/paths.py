@@ -1,14 +1,14 @@
 """Which path runs, and why: the first row of a table whose conditions all hold.
 
     LOSS              how a scalar loss makes its gradients          entry/cross_entropy.py, distributed/one_pass.py
-    RETAIN            whether backward is given logits of forward    ops/autograd.py
+    SAVE_LOGITS       whether backward is given logits of forward    ops/autograd.py
     KERNELS           what computes an inner operator                ops/registration.py
-    situation -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
+    facts -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
-A condition looks at a Situation (situations.py), never at data on a device. flce_ops.explain prints the tables for
+A condition looks at CallFacts (call_facts.py), never at data on a device. flce_ops.explain prints the tables for
 given arguments, docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of
-triton/steps/cut.py.
+triton/steps/chunking.py.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flce_ops.math.options import LowRankOperands
 from flce_ops.meta.arguments import ROW_LOSSES
-from flce_ops.ops.situations import Situation, given_logits_situation, loss_situation, pair_situation
+from flce_ops.ops.call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
 from flce_ops.support.path import Choice
 from flce_ops.support.table import Condition, Path, choose
 from flce_ops.support.vendor import made_by_nvidia
@@ -42,7 +42,7 @@ TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
 # Lists are of l p and the target's entry alone.
 UNSMOOTHED = Condition("no label smoothing with gradient_threshold", lambda s: not (s.sparse and s.label_smoothing))
-ONE_CLASS_IF_SPARSE = Condition("one class a token with gradient_threshold", lambda s: not (s.sparse and s.slots))
+ONE_CLASS_IF_SPARSE = Condition("one class a token with gradient_threshold", lambda s: not (s.sparse and s.topk))
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
@@ -56,7 +56,7 @@ ALL_CLASSES = Condition("the whole vocabulary on each rank", lambda s: s.vocabul
 ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambda s: s.vocabulary_dimensions == 1)
 
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
-ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.slots)
+ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.topk)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, CLASSES, EVERY_RANK)  # nothing that differs between ranks
 
@@ -129,21 +129,21 @@ LOSS = {
     ),
 }
 
-# Of what the Triton kernels retain, z behind the cap, dz/du would be lost where the cap saturates.
+# Of what the Triton kernels save, z behind the cap, dz/du would be lost where the cap saturates.
 UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
 # Rounded logits would not be those that lse was made of: of half operands other GPUs hand over float32, and one class
 # has loss 0 only where both come from one product.
-PRODUCT_KEPT = Condition(
+PRODUCT_SAVED = Condition(
     "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
     lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),
 )
 # Lists are made of exponentials, which backward makes in any case.
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
-RETAIN = {
+SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
         Path(
-            "retain",
-            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_KEPT, DENSE_OR_CPU),
+            "save",
+            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU),
             why="of as many tokens as the bytes of `retained` hold: 3 GEMM passes for these",
         ),
         Path("recompute", (), why="backward makes the logits again: 4"),
@@ -202,15 +202,15 @@ KERNELS = {
 KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
 
 
-def in_triton(situation: Situation) -> bool:
-    return choose(KERNELS["linear_cross_entropy_backward"], situation).name == "triton"
+def in_triton(facts: CallFacts) -> bool:
+    return choose(KERNELS["linear_cross_entropy_backward"], facts).name == "triton"
 
 
 @functools.cache
-def choice_of(op: str, situation: Situation) -> Choice:
+def choice_of(op: str, facts: CallFacts) -> Choice:
     """The path that a call of an inner operator takes."""
     paths = KERNELS[op]
-    return Choice(op, paths, choose(paths, situation), situation)
+    return Choice(op, paths, choose(paths, facts), facts)
 
 
 @functools.cache
@@ -221,24 +221,24 @@ def function(kernel: str) -> Callable:
 
 
 @functools.cache
-def path_of_loss(title: str, situation: Situation, on_nvidia: bool) -> str:
+def path_of_loss(title: str, facts: CallFacts, on_nvidia: bool) -> str:
     """`on_nvidia` is for the cache: the conditions know it."""
-    return choose(LOSS[title], situation).name
+    return choose(LOSS[title], facts).name
 
 
 def gradients_in_the_same_pass(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, title: str = "a scalar loss", **known
 ) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    situation = loss_situation(input, linear_weight, linear_bias, **known)
-    return path_of_loss(title, situation, made_by_nvidia()) != "recompute"
+    facts = loss_facts(input, linear_weight, linear_bias, **known)
+    return path_of_loss(title, facts, made_by_nvidia()) != "recompute"
 
 
 def path_of_pair(operands: LowRankOperands, **known) -> str:
     """How a scalar loss of a head with a low-rank pair makes its gradients."""
-    return choose(LOSS["a scalar loss of a head with a low-rank pair"], pair_situation(operands, **known)).name
+    return choose(LOSS["a scalar loss of a head with a low-rank pair"], pair_facts(operands, **known)).name
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
     """How a scalar loss of them makes their gradient."""
-    return choose(LOSS["a scalar loss of given logits"], given_logits_situation(logits, handed_over)).name
+    return choose(LOSS["a scalar loss of given logits"], given_logits_facts(logits, handed_over)).name

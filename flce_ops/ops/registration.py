@@ -11,13 +11,13 @@
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
     flce::cross_entropy_with_grad_               which writes the gradient over them
-    flce::linear_cross_entropy_upstream{,_}      a traced backward's multiplication of gradients: upstream.py
+    flce::linear_cross_entropy_upstream{,_}      a traced backward's multiplication of gradients: grad_output.py
 
 All share one layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
-    FuncTorchDynamicLayerFrontMode     torch.func: formula.py
-    Autograd                           formula.py; formulas: autograd.py, ..._autograd.py, made_in_forward.py
+    FuncTorchDynamicLayerFrontMode     torch.func: function.py
+    Autograd                           function.py; the Functions: autograd.py, ..._autograd.py, made_in_forward.py
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
@@ -41,46 +41,46 @@ from flce_ops.ops import (
     with_grad_autograd,
 )
 from flce_ops.ops.autocast import autocast_kernel
-from flce_ops.ops.formula import Formula
+from flce_ops.ops.call_facts import facts_of
+from flce_ops.ops.function import OperatorFunction
+from flce_ops.ops.grad_output import MULTIPLY, multiply, multiply_in_place
 from flce_ops.ops.library import library
 from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.ops.retained import retained_notes
-from flce_ops.ops.situations import situation_of
-from flce_ops.ops.upstream import UPSTREAM, multiply, multiply_in_place
+from flce_ops.ops.saved_logits import saved_notes
 from flce_ops.support.compile_cache import keyed
 from flce_ops.support.running import running
 
-FORMULAS: tuple[type[Formula], ...] = (
-    autograd.ForwardFormula,
-    autograd.BackwardFormula,
-    autograd.BackwardInPlaceFormula,
-    autograd.DoubleBackwardFormula,
-    with_grad_autograd.WithGradFormula,
-    with_grad_autograd.LowRankWithGradFormula,
+FUNCTIONS: tuple[type[OperatorFunction], ...] = (
+    autograd.ForwardFunction,
+    autograd.BackwardFunction,
+    autograd.BackwardInPlaceFunction,
+    autograd.DoubleBackwardFunction,
+    with_grad_autograd.WithGradFunction,
+    with_grad_autograd.LowRankWithGradFunction,
     *with_grad_autograd.ROW_LOSS_FORMULAS,
-    kl_div_autograd.ForwardFormula,
-    kl_div_autograd.BackwardFormula,
-    kl_div_autograd.WithGradFormula,
-    cross_entropy_autograd.ForwardFormula,
-    cross_entropy_autograd.BackwardFormula,
-    cross_entropy_autograd.WithGradFormula,
-    cross_entropy_autograd.WithGradInPlaceFormula,
+    kl_div_autograd.ForwardFunction,
+    kl_div_autograd.BackwardFunction,
+    kl_div_autograd.WithGradFunction,
+    cross_entropy_autograd.ForwardFunction,
+    cross_entropy_autograd.BackwardFunction,
+    cross_entropy_autograd.WithGradFunction,
+    cross_entropy_autograd.WithGradInPlaceFunction,
 )
 
 
 class Operator(NamedTuple):
     arguments: type[Arguments]
-    formula: type[Formula] | None = None
+    function: type[OperatorFunction] | None = None
 
 
-OPERATORS = {formula.arguments.op: Operator(formula.arguments, formula) for formula in FORMULAS}
-# Its formula knows the mesh: flce_ops/distributed/one_pass.py
+OPERATORS = {function.arguments.op: Operator(function.arguments, function) for function in FUNCTIONS}
+# Its Function knows the mesh: flce_ops/distributed/one_pass.py
 OPERATORS[VocabParallelWithGrad.op] = Operator(VocabParallelWithGrad)
 
 for _name, (_arguments, _) in OPERATORS.items():
     library.define(f"{_name}{_arguments.schema()} -> {_arguments.results_schema()}", tags=torch.Tag.pt2_compliant_tag)
-library.define(f"{UPSTREAM}(Tensor[] made, Tensor factor, Tensor leaf) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-library.define(f"{UPSTREAM}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torch.Tag.pt2_compliant_tag)
+library.define(f"{MULTIPLY}(Tensor[] made, Tensor factor, Tensor leaf) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+library.define(f"{MULTIPLY}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torch.Tag.pt2_compliant_tag)
 
 
 def kernel(name: str) -> Callable:
@@ -90,9 +90,9 @@ def kernel(name: str) -> Callable:
 
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
-        call.choice = choice = paths.choice_of(name, situation_of(call))
+        call.choice = choice = paths.choice_of(name, facts_of(call))
         if retains and (getattr(call, "retain", 1)):
-            call.notes += retained_notes(choice, call)
+            call.notes += saved_notes(choice, call)
         launch = paths.function(choice.path.kernel)
         running.launch, running.call = launches_of(name, choice.path.kernel), call
         try:
@@ -106,8 +106,8 @@ def kernel(name: str) -> Callable:
 @functools.cache
 def launches_of(name: str, kernel: str) -> Callable:
     """What forward launches, and what is launched for it in backward where no other operator is called."""
-    launch, formula = paths.function(kernel), OPERATORS[name].formula
-    if formula is None or not issubclass(formula, MadeInForward):
+    launch, function = paths.function(kernel), OPERATORS[name].function
+    if function is None or not issubclass(function, MadeInForward):
         return launch
 
     def run(call: Any) -> None:
@@ -118,20 +118,20 @@ def launches_of(name: str, kernel: str) -> Callable:
     return run
 
 
-for _name, (_arguments, _formula) in OPERATORS.items():
+for _name, (_arguments, _function) in OPERATORS.items():
     _op = getattr(torch.ops.flce, _name).default
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flce::{_name}", keyed(takes(_arguments)(meta.outputs)), lib=library)
-    if _formula is not None:
+    if _function is not None:
         for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
-            library.impl(_name, _formula.kernel(_op), _key)
+            library.impl(_name, _function.kernel(_op), _key)
     for _device_type in ("cpu", "cuda"):
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")
 
-library.impl(UPSTREAM, multiply, "CompositeExplicitAutograd")
-library.impl(f"{UPSTREAM}_", multiply_in_place, "CompositeExplicitAutograd")
-torch.library.register_fake(f"flce::{UPSTREAM}", multiply, lib=library)
-torch.library.register_fake(f"flce::{UPSTREAM}_", lambda made, factor: None, lib=library)
-for _name in (UPSTREAM, f"{UPSTREAM}_"):
+library.impl(MULTIPLY, multiply, "CompositeExplicitAutograd")
+library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")
+torch.library.register_fake(f"flce::{MULTIPLY}", multiply, lib=library)
+torch.library.register_fake(f"flce::{MULTIPLY}_", lambda made, factor: None, lib=library)
+for _name in (MULTIPLY, f"{MULTIPLY}_"):
     # called where gradients are off: backward, and the graph that was traced of one
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -18,11 +18,11 @@ from flce_ops.math.log_probs import log_probs_of_targets, surprisal
 from flce_ops.math.options import Operands, Statistics, changed
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.reduction import Reduction
-from flce_ops.math.slots import tokens_that_count
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
+from flce_ops.math.topk import tokens_that_count
 from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from flce_ops.meta.checks import check_constants
-from flce_ops.objectives.cross_entropy import cross_entropy_of, weight_of_slots
+from flce_ops.objectives.cross_entropy import cross_entropy_of, topk_weights
 from flce_ops.objectives.row import RowObjective
 from flce_ops.ops.made_in_forward import MadeInForward
 from flce_ops.support.holes import refuse_hole
@@ -30,7 +30,7 @@ from flce_ops.support.holes import refuse_hole
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
 
-class WithGradFormula(MadeInForward):
+class WithGradFunction(MadeInForward):
     arguments = WithGrad
 
     @classmethod
@@ -40,7 +40,7 @@ class WithGradFormula(MadeInForward):
         return differentiable_gradients(call, grad_loss)
 
 
-class RowLossFormula(MadeInForward):
+class RowLossFunction(MadeInForward):
     reverse_modes = "grad, jacrev"
 
     @classmethod
@@ -54,12 +54,12 @@ class RowLossFormula(MadeInForward):
 
 
 ROW_LOSS_FORMULAS = tuple(
-    type(f"{arguments.__name__}Formula", (RowLossFormula,), {"arguments": arguments, "function": name})
+    type(f"{arguments.__name__}Function", (RowLossFunction,), {"arguments": arguments, "function": name})
     for name, arguments in ROW_LOSSES.items()
 )
 
 
-class LowRankWithGradFormula(MadeInForward):
+class LowRankWithGradFunction(MadeInForward):
     arguments = LowRankWithGrad
 
     @classmethod
@@ -72,9 +72,9 @@ class LowRankWithGradFormula(MadeInForward):
         return [True, not any(call.output_mask), *[False] * len(cls.arguments.made)]
 
     @classmethod
-    def times(cls, call, kept, needs, grad_loss, *others):
+    def times(cls, call, saved, needs, grad_loss, *others):
         if any(call.output_mask):
-            return super().times(call, kept, needs, grad_loss)
+            return super().times(call, saved, needs, grad_loss)
         slope = others[0]
         if grad_loss is not None:
             valid, dtype = call.operands.target != call.ignore_index, accumulation_dtype(call.operands.input.dtype)
@@ -131,10 +131,10 @@ def recomputed_step(
 
 def rows_of_classes(call: WithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
     target_logit, lse, *_, lse_rest, _ = found
-    target, slot_weight = operands.target, call.target_weight
-    if slot_weight is not None:
-        slot_weight = weight_of_slots(target, slot_weight, call.ignore_index, lse.dtype)
-    objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, lse.dtype, slot_weight)
+    target, topk_weight = operands.target, call.target_weight
+    if topk_weight is not None:
+        topk_weight = topk_weights(target, topk_weight, call.ignore_index, lse.dtype)
+    objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, lse.dtype, topk_weight)
     return objective, surprisal(target_logit, lse, lse_rest), statistics_of_forward(call.statistics, found)
 
 

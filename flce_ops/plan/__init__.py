@@ -2,16 +2,24 @@
 
     python -m flce_ops.plan --tokens 16384 --hidden 4096 --vocab 128256 --dtype bfloat16 --gpus 4
 
-Memory follows from the chunk sizes of the kernels (cuts.py, chunk_sizes.py), time from a cost model with measured rates
-(seconds.py, devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
+Memory follows from the chunk sizes of the kernels (step_cost.py, chunk_sizes.py), time from a cost model with measured
+rates (seconds.py, devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
 """
 
 from dataclasses import dataclass, replace
 
 from flce_ops.plan.chunk_sizes import chunk_sizes_of_kernels
-from flce_ops.plan.cuts import Head, StepCost, dense_compiled, dense_eager, one_pass, per_token, vocabulary_parallel
 from flce_ops.plan.devices import Device, device_of
 from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
+from flce_ops.plan.step_cost import (
+    Head,
+    StepCost,
+    dense_compiled,
+    dense_eager,
+    one_pass,
+    per_token,
+    vocabulary_parallel,
+)
 from flce_ops.support.workspace import get_workspace, workspace
 
 __all__ = ["Device", "Head", "Option", "device_of", "plan"]

@@ -2,7 +2,7 @@
 
     Dynamo captures a graph       it holds flce.linear_cross_entropy and its arguments; fake kernels run
     key of the caches             that graph, torch's version, the compiler's configuration
-    AOTAutograd traces            what the operator's body and its autograd formulas do
+    AOTAutograd traces            what the operator's body and its autograd Functions do
     inductor compiles             stored under the key
 
 The third step runs Python of this package, and nothing of it is in the key: with a warm cache an upgraded package
@@ -34,7 +34,7 @@ def code_key() -> str:
 def keyed(fake: Callable) -> Callable:
     """The fake kernel of an operator, which also puts this package into the key of what is being compiled.
 
-    And the bytes from which a graph has its number of retained rows (flce_ops/ops/retained.py).
+    And the bytes from which a graph has its number of saved rows (flce_ops/ops/saved_logits.py).
     """
 
     @functools.wraps(fake)

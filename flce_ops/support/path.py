@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     op: str = ""
     paths: tuple[table.Path, ...] = ()
     path: table.Path | None = None  # one of them
-    situation: Any = None  # its device and dtype, and what conditions look at
+    facts: Any = None  # its device and dtype, and what conditions look at
 
     @property
     def implementation(self) -> str:
@@ -42,8 +42,8 @@ class Choice(NamedTuple):
         if self.path is None:
             return "called by itself"
         before = self.paths[: self.paths.index(self.path)]
-        ruled_out = "; ".join(f"{path.name} expects {', '.join(path.ruled_out_by(self.situation))}" for path in before)
-        tensors = f"{device_name(self.situation.device)} tensors in {self.situation.dtype}"
+        ruled_out = "; ".join(f"{path.name} expects {', '.join(path.ruled_out_by(self.facts))}" for path in before)
+        tensors = f"{device_name(self.facts.device)} tensors in {self.facts.dtype}"
         return f"{tensors} ({ruled_out})" if ruled_out else tensors
 
 

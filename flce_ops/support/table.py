@@ -1,6 +1,6 @@
 """A table of paths: of its rows the first one whose conditions all hold is taken.
 
-What a condition looks at is the table's own: a call (ops/paths.py), the sizes of a problem (triton/steps/cut.py).
+What a condition looks at is the table's own: a call (ops/paths.py), the sizes of a problem (triton/steps/chunking.py).
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class Path(NamedTuple):
     kernel: str = ""  # "module:function"
     why: str = ""
 
-    def ruled_out_by(self, situation: Any) -> list[str]:
-        return [condition.name for condition in self.conditions if not condition.holds(situation)]
+    def ruled_out_by(self, facts: Any) -> list[str]:
+        return [condition.name for condition in self.conditions if not condition.holds(facts)]
 
 
-def choose(paths: tuple[Path, ...], situation: Any) -> Path:
+def choose(paths: tuple[Path, ...], facts: Any) -> Path:
     for path in paths:
         for condition in path.conditions:
-            if not condition.holds(situation):
+            if not condition.holds(facts):
                 break
         else:
             return path

@@ -1,7 +1,7 @@
 """Every private torch name this package relies on, and nothing else.
 
-PyTorch has no public equivalent of these. `tests/test_torch_private.py` holds one test per function here, so that a
-torch release which drops a name fails there first, with the name in the message.
+PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py` holds one test per function here, so
+that a torch release which drops a name fails there first, with the name in the message.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """How much memory one call may use beside its results: temporary, and for logits that wait from forward to backward.
 
 The workspace bounds everything an operator allocates besides its results, whatever the number of tokens is. It changes
-speed and the number of chunks, not the meaning of the result. What retained logits may take comes on top, between a
+speed and the number of chunks, not the meaning of the result. What saved logits may take comes on top, between a
 forward operator and its backward one.
 
 One value of each is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing
@@ -26,9 +26,9 @@ import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
-# Of retained logits, in workspaces, where no number of bytes is set. The default is 1 GiB: 4096 tokens of 128256
+# Of saved logits, in workspaces, where no number of bytes is set. The default is 1 GiB: 4096 tokens of 128256
 # classes, and no more than the gradients that a scalar loss holds at that time, D (N + V) half numbers at D = 4096.
-RETAINED_WORKSPACES = 2
+SAVED_WORKSPACES = 2
 
 # The ATen kernels sum gradients of half operands over chunks in float32 where that copy is small: at most half the
 # workspace, or this much. A larger one is summed in its own dtype, rounded once a chunk (flce_ops/aten/gradients.py).
@@ -98,7 +98,7 @@ def get_workspace() -> int:
 def get_retained() -> int:
     """Bytes of logits that a forward operator may keep for its backward one."""
     retained = _retained.get()
-    return RETAINED_WORKSPACES * get_workspace() if retained is None else retained
+    return SAVED_WORKSPACES * get_workspace() if retained is None else retained
 
 
 @contextmanager

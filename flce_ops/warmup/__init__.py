@@ -13,8 +13,8 @@ from torch import Tensor
 from flce_ops.functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
 from flce_ops.math.sparse_gradient import MODES
 from flce_ops.ops import paths
+from flce_ops.ops.call_facts import facts_of
 from flce_ops.ops.registration import OPERATORS, launches_of
-from flce_ops.ops.situations import situation_of
 from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.vendor import H200, Chip
 
@@ -61,7 +61,7 @@ def warmup(
     Raises:
         ValueError: no GPU and no ``arch``, or another ``arch`` than the visible GPU's.
     """
-    from flce_ops.triton.gemm.target import chip_of
+    from flce_ops.triton.gemm.device import chip_of
     from flce_ops.triton.launch.ahead import compile_side_by_side
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -119,7 +119,7 @@ class CompileInner(UncompiledDispatchMode):
             from flce_ops.triton.launch.ahead import trace
 
             call = OPERATORS[name].arguments.bind(*args, **(kwargs or {}))
-            path = paths.choice_of(name, situation_of(call)).path
+            path = paths.choice_of(name, facts_of(call)).path
             if path.name == "triton":
                 trace(launches_of(name, path.kernel), call)
         return func(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-# N tokens, K slots of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
+# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
 
 FUNCTIONS = (
     *("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy", "low_rank"),
@@ -93,7 +93,7 @@ class Case:
     teacher_scale: float | None = None
     teacher_softcap: float | None = None
     E: int = 4
-    slots: int = 0  # classes of a token, with target_weight; 0 for one class
+    topk: int = 0  # classes of a token, with target_weight; 0 for one class
     tail: bool = False
     metrics: tuple[str, ...] = ()  # names of return_metrics; of the function "metrics" none is True
     shift: bool = False

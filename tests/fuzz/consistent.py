@@ -67,22 +67,22 @@ def newer_options(case: Case) -> dict:
     """Which of them the function and the mode have, and what they do not go with."""
     new: dict = {}
     if case.function not in ("cross_entropy", "metrics", "log_probs"):
-        new["slots"] = 0
+        new["topk"] = 0
     if case.function not in ("metrics", "log_probs"):
         new["metrics"] = ()
     if case.function != "log_probs":
         new["tail"] = False
     shifting = ("cross_entropy", "metrics", "log_probs", "kl_div", "given_logits")
-    slots = new.get("slots", case.slots)
-    if case.function not in shifting or slots or not case.tokens or case.mode == "vmap":
+    topk = new.get("topk", case.topk)
+    if case.function not in shifting or topk or not case.tokens or case.mode == "vmap":
         new["shift"] = False
-    if slots and case.function == "metrics":
+    if topk and case.function == "metrics":
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
-    if slots or case.label_smoothing:
+    if topk or case.label_smoothing:
         new["V"] = max(case.V, 2)  # of one class the gradient is a rounding of 0
     if case.function == "low_rank":
         new["poison"] = ""  # the pair's features would have to hold it too
-    special = case.function == "cross_entropy" and not slots
+    special = case.function == "cross_entropy" and not topk
     if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
         new["sparse"] = ""
     elif case.sparse:

@@ -130,10 +130,10 @@ def flags(random: Random, case: Case) -> dict:
 def newer(random: Random, case: Case) -> dict:
     """Which of the arguments that few functions have."""
     new: dict = {"shift": random.random() < 0.15, "rank": random.randint(1, 9), "frozen": random.random() < 0.6}
-    slots = maybe(random, 0.25, random.randint(1, 12), 0)
+    topk = maybe(random, 0.25, random.randint(1, 12), 0)
     if case.function in ("cross_entropy", "metrics", "log_probs"):
-        new |= {"slots": slots, "tail": case.function == "log_probs" and random.random() < 0.5}
-    names = METRICS if slots else METRICS + ARGMAX_METRICS
+        new |= {"topk": topk, "tail": case.function == "log_probs" and random.random() < 0.5}
+    names = METRICS if topk else METRICS + ARGMAX_METRICS
     if case.function == "log_probs":
         names = LOG_PROB_METRICS
     if case.function == "metrics" or random.random() < 0.3:

@@ -93,7 +93,7 @@ def surroundings(case: Case, device: str) -> Iterator[None]:
     with ExitStack() as stack:
         if case.workspace:
             stack.enter_context(flce_ops.workspace(case.workspace))
-        for target, name, value in constants_of_the_cut(case, device):
+        for target, name, value in constants_of_chunking(case, device):
             stack.enter_context(patch.object(target, name, value))
         if case.uninitialized:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -101,24 +101,24 @@ def surroundings(case: Case, device: str) -> Iterator[None]:
         yield
 
 
-def constants_of_the_cut(case: Case, device: str) -> list[tuple[object, str, int]]:
+def constants_of_chunking(case: Case, device: str) -> list[tuple[object, str, int]]:
     """So that a few tokens take the paths of many."""
     found: list[tuple[object, str, int]] = []
     if case.short_chunks and device != "cuda":  # where cuBLAS adds up sums of few rows in half
         found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
-    from flce_ops.triton.steps import backward, chunks, cut, forward, lead, one_pass_step
+    from flce_ops.triton.steps import backward, chunking, chunks, forward, one_pass_step, overlay
 
-    for remembered in (cut.best_cut, cut.fewest_steps):  # of cases with other constants
+    for remembered in (chunking.best_chunking, chunking.fewest_steps):  # of cases with other constants
         remembered.cache_clear()
     if case.short_chunks:
-        modules = (backward, chunks, cut, forward, one_pass_step)
+        modules = (backward, chunks, chunking, forward, one_pass_step)
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
         if device == "interpreter":  # the tiles of its logits are 128 wide
-            found += [(module, "BLOCK_V", 128) for module in (lead, backward)]
+            found += [(module, "BLOCK_V", 128) for module in (overlay, backward)]
     if not case.recompute:
-        found.append((cut, "RECOMPUTE_BELOW", 0))
+        found.append((chunking, "RECOMPUTE_BELOW", 0))
     return found
 
 

@@ -15,7 +15,7 @@ from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
 from tests.fuzz.cases import ARGMAX_METRICS, Case
 from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens
 
-# N tokens, K slots of a target, D hidden, V vocabulary
+# N tokens, K classes of a target, D hidden, V vocabulary
 
 
 def call(case: Case, at: Tensors) -> Tensors:
@@ -46,9 +46,9 @@ def call(case: Case, at: Tensors) -> Tensors:
         return policy(case, at, z, valid, classes)
     if case.function == "log_probs":
         log_p = F.log_softmax(z, -1)
-        of_slots = log_p.gather(-1, classes if case.slots else classes.unsqueeze(-1))
+        of_topk = log_p.gather(-1, classes if case.topk else classes.unsqueeze(-1))
         found = {
-            "log_probs": torch.where(counts, of_slots if case.slots else of_slots.squeeze(-1), 0.0),
+            "log_probs": torch.where(counts, of_topk if case.topk else of_topk.squeeze(-1), 0.0),
             "lse": torch.where(valid, torch.logsumexp(z, -1), 0.0),
         }
         if case.entropy:
@@ -86,7 +86,7 @@ def metrics(case: Case, z: Tensor, valid: Tensor) -> Tensors:
 
 def tail(case: Case, log_p: Tensor, counts: Tensor, classes: Tensor) -> Tensor:
     """The probability of the classes that are not named: its logarithm has the others' roundings times their share."""
-    if not case.slots:
+    if not case.topk:
         counts, classes = counts.unsqueeze(-1), classes.unsqueeze(-1)
     named = torch.zeros_like(log_p).scatter_add(-1, classes, counts.to(log_p.dtype)) > 0.0
     return torch.where(counts.any(-1), log_p.exp().masked_fill(named, 0.0).sum(-1), 1.0)
@@ -182,7 +182,7 @@ def exact_tanh(y: Tensor) -> Tensor:
 def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor, z_loss: Tensor | float) -> Tensor:
     options = {"ignore_index": case.ignore_index, "label_smoothing": case.label_smoothing}
     class_weight = at["class_weight"].to(z.dtype) if "class_weight" in at else None
-    if case.slots:
+    if case.topk:
         return reduced(case, soft_losses(case, at, z, classes, class_weight, z_loss), at, valid.to(z.dtype).sum())
     flat, target = z.reshape(-1, z.shape[-1]), at["target"].long().reshape(-1)
     if not (case.z_loss or case.token_weight or case.normalizer):
@@ -205,8 +205,8 @@ def soft_losses(
     counts = at["target"] != case.ignore_index
     q = torch.where(counts, at["target_weight"], 0.0).to(z.dtype)
     q = q if class_weight is None else q * class_weight[classes]
-    of_slots = torch.where(counts, log_p.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
-    losses = -(1.0 - case.label_smoothing) * (q * of_slots).sum(-1)
+    of_topk = torch.where(counts, log_p.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
+    losses = -(1.0 - case.label_smoothing) * (q * of_topk).sum(-1)
     if case.label_smoothing:
         below = log_p if class_weight is None else class_weight * log_p
         losses = losses - case.label_smoothing * below.mean(-1)

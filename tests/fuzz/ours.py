@@ -54,7 +54,7 @@ class Ours:
             }
         if case.function == "low_rank":
             return {"loss": self.low_rank(case, at, options | sums)}
-        if case.slots:
+        if case.topk:
             options["target_weight"] = at["target_weight"]
         if case.sparse:
             options |= {"gradient_threshold": case.threshold, "gradient_mode": case.sparse}

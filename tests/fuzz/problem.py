@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.fuzz.cases import Case
 
-# N tokens, K slots of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
+# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
 
 Tensors = dict[str, Tensor]
 View = Callable[[Tensor], Tensor]
@@ -74,8 +74,8 @@ class Problem:
         target = self.targets(input, weight).to(torch.int32 if case.int32 else torch.int64)
         self.put("target", target.reshape((*tokens, *target.shape[1:])), case.vector_layout, None, of_tokens=True)
         target = self.views["target"](self.bases["target"])  # an expanded one is another
-        if case.slots:
-            self.make_slots(target)
+        if case.topk:
+            self.make_topk(target)
         ignored = ~valid_tokens(case, target)
         target, ignored = scored_target(case, target), ignored.reshape(N)
         if case.poison:
@@ -124,8 +124,8 @@ class Problem:
         self.bases["ids"] = torch.randint(V, tokens, generator=self.generator)
         for name in ("loss", "log_probs", "lse", "entropy", "tail"):
             shape = tokens if case.reduction == "none" else ()
-            if case.slots and name == "log_probs":
-                shape = (*tokens, case.slots)
+            if case.topk and name == "log_probs":
+                shape = (*tokens, case.topk)
             values = self.eighths(shape) if case.cotangent != "ones" else torch.ones(shape)
             if case.cotangent == "nan where ignored" and shape and shape == tokens:
                 values = values.masked_fill(ignored.reshape(tokens), math.nan)
@@ -151,9 +151,9 @@ class Problem:
 
     def targets(self, input: Tensor, weight: Tensor) -> Tensor:  # (N,)
         case, N, V = self.case, self.case.count, self.case.V
-        if case.slots:  # classes that a token names twice are among them
-            target = torch.randint(V, (N, case.slots), generator=self.generator)
-            target[self.uniform(N, case.slots) < 0.15] = case.ignore_index
+        if case.topk:  # classes that a token names twice are among them
+            target = torch.randint(V, (N, case.topk), generator=self.generator)
+            target[self.uniform(N, case.topk) < 0.15] = case.ignore_index
         elif case.targets == "uniform":
             target = torch.randint(V, (N,), generator=self.generator)
         elif case.targets == "one class":
@@ -166,7 +166,7 @@ class Problem:
         target[self.uniform(N) < case.ignored] = case.ignore_index
         return target
 
-    def make_slots(self, target: Tensor) -> None:  # (..., K)
+    def make_topk(self, target: Tensor) -> None:  # (..., K)
         """Weights that do not add up to 1, some 0, and what is not to be read."""
         weight = self.uniform(*target.shape) * (self.uniform(*target.shape[:-1], 1) + 0.1)
         weight[self.uniform(*target.shape) < 0.1] = 0.0
@@ -274,7 +274,7 @@ class Problem:
             at["input"] = hidden + torch.tanh(hidden @ weight.T) @ weight / case.V
         # contiguous: torch's fake tensors give what a transposed index picks other strides than it has
         classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long().contiguous()
-        classes = classes[..., 0] if case.slots else classes
+        classes = classes[..., 0] if case.topk else classes
         if "bias of weight" in relations:
             at["bias"] = 0.3 * weight.sum(1)
         if "class_weight of weight" in relations:
@@ -305,7 +305,7 @@ def scored_target(case: Case, labels: Tensor) -> Tensor:
 
 def valid_tokens(case: Case, labels: Tensor) -> Tensor:  # (...) bool
     counts = scored_target(case, labels) != case.ignore_index
-    return counts.any(-1) if case.slots else counts
+    return counts.any(-1) if case.topk else counts
 
 
 def accumulated(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tests.fuzz.problem import Problem, Tensors, accumulated
 Function = Callable[[Case, Tensors], Tensors]
 
 DIFFERENTIABLE = ("loss", "log_probs", "lse", "entropy", "tail")
-BATCH = (1.0, -2.0, 0.5)  # upstream factors of the mode "batched"
+BATCH = (1.0, -2.0, 0.5)  # grad_output of the mode "batched"
 
 
 # --- the objective ---

@@ -1,7 +1,7 @@
 """The Triton kernels in place of the ATen ones for CPU tensors, in Triton's interpreter, as the table of paths has it.
 
 float32 stands in for bfloat16, whose products the interpreter makes wrong; float16 goes where it goes on CUDA. Logits
-are retained of float16 only: in 16 bits they do not have float32's digits.
+are saved of float16 only: in 16 bits they do not have float32's digits.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from flce_ops.meta.arguments import Forward
-from flce_ops.ops import autograd, retained
+from flce_ops.ops import autograd, saved_logits
+from flce_ops.ops.call_facts import facts_of
 from flce_ops.ops.paths import KERNELS, function
 from flce_ops.ops.registration import OPERATORS
-from flce_ops.ops.situations import situation_of
 from flce_ops.support.table import choose
 from tests.interpreter import remember_what_is_patched
 
@@ -23,23 +23,23 @@ _library = torch.library.Library("flce", "IMPL")  # its kernels live as long as 
 def kernel(name: str) -> Callable:
     def run(*args, **kwargs):
         call = OPERATORS[name].arguments.bind(*args, **kwargs)
-        situation = situation_of(call)._replace(device="cuda")
-        if situation.dtype == torch.float32:
-            situation = situation._replace(dtype=torch.bfloat16)
-        if situation.teacher == torch.float32:
-            situation = situation._replace(teacher=torch.bfloat16)
-        return function(choose(KERNELS[name], situation).kernel)(call)
+        facts = facts_of(call)._replace(device="cuda")
+        if facts.dtype == torch.float32:
+            facts = facts._replace(dtype=torch.bfloat16)
+        if facts.teacher == torch.float32:
+            facts = facts._replace(teacher=torch.bfloat16)
+        return function(choose(KERNELS[name], facts).kernel)(call)
 
     return run
 
 
-def retained_rows(call: Forward) -> int:
+def saved_rows(call: Forward) -> int:
     half = call.operands.input.dtype == torch.float16
-    return retained.retained_rows(call) if half and call.logits.softcap is None else 0
+    return saved_logits.saved_rows(call) if half and call.logits.softcap is None else 0
 
 
 def install() -> None:
-    autograd.retained_rows = retained_rows
+    autograd.saved_rows = saved_rows
     remember_what_is_patched()
     names = [f"{op}_{step}" for op in OPS for step in ("forward", "backward", "with_grad")]
     in_one_pass = ("linear_policy_loss_with_grad", "linear_cross_entropy_low_rank_with_grad")

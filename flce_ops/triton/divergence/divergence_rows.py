@@ -22,11 +22,11 @@ from flce_ops.objectives.divergence import Divergence, Forward
 from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.triton.divergence.fixed_point import from_fixed_point
 from flce_ops.triton.divergence.softmax_rows import Softmax, store_shift
+from flce_ops.triton.gemm.device import interpreted
 from flce_ops.triton.gemm.logits_gemm import base2_logits
-from flce_ops.triton.gemm.target import interpreted
 from flce_ops.triton.gemm.tile_sums import launch_sum_tiles
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_distance
+from flce_ops.triton.rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
@@ -80,7 +80,7 @@ def divergence_kernel(
     gradient_ptr,  # (n, V) out, the memory of the student's logits; or None
     row_number_ptr,  # (n,), for G; or None for 1
     scale,  # RowScale, for G
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     V,
     stride_student,
@@ -96,12 +96,12 @@ def divergence_kernel(
 ):
     vocab_block = tl.program_id(0)
     row_start = tl.program_id(1) * BLOCK_N
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         rows = row_start + tl.arange(0, BLOCK_N)
         cols = vocab_block * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask = rows < count
-        token = tl.load(kept.order + rows, mask=row_mask, other=0)
+        token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
         log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
         if distributions.teacher_probs is None:
@@ -159,7 +159,7 @@ def finish_divergence_kernel(
     results,  # RowResults
     row_number_ptr,  # (n,) out
     scale_of_sums_ptr,  # (n,) out; or None
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     N,
     OF_SUMS: tl.constexpr,
@@ -169,8 +169,8 @@ def finish_divergence_kernel(
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < n
-    mask = i < kept_rows(kept, n)
-    token = tl.load(kept.order + i, mask=inside, other=0)
+    mask = i < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + i, mask=inside, other=0)
     totals = ()
     for k in tl.static_range(SUMS):
         totals += (tl.load(totals_ptr + k * n + i, mask=mask, other=1.0),)  # type: ignore[assignment]
@@ -192,13 +192,13 @@ def finish_divergence_kernel(
 def known_number_kernel(
     student_kl_ptr,  # (N,) nats
     row_number_ptr,  # (n,) out
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < kept_rows(kept, n)
-    token = tl.load(kept.order + i, mask=mask, other=0)
+    mask = i < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + i, mask=mask, other=0)
     tl.store(row_number_ptr + i, tl.load(student_kl_ptr + token, mask=mask, other=0.0) / LN2, mask=mask)
 
 
@@ -206,9 +206,20 @@ class Rows:
     """The kernels of a chunk's rows."""
 
     def __init__(
-        self, distributions: Distributions, kind: type[Divergence], beta: Tensor | None, kept: Kept, tile: int
+        self,
+        distributions: Distributions,
+        kind: type[Divergence],
+        beta: Tensor | None,
+        valid_tokens: ValidTokens,
+        tile: int,
     ) -> None:
-        self.distributions, self.kind, self.beta, self.kept, self.tile = distributions, kind, beta, kept, tile
+        self.distributions, self.kind, self.beta, self.valid_tokens, self.tile = (
+            distributions,
+            kind,
+            beta,
+            valid_tokens,
+            tile,
+        )
         student, teacher, _ = distributions
         self.n = student.logits.shape[0]
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
@@ -221,7 +232,7 @@ class Rows:
         """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
         self.launch(sums, gradient, None, scale)
         totals = sums.new_empty(sums.shape[0], self.n)
-        launch_sum_tiles(sums, totals, self.kept)
+        launch_sum_tiles(sums, totals, self.valid_tokens)
         return totals
 
     def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
@@ -235,7 +246,7 @@ class Rows:
             results,
             self.row_number,
             self.scale_of_sums,
-            self.kept,
+            self.valid_tokens,
             self.n,
             tokens,
             OF_SUMS=self.kind.of_sums.jit,
@@ -247,7 +258,7 @@ class Rows:
 
     def take_number(self, student_kl: Tensor) -> None:
         known_number_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
-            student_kl, self.row_number, self.kept, self.n, BLOCK_N=BLOCK_ROWS, num_warps=2
+            student_kl, self.row_number, self.valid_tokens, self.n, BLOCK_N=BLOCK_ROWS, num_warps=2
         )
 
     def make_gradient(self, gradient: Tensor, scale: RowScale) -> None:
@@ -274,7 +285,7 @@ class Rows:
             gradient,
             row_number,
             scale,
-            self.kept,
+            self.valid_tokens,
             *logits.shape,
             logits.stride(0),
             0 if teacher is None else teacher.logits.stride(0),

@@ -17,10 +17,10 @@ from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.triton.divergence.divergence_rows import RowResults, RowScale
 from flce_ops.triton.divergence.kl_div_step import ForwardRows, run_chunks
-from flce_ops.triton.gemm.even_features import with_even_features
+from flce_ops.triton.gemm.padded_features import with_padded_features
 from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
 from flce_ops.triton.steps.chunks import contiguous, record_chunks
 from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
 
@@ -38,12 +38,12 @@ def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, T
 
 def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]:
     results = RowResults(*(out if out.numel() else None for out in outputs))
-    kept, _ = kept_tokens(call.operands)
-    return run_chunks(call.operands, call.options, kept, NO_GRADIENTS, results)
+    valid_tokens, _ = compacted_tokens(call.operands)
+    return run_chunks(call.operands, call.options, valid_tokens, NO_GRADIENTS, results)
 
 
 @takes(KlDivWithGrad)
-@with_even_features
+@with_padded_features
 def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
     call.row_scale = call.row_scale.contiguous()
@@ -53,17 +53,17 @@ def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor
 
 def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[slice]:
     loss, divergence, *grads = outputs
-    kept, place = kept_tokens(call.operands)
+    valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(grads, call.output_mask)
     scale = RowScale(call.row_scale, call.options.logit_scale)
-    chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(divergence), scale)
-    finish_gradients(grads, gradients, kept, place)
-    launch_sum_losses(divergence, Reduction(call.row_scale), kept.total, loss)
+    chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale)
+    finish_gradients(grads, gradients, valid_tokens, place)
+    launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
     return chunks
 
 
 @takes(KlDivBackward)
-@with_even_features
+@with_padded_features
 def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     outputs = meta.outputs(call)
     call.grad, call.shift, call.teacher_shift, call.student_kl = contiguous(
@@ -74,12 +74,12 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
 
 
 def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
-    kept, place = kept_tokens(call.operands)
+    valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(outputs, call.output_mask)
     known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
     scale = RowScale(call.grad, call.options.logit_scale)
-    chunks = run_chunks(call.operands, call.options, kept, gradients, RowResults(None), scale, known)
-    finish_gradients(outputs, gradients, kept, place)
+    chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(None), scale, known)
+    finish_gradients(outputs, gradients, valid_tokens, place)
     return chunks
 
 
@@ -97,6 +97,6 @@ def run(
     record_chunks(call, operands.linear_weight, chunks)
 
 
-def kept_tokens(operands: KlDivOperands) -> tuple[Kept, Tensor]:
+def compacted_tokens(operands: KlDivOperands) -> tuple[ValidTokens, Tensor]:
     """Those where `valid` is not 0."""
-    return keep_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])
+    return compact_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])

@@ -1,16 +1,16 @@
 """Chunks of tokens of linear_kl_div: the logits of both models in 16 bits, then G in place of the student's.
 
-    rows, teacher's rows = the chunk's kept tokens                                                 copy_rows.py
+    rows, teacher's rows = the chunk's valid tokens                                                copy_rows.py
     t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
     s = logits of the student                   likewise; over shards one exchange of row numbers
     divergence, G over s                        one or two passes over s and t                     divergence_rows.py
     grad_linear_weight += G.T @ rows            in float16 until the last chunk                    weight_gradient.py
-    grad_input[rows]    = G @ linear_weight     in float32, rounded once; its parts where t was    input_gradient.py
+    grad_input[rows]    = G @ linear_weight     in float32, rounded once; its splits where t was   input_gradient.py
 
 All three operators are this loop: forward makes no G, backward knows what rows add up to. The first four lines are done
-for a part of a chunk at a time (kl_div_cut.py), because the teacher's logits are of no use once there is G: 4096 tokens
-of 151936 classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A teacher's
-probabilities are read where they are.
+for a block of a chunk at a time (kl_div_chunking.py), because the teacher's logits are of no use once there is G: 4096
+tokens of 151936 classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A
+teacher's probabilities are read where they are.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,13 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.objectives.divergence import DIVERGENCES
 from flce_ops.support.exchange import all_reduce
 from flce_ops.triton.divergence.divergence_rows import Distributions, RowResults, Rows, RowScale
-from flce_ops.triton.divergence.kl_div_cut import RowCut, cut_rows, fits_in_logits, row_numbers, stored_dtype
+from flce_ops.triton.divergence.kl_div_chunking import (
+    RowChunking,
+    chunk_rows,
+    fits_in_logits,
+    row_numbers,
+    stored_dtype,
+)
 from flce_ops.triton.divergence.softmax_rows import (
     Linear,
     Softmax,
@@ -33,16 +39,17 @@ from flce_ops.triton.divergence.softmax_rows import (
     take_shift,
 )
 from flce_ops.triton.gemm.backends import backend_for
+from flce_ops.triton.gemm.device import tiles_for
 from flce_ops.triton.gemm.input_gradient import Finish
-from flce_ops.triton.gemm.parts import float32_memory
-from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.split_k import float32_memory
 from flce_ops.triton.gemm.tile_sums import launch_max_and_sum
-from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.copy_rows import launch_copy_rows
-from flce_ops.triton.rows.kept_tokens import Kept, room_for_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, room_for_rows
 from flce_ops.triton.steps.gradients import Gradients
 
-# N tokens, n rows of a chunk or part, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T tiles
+# N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T
+# tiles
 
 
 class ForwardRows(NamedTuple):
@@ -56,18 +63,18 @@ class ForwardRows(NamedTuple):
 def run_chunks(
     operands: KlDivOperands,
     options: KlDivOptions,
-    kept: Kept,
+    valid_tokens: ValidTokens,
     gradients: Gradients,
     results: RowResults,
     scale: RowScale | None = None,
     known: ForwardRows | None = None,
 ) -> list[slice]:
     """The chunks it took."""
-    cut = cut_rows(operands, options, gradients)
-    step = KlDivStep(operands, options, kept, gradients, cut)
-    for chunk, parts in zip(cut.chunks, cut.parts, strict=True):
-        step.run(chunk, parts, results, scale, known)
-    return cut.chunks
+    chunking = chunk_rows(operands, options, gradients)
+    step = KlDivStep(operands, options, valid_tokens, gradients, chunking)
+    for chunk, blocks in zip(chunking.chunks, chunking.blocks, strict=True):
+        step.run(chunk, blocks, results, scale, known)
+    return chunking.chunks
 
 
 class KlDivStep:
@@ -77,11 +84,11 @@ class KlDivStep:
         self,
         operands: KlDivOperands,
         options: KlDivOptions,
-        kept: Kept,
+        valid_tokens: ValidTokens,
         gradients: Gradients,
-        cut: RowCut,
+        chunking: RowChunking,
     ) -> None:
-        self.operands, self.options, self.kept, self.cut = operands, options, kept, cut
+        self.operands, self.options, self.valid_tokens, self.chunking = operands, options, valid_tokens, chunking
         self.grad_input, grad_weight, self.bias_sum = gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
@@ -89,46 +96,46 @@ class KlDivStep:
         self.tile = tiles_for(input).block_n
         dtype = stored_dtype(input, options.softcap)
         # of the student, then G; behind them the teacher's
-        self.logits = input.new_empty(cut.rows * row_numbers(self.classes), dtype=dtype)
+        self.logits = input.new_empty(chunking.rows * row_numbers(self.classes), dtype=dtype)
         self.teacher_rows = None
         if teacher_input is not None and not fits_in_logits(teacher_input, self.classes, dtype.itemsize):
-            most = max(part.stop - part.start for parts in cut.parts for part in parts)
+            most = max(block.stop - block.start for blocks in chunking.blocks for block in blocks)
             self.teacher_rows = teacher_input.new_empty(most * teacher_input.shape[1])
-        self.apart = input.new_empty(cut.chunks[0].stop, hidden) if self.grad_input is None else None
+        self.apart = input.new_empty(chunking.chunks[0].stop, hidden) if self.grad_input is None else None
         self.backend, self.weight_gradient = backend_for(input), None
         if grad_weight is not None:
-            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=len(cut.chunks))
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=len(chunking.chunks))
 
     def run(
         self,
         chunk: slice,
-        parts: list[slice],
+        blocks: list[slice],
         results: RowResults,
         scale: RowScale | None,
         known: ForwardRows | None,
     ) -> None:
-        kept, n = self.kept.of(chunk), chunk.stop - chunk.start
+        valid_tokens, n = self.valid_tokens.of(chunk), chunk.stop - chunk.start
         tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
-        launch_copy_rows(self.operands.input, tokens, kept)
+        launch_copy_rows(self.operands.input, tokens, valid_tokens)
         logits = matrix(self.logits, n, self.classes)
-        for part in parts:
-            self.run_part(kept.of(part), tokens[part], logits[part], results, scale, known)
+        for block in blocks:
+            self.run_block(valid_tokens.of(block), tokens[block], logits[block], results, scale, known)
         if scale is not None:
             gradient = matrix(self.logits.view(tokens.dtype), n, self.classes)
-            self.add_to_weight(gradient, tokens, kept)
-            self.write_input(gradient, chunk, kept)
+            self.add_to_weight(gradient, tokens, valid_tokens)
+            self.write_input(gradient, chunk, valid_tokens)
 
-    def run_part(
+    def run_block(
         self,
-        kept: Kept,
+        valid_tokens: ValidTokens,
         tokens: Tensor,  # (n, D)
         logits: Tensor,  # (n, V) out: the student's, then G
         results: RowResults,
         scale: RowScale | None,
         known: ForwardRows | None,
     ) -> None:
-        distributions, sums = self.softmaxes(kept, tokens, logits, known)
-        rows = Rows(distributions, DIVERGENCES[self.options.kind], self.options.beta, kept, self.tile)
+        distributions, sums = self.softmaxes(valid_tokens, tokens, logits, known)
+        rows = Rows(distributions, DIVERGENCES[self.options.kind], self.options.beta, valid_tokens, self.tile)
         gradient = None if scale is None else logits.view(tokens.dtype)
         if known is not None and self.options.of_student:
             rows.take_number(known.student_kl)
@@ -140,16 +147,16 @@ class KlDivStep:
             rows.make_gradient(gradient, scale)
 
     def softmaxes(
-        self, kept: Kept, tokens: Tensor, logits: Tensor, known: ForwardRows | None
+        self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor, known: ForwardRows | None
     ) -> tuple[Distributions, Tensor]:
-        """The distributions of a part, and (s, T, n) memory for sums of tiles."""
+        """The distributions of a block, and (s, T, n) memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]
         logit_options = LogitOptions(options.softcap, options.logit_scale)
         models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
         matrices, shifts = [logits], None if known is None else known[:2]
         if operands.teacher_input is not None:
             teacher_tokens = self.teacher_tokens(logits)
-            launch_copy_rows(operands.teacher_input, teacher_tokens, kept)
+            launch_copy_rows(operands.teacher_input, teacher_tokens, valid_tokens)
             teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
             models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
@@ -164,12 +171,12 @@ class KlDivStep:
         sums = per_tile[len(models) :]
         # the teacher first: its rows wait where the student's logits will be
         for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
-            store_logits(model, softmax, tile_sum, kept)
+            store_logits(model, softmax, tile_sum, valid_tokens)
         for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
             if shifts is None:
-                launch_max_and_sum(softmax.tile_max, tile_sum, softmax.shift, kept)
+                launch_max_and_sum(softmax.tile_max, tile_sum, softmax.shift, valid_tokens)
             else:
-                take_shift(softmax, shifts[k], kept)
+                take_shift(softmax, shifts[k], valid_tokens)
         if shifts is None:
             share_denominators(softmaxes, options.group, options.ranks)
         teacher = softmaxes[1] if len(softmaxes) > 1 else None
@@ -183,22 +190,22 @@ class KlDivStep:
             memory = self.logits[first : first + n * logits.stride(0)].view(self.operands.teacher_input.dtype)
         return memory[: n * hidden].view(n, hidden)
 
-    def add_to_weight(self, gradient: Tensor, tokens: Tensor, kept: Kept) -> None:
+    def add_to_weight(self, gradient: Tensor, tokens: Tensor, valid_tokens: ValidTokens) -> None:
         if self.bias_sum is not None:
-            self.bias_sum += weighted_column_sum(gradient, None, kept)
+            self.bias_sum += weighted_column_sum(gradient, None, valid_tokens)
         if self.weight_gradient is not None:
-            last = kept.start + gradient.shape[0] == self.tokens
+            last = valid_tokens.start + gradient.shape[0] == self.tokens
             columns = slice(0, self.classes)
-            self.weight_gradient.add(columns, gradient, tokens, kept, first=kept.start == 0, last=last)
+            self.weight_gradient.add(columns, gradient, tokens, valid_tokens, first=valid_tokens.start == 0, last=last)
 
-    def write_input(self, gradient: Tensor, chunk: slice, kept: Kept) -> None:
+    def write_input(self, gradient: Tensor, chunk: slice, valid_tokens: ValidTokens) -> None:
         """In place of the tokens."""
         if self.grad_input is None:
             return
         columns = slice(0, self.classes)
         memory = self.product_memory(chunk)
         out, linear_weight = self.grad_input[chunk], self.operands.linear_weight
-        product = self.backend.input_gradient(out, linear_weight, Finish(), kept, [columns], memory)
+        product = self.backend.input_gradient(out, linear_weight, Finish(), valid_tokens, [columns], memory)
         product.add(columns, gradient)
         product.close()
 
@@ -207,7 +214,7 @@ class KlDivStep:
         if self.operands.teacher_input is not None:
             rows = chunk.stop - chunk.start
             return float32_memory(self.logits[rows * row_numbers(self.classes) :])
-        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.chunking.product_bytes // 4
         return later if later.shape[0] >= numbers else later.new_empty(numbers)
 
 

@@ -30,8 +30,8 @@ from flce_ops.triton.gemm.backends import backend_for
 from flce_ops.triton.gemm.epilogues import MaxSum
 from flce_ops.triton.gemm.logits_gemm import LOG2E
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
 from flce_ops.triton.rows.two_sum import rescaled
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, R ranks that share it
 
@@ -46,7 +46,7 @@ class Softmax(NamedTuple):
 class Linear(NamedTuple):
     """A model's head, and its tokens."""
 
-    rows: Tensor  # (n, D) of the kept tokens
+    rows: Tensor  # (n, D) of the valid tokens
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
     options: LogitOptions
@@ -56,14 +56,14 @@ class Linear(NamedTuple):
 def known_shift_kernel(
     known_ptr,  # (2, N) nats
     shift_ptr,  # (2, n) out
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     N,
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < kept_rows(kept, n)
-    token = tl.load(kept.order + i, mask=mask, other=0)
+    mask = i < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + i, mask=mask, other=0)
     high = tl.load(known_ptr + token, mask=mask, other=0.0)
     low = tl.load(known_ptr + N + token, mask=mask, other=0.0)
     high, low = rescaled(high, low, LOG2E)
@@ -89,7 +89,7 @@ def store_shift(
     tl.store(out_ptr + N + token, low, mask=inside)
 
 
-def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) -> None:
+def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, valid_tokens: ValidTokens) -> None:
     """Logits and tile maxima of `softmax`; (T, n) sums of exp(u)."""
     backend_for(model.rows).logits(
         model.rows,
@@ -97,7 +97,7 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, kept: Kept) 
         model.bias,
         MaxSum(tile_sum, softmax.tile_max),
         model.options,
-        kept,
+        valid_tokens,
         out=softmax.logits,
         before_softcap=softmax.softcap is not None,
     )
@@ -114,6 +114,8 @@ def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) 
         softmax.shift[1] = denominator
 
 
-def take_shift(softmax: Softmax, known: Tensor, kept: Kept) -> None:  # (2, N) nats
+def take_shift(softmax: Softmax, known: Tensor, valid_tokens: ValidTokens) -> None:  # (2, N) nats
     n = softmax.shift.shape[1]
-    known_shift_kernel[(triton.cdiv(n, 64),)](known, softmax.shift, kept, n, known.shape[1], BLOCK_N=64, num_warps=2)
+    known_shift_kernel[(triton.cdiv(n, 64),)](
+        known, softmax.shift, valid_tokens, n, known.shape[1], BLOCK_N=64, num_warps=2
+    )

@@ -4,12 +4,12 @@ backends.py              who makes them
 logits_gemm.py           a chunk of logits, consumed tile by tile in an epilogue: epilogues.py
 tile_sums.py             numbers of a row for each tile, added up
 weight_gradient.py       E.T @ (c input), summed over chunks
-    sum_units.py         in which units
-    outgrown_rows.py     rows that call for another unit
-    turned_tiles.py      where the last block of features is at most half full
+    sum_scales.py        with which scales
+    overflow_rows.py     rows that overflow theirs
+    transposed_tiles.py  where the last block of features is at most half full
 input_gradient.py        E @ linear_weight
-    parts.py             in how many parts of the vocabulary
-gemm_operands.py         matrices as tensor maps
-target.py, tiles.py      the device; tile shapes
-even_features.py         a D that is no multiple of 16: copies with zeros behind, where they fit
+    split_k.py           how many ways the vocabulary is split
+tma.py                   matrices as tensor maps
+device.py, tiles.py      the device; tile shapes
+padded_features.py       a D that is no multiple of 16: copies with zeros behind, where they fit
 """

@@ -2,7 +2,7 @@
 
     logits             epilogue(rows @ linear_weight.T), a tile at a time           logits_gemm.py, epilogues.py
     weight_gradient    the sum of E.T @ rows over chunks of tokens                  weight_gradient.py
-    input_gradient     finish(the sum of E @ linear_weight over pieces of V)        input_gradient.py
+    input_gradient     finish(the sum of E @ linear_weight over slices of V)        input_gradient.py
 
 The first row that takes a matrix of an operand's dtype on its device makes all three. The epilogues are named by what
 they read and write, ExpSum, MaxSum and Gradient; how tokens are cut follows from the tiles of tiles.py.

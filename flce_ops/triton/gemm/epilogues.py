@@ -3,7 +3,7 @@
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
                                             sum_cols E^2;   sum_cols z
-                or the codes of z in place of E, and max_cols z for these                          (logit_codes.py)
+                or quantized z in place of E, and max_cols z for these                             (quantized_logits.py)
     max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.rows.kept_tokens import row_distance
-from flce_ops.triton.steps.logit_codes import Coding, encoded, largest_places
+from flce_ops.triton.rows.valid_tokens import row_distance
+from flce_ops.triton.steps.quantized_logits import Quantization, largest_places, quantize
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -75,7 +75,7 @@ class ExpSum(NamedTuple):
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
     squares: Tensor | None = None  # (T, n) out, sum_cols E^2
     total: Tensor | None = None  # (T, n) out, sum_cols z
-    coding: Coding | None = None  # its maxima out
+    quantization: Quantization | None = None  # its maxima out
     reference_class: ReferenceClass | None = None
     first_column: int = 0  # of these classes
 
@@ -110,11 +110,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)
     store_sum(operands.squares, result * result, partial_offset, row_mask)
-    if operands.coding is not None:
+    if operands.quantization is not None:
         largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
         largest = tl.where(largest == float("-inf"), 0.0, largest)
-        tl.store(largest_places(operands.coding, rows, tile), largest, mask=row_mask)
-        result = encoded(z, largest, operands.coding.steps)
+        tl.store(largest_places(operands.quantization, rows, tile), largest, mask=row_mask)
+        result = quantize(z, largest, operands.quantization.steps)
     return result
 
 

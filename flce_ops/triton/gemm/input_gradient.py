@@ -7,8 +7,8 @@
 
 residual_i is what rounding took from the target's entry of E (finish_rows.py), m wW what smoothing.py adds.
 
-V may be split into S parts whose products wait in float32 memory until they are added (parts.py). One part is finished
-where it is made and needs no memory.
+V may be split into S ranges whose products wait in float32 memory until they are added (split_k.py). One split is
+finished where it is made and needs no memory.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import descriptors, fits_tma, load_tile, store_tile
-from flce_ops.triton.gemm.parts import parts_of
-from flce_ops.triton.gemm.target import input_tiles_for, multiprocessors
+from flce_ops.triton.gemm.device import input_tiles_for, multiprocessors
+from flce_ops.triton.gemm.split_k import splits_of
+from flce_ops.triton.gemm.tma import descriptors, fits_tma, load_tile, store_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
 from flce_ops.triton.sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 
-# n tokens of a chunk, D hidden, V vocabulary, S parts of it
+# n tokens of a chunk, D hidden, V vocabulary, S splits of it
 
-Pieces = list[tuple[slice, Tensor]]  # columns of the vocabulary, (n, columns) of E
+ClassSlices = list[tuple[slice, Tensor]]  # columns of the vocabulary, (n, columns) of E
 
 
 class Finish(NamedTuple):
@@ -77,33 +77,33 @@ def input_gradient_kernel(
     product_ptr,  # (S, count, D) float32; out, or added to
     out_ptr,  # (n, D) out
     finish,  # Finish
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     live,  # Steps
     n,
     D,
     v,
     numbers,  # of `product`
-    depth_of_parts,  # steps of the longest piece's main loop: all pieces are cut into as many parts
+    depth_of_splits,  # steps of the longest slice's main loop: all slices are split as often
     stride_exponentials_n,
     stride_weight_v,
     stride_weight_d,
     stride_out_n,
-    WHOLE: tl.constexpr,  # the piece is all of V
-    FIRST: tl.constexpr,  # of the pieces
+    WHOLE: tl.constexpr,  # the slice is all of V
+    FIRST: tl.constexpr,  # of the slices
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
 ):
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     tiles = row_blocks * tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(v, BLOCK_K)
-    parts = parts_of(count, D, depth_of_parts, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
-    for unit in tl.range(tl.program_id(0), tiles * parts, PROGRAMS):
-        part = unit // tiles
-        tile = unit % tiles
+    splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    for item in tl.range(tl.program_id(0), tiles * splits, PROGRAMS):
+        split = item // tiles
+        tile = item % tiles
         row_start = (tile % row_blocks) * BLOCK_M
         col_start = (tile // row_blocks) * BLOCK_N
         rows = row_start + tl.arange(0, BLOCK_M)
@@ -112,9 +112,9 @@ def input_gradient_kernel(
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         total = number_of_steps(live, row_start, depth, BLOCK_K)
-        steps = tl.cdiv(total, parts)
-        step = step_at(live, row_start, min(part * steps, total), BLOCK_K)
-        for k in range(part * steps, min(part * steps + steps, total)):
+        steps = tl.cdiv(total, splits)
+        step = step_at(live, row_start, min(split * steps, total), BLOCK_K)
+        for k in range(split * steps, min(split * steps + steps, total)):
             if live.number is None:
                 step = k
             if USE_TMA:
@@ -127,14 +127,14 @@ def input_gradient_kernel(
             acc = tl.dot(a, b, acc)
             if live.number is not None:
                 step = step_at(live, row_start, k + 1, BLOCK_K)
-        if WHOLE and parts == 1:
+        if WHOLE and splits == 1:
             grad = finished_tile(
                 acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d
             )
             store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
         else:
             mask = row_mask[:, None] & col_mask[None, :]
-            product = product_ptr + (part.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
+            product = product_ptr + (split.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
             if not FIRST:
                 acc += tl.load(product, mask=mask, other=0.0)
             tl.store(product, acc, mask=mask)
@@ -146,11 +146,11 @@ def finish_product_kernel(
     weight_ptr,  # (V, D)
     out_ptr,  # (n, D) out
     finish,  # Finish
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     D,
     numbers,
-    depth_of_parts,
+    depth_of_splits,
     stride_weight_v,
     stride_weight_d,
     stride_out_n,
@@ -161,52 +161,58 @@ def finish_product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The sum of the parts, finished."""
-    count = kept_rows(kept, n)
-    parts = parts_of(count, D, depth_of_parts, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    """The sum of the splits, finished."""
+    count = valid_rows(valid_tokens, n)
+    splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     col_mask = cols < D
     end = count
     if WHOLE:
-        end = tl.where(parts == 1, 0, count)
+        end = tl.where(splits == 1, 0, count)
     for start in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         rows = start + tl.arange(0, ROWS)
         row_mask = rows < count
         mask = row_mask[:, None] & col_mask[None, :]
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for part in range(parts):
-            product = product_ptr + (part * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
+        for split in range(splits):
+            product = product_ptr + (split * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
             acc += tl.load(product, mask=mask, other=0.0)
         grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d)
         store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
 
 
 class InputGradient:
-    """grad_input of a chunk, from the pieces of its E one after another."""
+    """grad_input of a chunk, from the slices of its E one after another."""
 
     def __init__(
         self,
         out: Tensor,  # (n, D) rows of grad_input
         linear_weight: Tensor,  # (V, D)
         finish: Finish,
-        kept: Kept,
-        columns: list[slice],  # of the pieces
-        product: Tensor,  # flat float32 memory; of several pieces it has to hold (n, D) numbers
-        live: Steps = EVERY_STEP,  # of one piece
+        valid_tokens: ValidTokens,
+        columns: list[slice],  # of the slices
+        product: Tensor,  # flat float32 memory; of several slices it has to hold (n, D) numbers
+        live: Steps = EVERY_STEP,  # of one slice
     ) -> None:
         assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
-        self.out, self.linear_weight, self.finish, self.kept, self.product = out, linear_weight, finish, kept, product
+        self.out, self.linear_weight, self.finish, self.valid_tokens, self.product = (
+            out,
+            linear_weight,
+            finish,
+            valid_tokens,
+            product,
+        )
         self.live, self.programs = live, multiprocessors(out)
         self.tiles = input_tiles_for(linear_weight, live=live.number is not None)
         self.whole = len(columns) == 1
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
         self.numbers = min(product.shape[0], 2**31 - 1)
 
-    def add(self, columns: slice, piece: Tensor) -> None:  # (n, v)
-        assert piece.stride(1) == 1
+    def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
+        assert exponentials.stride(1) == 1
         tiles, classes = self.tiles, self.linear_weight[columns]
-        matrices = [piece, classes]
-        assert not tiles.tma or fits_tma(piece)
+        matrices = [exponentials, classes]
+        assert not tiles.tma or fits_tma(exponentials)
         if tiles.tma:
             matrices = descriptors(matrices, ([tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]))
         input_gradient_kernel[(self.programs,)](
@@ -215,13 +221,13 @@ class InputGradient:
             self.product,
             self.out,
             self.finish,
-            self.kept,
+            self.valid_tokens,
             self.live,
             *self.out.shape,
             classes.shape[0],
             self.numbers,
             self.depth,
-            piece.stride(0),
+            exponentials.stride(0),
             *classes.stride(),
             self.out.stride(0),
             WHOLE=self.whole,
@@ -234,16 +240,16 @@ class InputGradient:
     def close(self) -> None:
         n, hidden = self.out.shape
         if self.whole and self.numbers < 2 * hidden:
-            return  # there is one part, whatever the count is
+            return  # there is one split, whatever the count is
         rows, columns = 8, 256
-        # some 16 programs a multiprocessor: one for each block of 4096x4096 took 9 us to leave where nothing is kept
+        # some 16 programs a multiprocessor: one for each block of 4096x4096 took 9 us to leave where no token is valid
         blocks = min(triton.cdiv(n, rows), triton.cdiv(16 * self.programs, triton.cdiv(hidden, columns)))
         finish_product_kernel[(blocks, triton.cdiv(hidden, columns))](
             self.product,
             self.linear_weight,
             self.out,
             self.finish,
-            self.kept,
+            self.valid_tokens,
             n,
             hidden,
             self.numbers,

@@ -10,7 +10,7 @@
                         + the product of a low-rank pair, if there is one              (low_rank_pair.py)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
-             0 behind the kept tokens' rows up to the end of their tile                            (kept_tokens.py)
+             0 behind the valid tokens' rows up to the end of their tile                           (valid_tokens.py)
     out = result dz/du / logit_scale, rounded once; optional            (max_sum's: without dz/du, or instead of it the
                                                                          logits before the softcap)
 
@@ -30,12 +30,12 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.divergence.fixed_point import to_fixed_point
+from flce_ops.triton.gemm.device import multiprocessors, tiles_for
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.gemm.gemm_operands import block_of_tile, descriptors, fits_tma, load_tile, store_tile
-from flce_ops.triton.gemm.target import multiprocessors, tiles_for
 from flce_ops.triton.gemm.tiles import LogitsTiles
+from flce_ops.triton.gemm.tma import block_of_tile, descriptors, fits_tma, load_tile, store_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
@@ -93,7 +93,7 @@ def logits_gemm_kernel(
     pair_weight_ptr,  # (V, r)
     class_scale_ptr,  # (V,) float32; None for 1: multiplies the products, and what is stored
     guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
-    kept,  # Kept, the tokens of the rows
+    valid_tokens,  # ValidTokens, the tokens of the rows
     n,
     D,
     V,
@@ -120,7 +120,7 @@ def logits_gemm_kernel(
 ):
     logit_scale = number(logit_options.logit_scale)
     softcap = number(logit_options.softcap)
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_K)
@@ -181,7 +181,7 @@ def logits_gemm_kernel(
                 else:
                     out_ptr.store([row_start, col_start], rounded)
             else:
-                # zeros behind the kept rows, as TMA stores them
+                # zeros behind the valid rows, as TMA stores them
                 store_tile(out_ptr, result, rows, cols, rows < n, col_mask, stride_out_n)
 
 
@@ -191,7 +191,7 @@ def launch_logits_gemm(
     linear_bias: Tensor | None,  # (V,)
     epilogue: ExpSum | MaxSum | Gradient,
     logit_options: LogitOptions,
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
@@ -219,7 +219,7 @@ def launch_logits_gemm(
         *matrices[3:],
         pair.class_scale,
         guard,
-        kept,
+        valid_tokens,
         n,
         hidden,
         num_classes,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_ops.triton.gemm.logits_gemm import LARGEST_SUM, exceeds
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, row_distance
+from flce_ops.triton.rows.valid_tokens import ValidTokens, row_distance, valid_rows
 
 # n rows of a chunk, T tiles along the vocabulary, s sums of each
 
@@ -22,7 +22,7 @@ def sum_tiles_kernel(
     partial_ptr,  # (s, T, n)
     row_sum_ptr,  # (s, n) out
     guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED; None for neither
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     T,
     GUARDED: tl.constexpr,
@@ -31,7 +31,7 @@ def sum_tiles_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     which = tl.program_id(1)
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
     if GUARDED:
         end = tl.where(exceeds(guard_ptr), end, 0)
@@ -53,7 +53,7 @@ def sum_tiles_kernel(
 def launch_sum_tiles(
     partial: Tensor,  # (T, n'), or (s, T, n')
     row_sum: Tensor,  # (n,), or (s, n); out
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
     raises: Tensor | None = None,  # () int32, to the bits of the largest sum
     guarded_by: Tensor | None = None,  # () int32: nothing is done unless it says that a sum was too large
@@ -61,7 +61,7 @@ def launch_sum_tiles(
     tiles, n = partial.shape[-2], row_sum.shape[-1]
     grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]), 1 if partial.dim() == 2 else partial.shape[0])
     guard = raises if guarded_by is None else guarded_by
-    sum_tiles_kernel[grid](partial, row_sum, guard, kept, n, tiles, GUARDED=guarded_by is not None, **BLOCKS)
+    sum_tiles_kernel[grid](partial, row_sum, guard, valid_tokens, n, tiles, GUARDED=guarded_by is not None, **BLOCKS)
 
 
 @Kernel
@@ -72,14 +72,14 @@ def max_and_sum_kernel(
     row_sum_ptr,  # (n,), with the guard
     out_ptr,  # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - it); with the guard (n,),
     # the sum of both numbers, only of rows whose sum is too large: the others keep theirs, bit for bit
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     T,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     if guard_ptr is None:
         end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
     else:
@@ -115,11 +115,11 @@ def launch_max_and_sum(
     partial_max: Tensor,  # (T, n')
     partial: Tensor,  # (T, n')
     out: Tensor,  # (2, n), or (n,)
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
     row_sum: Tensor | None = None,  # (n,), with the next
     guarded_by: Tensor | None = None,
 ) -> None:
     tiles, n = partial.shape[0], out.shape[-1]
     grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]),)
-    max_and_sum_kernel[grid](guarded_by, partial_max, partial, row_sum, out, kept, n, tiles, **BLOCKS)
+    max_and_sum_kernel[grid](guarded_by, partial_max, partial, row_sum, out, valid_tokens, n, tiles, **BLOCKS)

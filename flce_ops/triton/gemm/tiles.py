@@ -58,8 +58,8 @@ def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
 
 
 # H200, TFLOP/s at 2048x4096x128256 / 4096x1536x50257 / 2048x896x151936
-#   input       712 / 661 / 551   these tiles, V in three parts; cuBLAS 713 / 794 / 628
-#               719 / 440 / 346   256x128, one part
+#   input       712 / 661 / 551   these tiles, V in three splits; cuBLAS 713 / 794 / 628
+#               719 / 440 / 346   256x128, one split
 #   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
 #               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
 # "input" walks few long tiles, whose ends need no overlap.

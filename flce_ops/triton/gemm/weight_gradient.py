@@ -2,27 +2,27 @@
 
                 n                    D
         ┌───────────────┐        ┌───────┐
-      V │               │  @   n │       │     persistent programs walk the tiles of (V, D); n ends at the kept tokens
+      V │               │  @   n │       │     persistent programs walk the tiles of (V, D); n ends at the valid tokens
         │     E.T       │        │  c x  │
         └───────────────┘        └───────┘
 
 Between chunks the sum stands in grad_linear_weight's own memory, in float16 under a scale: 11 bits instead of
 bfloat16's 8, so that it is the last rounding that counts.
 
-    first chunk     sum = products / unit        unit: a power of two for each row of a tile, one byte: 2^4 to 2^6 times
-    a later one     sum += products / unit       its largest number, so that sums may grow to 2^19 times that
-    last chunk      out = sum unit + products
+    first chunk     sum = products / scale      scale: a power of two for each row of a tile, one byte: 2^4 to
+    a later one     sum += products / scale     2^6 times its largest number, so that sums may grow to 2^19
+    last chunk      out = sum scale + products  times that
     only chunk      out = products
 
-The host does not know how many tokens are kept. So where there are several chunks the first is launched as the only
+The host does not know how many tokens are valid. So where there are several chunks the first is launched as the only
 one, too; that of the two launches which it is not leaves at once, as do the later chunks where no token is left.
 
 Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
 1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
-whose products exceed what its unit has room for is not added but marked, and added in a new unit by a second launch
-(outgrown_rows.py). Without tensor maps every tile is read, and each chunk chooses its units anew, which need no room.
-With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as large the
-others have 9 or 10.
+whose products exceed what its scale has room for is not added but marked, and added under a new scale by a second
+launch (overflow_rows.py). Without tensor maps every tile is read, and each chunk chooses its scales anew, which need no
+room. With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as large
+the others have 9 or 10.
 
 A user's buffer (main_grad) is added to, not written: a tile of it is read, and the sum stored in its dtype, once for
 each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
@@ -33,7 +33,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import (
+from flce_ops.triton.gemm.device import main_grad_tiles_for, multiprocessors, weight_tiles_for
+from flce_ops.triton.gemm.overflow_rows import launch_overflow_rows
+from flce_ops.triton.gemm.sum_scales import (
+    LARGEST_SUM,
+    NO_ROOM,
+    ROOM,
+    Sum,
+    exponent_of,
+    largest_of_rows,
+    power_of_two,
+    scaled_products,
+)
+from flce_ops.triton.gemm.tiles import Tiles
+from flce_ops.triton.gemm.tma import (
     NO_OUTER,
     Outer,
     block_of_tile,
@@ -42,22 +55,9 @@ from flce_ops.triton.gemm.gemm_operands import (
     load_tile,
     outer_product,
 )
-from flce_ops.triton.gemm.outgrown_rows import launch_outgrown_rows
-from flce_ops.triton.gemm.sum_units import (
-    LARGEST_SUM,
-    NO_ROOM,
-    ROOM,
-    Sum,
-    exponent_of,
-    in_units,
-    largest_of_rows,
-    power_of_two,
-)
-from flce_ops.triton.gemm.target import main_grad_tiles_for, multiprocessors, weight_tiles_for
-from flce_ops.triton.gemm.tiles import Tiles
-from flce_ops.triton.gemm.turned_tiles import fits_turned_tiles, launch_turned_tiles
+from flce_ops.triton.gemm.transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
 from flce_ops.triton.sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 
 # n tokens of a chunk, D hidden, V vocabulary
@@ -71,17 +71,17 @@ def weight_gradient_kernel(
     stored_ptr,  # (V, D): for the last chunk the sum's
     sum_ptr,  # (V, D) float16, for float32 results float32
     result_ptr,  # (V, D) out, the same memory
-    exponent_ptr,  # (features' blocks, V) uint8, of the units; and 1 where a later chunk's products exceed its room
+    exponent_ptr,  # (features' blocks, V) uint8, of the scales; and 1 where a later chunk's products exceed its room
     guard_ptr,  # () int32: whether any do
     outer,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     blocks,  # Steps, the blocks of classes that are made
     live,  # Steps
     n,
     D,
     V,
-    room,  # units that the products of a chunk may have
-    first_rows,  # of the first chunk: it is the only one where all kept tokens are among them
+    room,  # largest product of a chunk, over its scale
+    first_rows,  # of the first chunk: it is the only one where all valid tokens are among them
     stride_exponentials_n,
     stride_rows_n,
     stride_out_v,
@@ -99,16 +99,16 @@ def weight_gradient_kernel(
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
     HALF_N: tl.constexpr = BLOCK_N // 2
-    UNIT_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
+    SCALE_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
     if not ADDS:
-        taken = tl.load(kept.taken)
+        taken = tl.load(valid_tokens.taken)
         only = taken <= first_rows
         if FIRST and LAST:
             tiles = tl.where(only & (taken >= 0), tiles, 0)
@@ -149,11 +149,11 @@ def weight_gradient_kernel(
             if outer[1] is not None:
                 acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
-            acc = in_units(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
+            acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
         elif not FIRST:
             exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
         elif not LAST:
-            exponent = exponent_of(largest_of_rows(acc), UNIT_ROOM)
+            exponent = exponent_of(largest_of_rows(acc), SCALE_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= power_of_two(254 - exponent)[:, None]
         # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
@@ -163,18 +163,18 @@ def weight_gradient_kernel(
         left_mask = class_mask[:, None] & (left_features < D)[None, :]
         right_mask = class_mask[:, None] & (left_features < D - HALF_N)[None, :]
         if not (FIRST or MEMORY_ADDS):
-            unit = power_of_two(exponent)
+            scale = power_of_two(exponent)
             if USE_TMA and LAST:
                 stored_left = stored_ptr.load([class_start, feature_start])
                 stored_right = stored_ptr.load([class_start, feature_start + HALF_N])
             else:
                 stored_left = tl.load(sum_ptr + left_places, mask=left_mask, other=0.0)
                 stored_right = tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0)
-            left += unit * stored_left.to(tl.float32)
-            right += unit * stored_right.to(tl.float32)
+            left += scale * stored_left.to(tl.float32)
+            right += scale * stored_right.to(tl.float32)
             if not LAST:
                 largest = tl.maximum(largest_of_rows(left), largest_of_rows(right))
-                exponent = exponent_of(largest, UNIT_ROOM)
+                exponent = exponent_of(largest, SCALE_ROOM)
                 tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
                 inverse = power_of_two(254 - exponent)[:, None]
                 left, right = left * inverse, right * inverse
@@ -219,35 +219,35 @@ class WeightGradient:
         self,
         columns: slice,  # of the vocabulary
         exponentials: Tensor,  # (n, v)
-        rows: Tensor,  # (n, D) c input, zeros behind the kept rows
-        kept: Kept,
+        rows: Tensor,  # (n, D) c input, zeros behind the valid rows
+        valid_tokens: ValidTokens,
         *,
         first: bool,
         last: bool,
         live: Steps = EVERY_STEP,  # where `columns` are all
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        arguments = columns, exponentials, rows, kept, live
+        arguments = columns, exponentials, rows, valid_tokens, live
         if first and not last:
             self.launch(*arguments, first=True, last=True)
         if first or last:
             self.launch(*arguments, first=first, last=last)
             return
         every = live.number is None and self.blocks.number is None
-        added = self.sum.of(columns), exponentials, rows, kept
-        if every and fits_turned_tiles(rows, self.tiles):
-            launch_turned_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
+        added = self.sum.of(columns), exponentials, rows, valid_tokens
+        if every and fits_transposed_tiles(rows, self.tiles):
+            launch_transposed_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
         else:
             self.launch(*arguments)
         if self.tiles.tma:
-            launch_outgrown_rows(*added, blocks=self.blocks, live=live, tiles=self.tiles)
+            launch_overflow_rows(*added, blocks=self.blocks, live=live, tiles=self.tiles)
 
     def launch(
         self,
         columns: slice,
         exponentials: Tensor,
         rows: Tensor,
-        kept: Kept,
+        valid_tokens: ValidTokens,
         live: Steps,
         *,
         first: bool = False,
@@ -277,7 +277,7 @@ class WeightGradient:
             out,
             *total[1:],
             outer if first else NO_OUTER,
-            kept,
+            valid_tokens,
             self.blocks,
             live,
             n,
@@ -301,5 +301,5 @@ class WeightGradient:
 
 
 def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
-    """What the sum over several chunks takes beside grad_linear_weight: a byte for each unit."""
+    """What the sum over several chunks takes beside grad_linear_weight: a byte for each scale."""
     return triton.cdiv(hidden, tiles.block_n) * num_classes

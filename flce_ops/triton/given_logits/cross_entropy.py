@@ -15,7 +15,7 @@ from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import CrossEntropy
 from flce_ops.support.path import record_run
 from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.gemm.target import interpreted, multiprocessors
+from flce_ops.triton.gemm.device import interpreted, multiprocessors
 from flce_ops.triton.given_logits.cross_entropy_kernels import (
     NOTHING_KNOWN,
     ForwardNumbers,
@@ -26,8 +26,8 @@ from flce_ops.triton.given_logits.cross_entropy_kernels import (
 from flce_ops.triton.given_logits.logit_rows import matrix_of
 from flce_ops.triton.launch.replay import repeated
 from flce_ops.triton.rows.finish_rows import in_kernel
-from flce_ops.triton.rows.kept_tokens import Count, count_tokens
 from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.rows.valid_tokens import Count, count_tokens
 from flce_ops.triton.steps.chunks import contiguous
 
 # N tokens, V vocabulary
@@ -131,7 +131,7 @@ def loss_step(
     grad_logits: Tensor | None = None,  # (N, V) out; None for over the logits
 ) -> None:
     logits, target, _ = call.operands
-    kept = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
+    valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
     objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
     numbers = LossResults(losses, argmax if call.argmax else None)
     gradient = logits if grad_logits is None else grad_logits
@@ -141,11 +141,11 @@ def loss_step(
         gradient,
         objective=objective,
         reduction=call.reduction,
-        kept=kept,
+        valid_tokens=valid_tokens,
         logit_sum=objective.d_sum is not None,
         argmax=call.argmax,
     )
-    launch_sum_losses(losses, call.reduction, kept.total, loss)
+    launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
 
 
 @takes(LogitsBackward)
@@ -194,7 +194,7 @@ def launch_rows(
     known: KnownRows = NOTHING_KNOWN,  # without what follows
     objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
-    kept: Count | None = None,
+    valid_tokens: Count | None = None,
     logit_sum: bool = False,
     argmax: bool = False,
 ) -> None:
@@ -207,7 +207,7 @@ def launch_rows(
         target,
         known,
         reduction,
-        kept,
+        valid_tokens,
         numbers,
         weight,
         None if objective is None else in_kernel(objective),

@@ -76,8 +76,8 @@ def rows_kernel(
     grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
     target_ptr,  # (N,)
     known,  # KnownRows, of which G is made without a sum; of nothing where the row is summed
-    reduction,  # Reduction, and the kept tokens, whose number divides a mean; None without a loss, as the next
-    kept,  # Count
+    reduction,  # Reduction, and the valid tokens, whose number divides a mean; None without a loss, as the next
+    valid_tokens,  # Count
     outputs,  # ForwardNumbers, or of a loss LossResults
     class_weight_ptr,  # (V,) float32
     objective,  # None without a loss, as the next
@@ -173,7 +173,7 @@ def rows_kernel(
             value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
             value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
             tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
-            scale = tl.where(valid, scale_of_rows(reduction, kept, i, valid), 0.0) * logit_scale
+            scale = tl.where(valid, scale_of_rows(reduction, valid_tokens, i, valid), 0.0) * logit_scale
             factor = scale * d_lse / row_sum
             sum_factor = None
             if LOGIT_SUM:

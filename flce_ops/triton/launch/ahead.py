@@ -31,12 +31,12 @@ from flce_ops.support.running import running
 from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.vendor import Chip, Compiling, compiling
 from flce_ops.support.workspace import get_retained, get_workspace
-from flce_ops.triton.gemm.target import chip_of
+from flce_ops.triton.gemm.device import chip_of
 
 logger = logging.getLogger("flce_ops")
 
 # One chunk and several, few tokens and many: what else N decides on is no constant of a kernel.
-# tests/test_compilations.py compares them with random N.
+# tests/kernels/test_compilations.py compares them with random N.
 TOKENS = (1, 16384, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first two launch most of the kernels
 ENOUGH_LAUNCHES = 500  # of a call that has chunks of every kind
 # Arguments whose first dimension is that of the classes; those of the others is that of the tokens.
@@ -45,7 +45,7 @@ OF_CLASSES = {
     *("teacher_weight", "teacher_bias"),
 }
 OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)
-ROW_MULTIPLE = 128  # rows that are retained together
+ROW_MULTIPLE = 128  # rows that are saved together
 
 aten = torch.ops.aten
 WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # which have no such tag
@@ -160,14 +160,14 @@ class WithoutData(UncompiledDispatchMode):
 def on_meta(call: Any, tokens: int) -> Any:
     def changed(name: str, value: Any) -> Any:
         if name == "retain" and value:
-            return rows_to_retain(tokens, call.operands.retained_columns)
+            return rows_to_save(tokens, call.operands.saved_columns)
         if not isinstance(value, Tensor):
             return value
         shape, stride = list(value.shape), value.stride()
         if name in OF_PAIRS:
             shape, stride = [2, tokens], (tokens, 1)
         elif name == "retained":
-            shape[0] = rows_to_retain(tokens, shape[1])
+            shape[0] = rows_to_save(tokens, shape[1])
         elif shape and name not in OF_CLASSES:
             shape[0] = tokens
         offset = value.data_ptr() % 16 // value.element_size()
@@ -177,7 +177,7 @@ def on_meta(call: Any, tokens: int) -> Any:
     return call.changed(changed)
 
 
-def rows_to_retain(tokens: int, columns: int) -> int:
+def rows_to_save(tokens: int, columns: int) -> int:
     return min(tokens, get_retained() // (2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 

@@ -54,10 +54,10 @@ LAUNCHES_AT_MOST = 2000  # of a kind: some 3 KiB each
 ALIGNMENT = 512  # of an allocation, as the caching allocator has it
 # Integer arguments of kernels, by name, that follow from how many tokens there are. Triton compiles a kernel again
 # where one is 1, or a multiple of 16, unless it is told not to. Where a distance between rows is one of them,
-# the kernel rounds it up to a multiple of 16 (kept_tokens.py).
+# the kernel rounds it up to a multiple of 16 (valid_tokens.py).
 VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
-    *("B", "G", "K", "L", "P", "W", "depth_of_parts", "first_tile", "steps"),
+    *("B", "G", "K", "L", "P", "W", "depth_of_splits", "first_tile", "steps"),
 }
 LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
 

@@ -1,10 +1,10 @@
-"""Rows copied: to rows of another length, of the kept tokens side by side, and back to where the tokens stand.
+"""Rows copied: to rows of another length, of the valid tokens side by side, and back to where the tokens stand.
 
     to another length     what is missing at their end becomes 0, what is too much stays behind
-    of the kept tokens    in their order, zeros behind them: gather_tokens.py where there is no target
+    of the valid tokens   in their order, zeros behind them: gather_tokens.py where there is no target
     back                  in place, from the last row to the first, as no row moves down:
 
-                 kept tokens first          as the tokens stand
+                 valid tokens first         as the tokens stand
     place        0 1 2 3 - -       ->       0 - 1 - 2 3
 
 A kernel of its own beside gather_tokens.py: there a program walks one row, whose product with the target's it adds up;
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import load_tile, store_tile
-from flce_ops.triton.gemm.target import interpreted
+from flce_ops.triton.gemm.device import interpreted
+from flce_ops.triton.gemm.tma import load_tile, store_tile
 from flce_ops.triton.launch.replay import Kernel, repeated
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, padded_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, padded_rows, valid_rows
 
 # N tokens, n rows, C columns
 
@@ -32,7 +32,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16)
 def copy_rows_kernel(
     matrix_ptr,  # (N, C)
     out_ptr,  # (n, columns of its own)
-    kept,  # Kept, whose rows are copied and zeros behind them up to a multiple of 128; None for all
+    valid_tokens,  # ValidTokens, whose rows are copied and zeros behind them up to a multiple of 128; None for all
     n,
     C,
     out_columns,
@@ -45,19 +45,28 @@ def copy_rows_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     count, end, sources = n, n, rows
-    if kept is not None:
-        count = kept_rows(kept, n)
+    if valid_tokens is not None:
+        count = valid_rows(valid_tokens, n)
         end = padded_rows(count, n)
-        sources = tl.load(kept.order + rows, mask=rows < count, other=0).to(tl.int64)
+        sources = tl.load(valid_tokens.order + rows, mask=rows < count, other=0).to(tl.int64)
     values = load_tile(matrix_ptr, sources, cols, rows < count, cols < C, stride_matrix_n, stride_matrix_c)
     store_tile(out_ptr, values, rows, cols, rows < end, cols < out_columns, stride_out_n)
 
 
-def launch_copy_rows(matrix: Tensor, out: Tensor, kept: Kept | None = None) -> None:
+def launch_copy_rows(matrix: Tensor, out: Tensor, valid_tokens: ValidTokens | None = None) -> None:
     assert out.stride(1) == 1
     (n, width), block_n, block_c = out.shape, 8, 512
     copy_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(width, block_c))](
-        matrix, out, kept, n, matrix.shape[1], width, *matrix.stride(), out.stride(0), BLOCK_N=block_n, BLOCK_C=block_c
+        matrix,
+        out,
+        valid_tokens,
+        n,
+        matrix.shape[1],
+        width,
+        *matrix.stride(),
+        out.stride(0),
+        BLOCK_N=block_n,
+        BLOCK_C=block_c,
     )
 
 
@@ -101,7 +110,7 @@ def spread_rows_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """A program owns some columns. It reads a block of rows and then writes it: what it reads afterwards lies before
-    the block, and no barrier waits for the writes. Where all tokens are kept there is nothing to do."""
+    the block, and no barrier waits for the writes. Where all tokens are valid there is nothing to do."""
     cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     blocks = tl.where(tl.load(count_ptr) < N, tl.cdiv(N, BLOCK_N), 0)
     for block in range(0, blocks):
@@ -112,13 +121,13 @@ def spread_rows_kernel(
         store_tile(matrix_ptr, values, rows, cols, rows < N, cols < D, stride_n)
 
 
-def launch_spread_rows(matrix: Tensor, kept: Kept, place: Tensor) -> None:
-    """Zeros where no token is kept."""
+def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor) -> None:
+    """Zeros where no token is valid."""
     assert matrix.stride(1) == 1
     tokens, columns = matrix.shape
     # 64 bytes of half numbers; 128 programs at D = 4096, where fewer columns each took 1.5 times as long. Fewer rows at
     # a time wait for the memory more often: H200, 23 us at 8192x1024, 33 with 256 rows.
     block_d = 64 if interpreted(matrix) else 32
     spread_rows_kernel[(triton.cdiv(columns, block_d),)](
-        matrix, place, kept.total, tokens, columns, matrix.stride(0), BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
+        matrix, place, valid_tokens.total, tokens, columns, matrix.stride(0), BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
     )

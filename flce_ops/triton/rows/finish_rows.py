@@ -1,4 +1,4 @@
-"""Losses of a chunk's kept tokens once their row sums are known, and what makes E the gradient of the logits.
+"""Losses of a chunk's valid tokens once their row sums are known, and what makes E the gradient of the logits.
 
 With l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py), p = E / Z and without label smoothing
 
@@ -24,13 +24,13 @@ from flce_ops.math.shards import lse_of_shards
 from flce_ops.objectives.in_triton import LN2, number
 from flce_ops.objectives.row import RowNumbers, RowObjective
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, row_vectors, written_rows
-from flce_ops.triton.rows.slots import larger_entry, slots_at_a_time, sum_of_equals
 from flce_ops.triton.rows.sum_losses import scale_of_rows
+from flce_ops.triton.rows.topk import larger_entry, sum_of_equals, topk_at_a_time
 from flce_ops.triton.rows.two_sum import surprisal_in_nats
+from flce_ops.triton.rows.valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
 from flce_ops.triton.steps.exponentials import RowSums
 
-# N tokens, n rows of a chunk, K slots of a token, V vocabulary, R ranks that share it
+# N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
 ROWS = 64  # of a program, where a token has one class
 # d_lse divides the slopes. Below this part of them it is made so large: p moves by a tenth of a rounding of a.
@@ -42,11 +42,11 @@ LARGEST_EXPONENT = tl.constexpr(90.0)
 class Tokens(NamedTuple):
     """What is known of a chunk's tokens before the logits GEMM, and where their losses go.
 
-    (n,) are in the order of the kept tokens, (N,) as the tokens stand. Of a soft target the first three vectors are
+    (n,) are in the order of the valid tokens, (N,) as the tokens stand. Of a soft target the first three vectors are
     (n, K).
     """
 
-    kept: Kept
+    valid_tokens: ValidTokens
     target_logit: Tensor  # (n,) z2 of the target, or of column 0 where the target is not here
     target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap; or its class scale
     column: Tensor  # (n,) int64, the target's, -1 where it is not here
@@ -83,7 +83,7 @@ def with_shares(row_sum, shares, SOFT: tl.constexpr):
 
 
 @triton.jit
-def over_slots(values, SOFT: tl.constexpr):
+def over_topk(values, SOFT: tl.constexpr):
     if SOFT:
         return tl.sum(values, 0)
     else:
@@ -99,7 +99,7 @@ def shard_numbers_kernel(
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < kept_rows(tokens.kept, n)
+    mask = i < valid_rows(tokens.valid_tokens, n)
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     logit = tl.load(tokens.target_logit + i, mask=mask, other=0.0)
     here = tl.load(tokens.column + i, mask=mask, other=-1) >= 0
@@ -133,24 +133,24 @@ def finish_rows_kernel(
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
     SCALED: tl.constexpr,  # by the reduction
-    SLOTS: tl.constexpr,
-    SOFT: tl.constexpr,  # a target of slots, one perhaps
+    TOPK: tl.constexpr,
+    SOFT: tl.constexpr,  # K targets a token, one perhaps
     BLOCK_N: tl.constexpr,  # 1 of a soft target
-    BLOCK_S: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
 ):
-    """BLOCK_N rows of one slot, or BLOCK_S slots at a time of one row: vectors of one of the two."""
+    """BLOCK_N rows of one target, or BLOCK_TOPK targets at a time of one row: vectors of one of the two."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < kept_rows(tokens.kept, n)
-    token = tl.load(tokens.kept.order + i, mask=i < n, other=0)
+    mask = i < valid_rows(tokens.valid_tokens, n)
+    token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
     at = (token, mask)
-    row_slots, token_slots = i.to(tl.int64) * SLOTS, token.to(tl.int64) * SLOTS
+    row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    for start in range(0, SLOTS, BLOCK_S):
-        slot = start + tl.arange(0, BLOCK_S)
-        inside = (slot < SLOTS) & mask
-        logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
-        here = tl.load(tokens.column + row_slots + slot, mask=inside, other=-1) >= 0
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & mask
+        logit = tl.load(tokens.target_logit + row_topk + k, mask=inside, other=0.0)
+        here = tl.load(tokens.column + row_topk + k, mask=inside, other=-1) >= 0
         row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
@@ -165,40 +165,42 @@ def finish_rows_kernel(
     value = tl.zeros((BLOCK_N,), tl.float32)
     slope = tl.zeros((BLOCK_N,), tl.float32)  # sum_k slope_k
     size = tl.zeros((BLOCK_N,), tl.float32)  # sum_k |slope_k|
-    for start in range(0, SLOTS, BLOCK_S):
-        slot = start + tl.arange(0, BLOCK_S)
-        inside = (slot < SLOTS) & mask
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & mask
         if whole is not None:
             distance = lse2 - tl.load(whole.target_logit + i, mask=mask, other=0.0)
         else:
-            logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
+            logit = tl.load(tokens.target_logit + row_topk + k, mask=inside, other=0.0)
             distance = (reference - logit) + log2_sum
         weight = None
         if objective.weight is not None:
-            weight = tl.load(objective.weight + token_slots + slot, mask=inside, other=0.0)
+            weight = tl.load(objective.weight + token_topk + k, mask=inside, other=0.0)
         surprisal = distance * LN2
         if tokens.log_probs is not None:
             log_prob = -surprisal_in_nats(logit, reference, log2_sum)
-            tl.store(tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=written_rows(tokens.kept, i, n))
-        of_slot, slope_of_slot = OF_TARGET(surprisal, weight, at, objective)
+            tl.store(
+                tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=written_rows(tokens.valid_tokens, i, n)
+            )
+        of_target, slope_of_target = OF_TARGET(surprisal, weight, at, objective)
         if SOFT:  # a bias of -inf may switch the class of a weight of 0 off
-            of_slot = tl.where(weight == 0.0, 0.0, of_slot)
-        value += over_slots(of_slot, SOFT)
-        slope += over_slots(slope_of_slot, SOFT)
-        size += over_slots(tl.abs(slope_of_slot + tl.zeros_like(distance)), SOFT)
+            of_target = tl.where(weight == 0.0, 0.0, of_target)
+        value += over_topk(of_target, SOFT)
+        slope += over_topk(slope_of_target, SOFT)
+        size += over_topk(tl.abs(slope_of_target + tl.zeros_like(distance)), SOFT)
     logit_sum = None
     if sums.logit_sum is not None:
         logit_sum = tl.load(sums.logit_sum + i, mask=mask, other=0.0) * LN2
     value, d_lse = OF_ROW(value, slope, lse2 * LN2, logit_sum, at, objective)
     if tokens.losses is not None:
-        tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=written_rows(tokens.kept, i, n))
+        tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=written_rows(tokens.valid_tokens, i, n))
 
     # c E' is to stay finite where d_lse vanishes beside the slopes. A scale of inf times a d_lse of 0 is nan, as in
     # ATen.
     divisor = tl.where(tl.abs(d_lse) < size * LEAST_SLOPE, size * LEAST_SLOPE, d_lse)
     scaled = divisor
     if SCALED:
-        row_scale = scale_of_rows(tokens.reduction, tokens.kept, token, mask)
+        row_scale = scale_of_rows(tokens.reduction, tokens.valid_tokens, token, mask)
         scaled = row_scale * d_lse
         scaled = tl.where(scaled == scaled, row_scale * divisor, scaled)
         if BOUNDED:
@@ -208,25 +210,25 @@ def finish_rows_kernel(
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
     column_of_largest = tl.full((), -1, tl.int64)
-    for start in range(0, SLOTS, BLOCK_S):
-        slot = start + tl.arange(0, BLOCK_S)
-        inside = (slot < SLOTS) & mask
-        logit = tl.load(tokens.target_logit + row_slots + slot, mask=inside, other=0.0)
-        column = tl.load(tokens.column + row_slots + slot, mask=inside, other=-1)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & mask
+        logit = tl.load(tokens.target_logit + row_topk + k, mask=inside, other=0.0)
+        column = tl.load(tokens.column + row_topk + k, mask=inside, other=-1)
         slope_of_entry = slope
         if SOFT:
-            weight = sum_of_equals(column, tokens.column + row_slots, objective.weight + token_slots, SLOTS, BLOCK_S)
+            weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + token_topk, TOPK, BLOCK_TOPK)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
         # a row factor of inf (a normalizer of 0) makes the entry inf - inf: nan, and so is every sum over it
         entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
         if tokens.target_dz_du is not None:
-            entry *= tl.load(tokens.target_dz_du + row_slots + slot, mask=inside, other=0.0)
+            entry *= tl.load(tokens.target_dz_du + row_topk + k, mask=inside, other=0.0)
         rounded = entry.to(finished.entry.dtype.element_ty)
-        tl.store(finished.entry + row_slots + slot, rounded, mask=inside)
+        tl.store(finished.entry + row_topk + k, rounded, mask=inside)
         if SOFT:
             largest_size, largest, column_of_largest = larger_entry(
-                largest_size, largest, column_of_largest, entry, column, BLOCK_S
+                largest_size, largest, column_of_largest, entry, column, BLOCK_TOPK
             )
         else:
             store_factors(finished, i, mask, row_factor, entry, rounded.to(tl.float32), column >= 0)
@@ -243,7 +245,7 @@ def store_factors(finished, i, mask, row_factor, entry, rounded, here):
     The entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight the row's
     factor makes up for it: E'_iy becomes exact. The other entries belong to other classes; together they move by less
     than 2^-8. In grad_input those moves would add up, along what linear_weight's rows share. So grad_input keeps the
-    plain factor, and the residual is added by itself. The largest of several slots' entries is taken: it is the one
+    plain factor, and the residual is added by itself. The largest of several targets' entries is taken: it is the one
     that may dominate the row, and all of them would read K rows of linear_weight again.
     """
     correction = tl.where(here & (tl.abs(rounded) > 0.0), entry / rounded, 1.0)  # 1 for nan, too
@@ -262,7 +264,7 @@ def launch_finish_rows(
     gathered: Tensor | None = None,  # (R, k, n) every rank's numbers
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
-    n, rows, slots = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
+    n, rows, topk = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
     row_factor, weight_factor, residual = row_vectors(column, 3, n)
     finished = FinishedRows(
         torch.empty(column.shape, dtype=dtype, device=column.device),
@@ -289,10 +291,10 @@ def launch_finish_rows(
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,
         SCALED=tokens.reduction is not None,
-        SLOTS=slots,
+        TOPK=topk,
         SOFT=soft,
         BLOCK_N=rows,
-        BLOCK_S=slots_at_a_time(slots),
+        BLOCK_TOPK=topk_at_a_time(topk),
         num_warps=2,
     )
     return finished

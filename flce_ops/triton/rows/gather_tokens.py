@@ -1,4 +1,4 @@
-"""The kept tokens of a chunk, side by side, with their target's logit: the reference of the exponentials.
+"""The valid tokens of a chunk, side by side, with their target's logit: the reference of the exponentials.
 
                 D                  D                 D
            ┌─────────┐        ┌─────────┐       ┌─────────┐
@@ -33,20 +33,20 @@ from torch import Tensor
 from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.gemm.epilogues import ReferenceClass
-from flce_ops.triton.gemm.gemm_operands import load_tile
 from flce_ops.triton.gemm.logits_gemm import base2_logits
+from flce_ops.triton.gemm.tma import load_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import ROW_MULTIPLE, Kept, kept_rows, row_vectors
 from flce_ops.triton.rows.smoothing import ClassSum
+from flce_ops.triton.rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, pair_logit
 
-# N tokens, n rows of a chunk, K slots, D hidden, V vocabulary
+# N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
 
-BLOCK_S = 4  # slots at a time: 4 x 1024 products are 32 registers of a thread
+BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products are 32 registers of a thread
 
 
 class AtTarget(NamedTuple):
-    """(n,) each, of the kept tokens; the first three (n, K) of a soft target. One argument of a kernel."""
+    """(n,) each, of the valid tokens; the first three (n, K) of a soft target. One argument of a kernel."""
 
     logit: Tensor  # base 2
     dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
@@ -59,9 +59,9 @@ class AtTarget(NamedTuple):
 
 @Kernel
 def gather_tokens_kernel(
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     operands,  # Operands; without a target column 0
-    rows_ptr,  # (n, D) out, zeros behind the kept rows up to a multiple of 128
+    rows_ptr,  # (n, D) out, zeros behind the valid rows up to a multiple of 128
     at_target,  # AtTarget, out
     class_sum,  # ClassSum; its fields None where no logit sum is asked for
     pair,  # Pair, of N tokens
@@ -77,11 +77,11 @@ def gather_tokens_kernel(
 ):
     """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
     row = tl.program_id(0)
-    count = kept_rows(kept, tl.num_programs(0))
+    count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
         tl.store(at_target.guard, 0)
     if row < count:
-        token = tl.load(kept.order + row).to(tl.int64)
+        token = tl.load(valid_tokens.order + row).to(tl.int64)
         column = tl.full((), -1, tl.int64)
         if operands.target is not None:
             column = tl.load(operands.target + token).to(tl.int64) - vocab_start
@@ -130,9 +130,9 @@ def gather_tokens_kernel(
 
 
 @Kernel
-def slot_logits_kernel(
-    kept,  # Kept
-    rows_ptr,  # (n, D) of the kept tokens
+def topk_logits_kernel(
+    valid_tokens,  # ValidTokens
+    rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
     at_target,  # AtTarget, out: logits of 0 where a class is not here; the reference, that of column 0, the largest
     V,
@@ -142,23 +142,23 @@ def slot_logits_kernel(
     vocab_start,
     ignore_index,
     logit_options,  # LogitOptions
-    SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program a row."""
     row = tl.program_id(0)
-    if row < kept_rows(kept, tl.num_programs(0)):
-        token = tl.load(kept.order + row).to(tl.int64)
+    if row < valid_rows(valid_tokens, tl.num_programs(0)):
+        token = tl.load(valid_tokens.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
         logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
-        for start in range(0, SLOTS, BLOCK_S):
-            slot = start + tl.arange(0, BLOCK_S)
-            inside = slot < SLOTS
-            target = tl.load(operands.target + token * SLOTS + slot, mask=inside, other=ignore_index).to(tl.int64)
+        for start in range(0, TOPK, BLOCK_TOPK):
+            k = start + tl.arange(0, BLOCK_TOPK)
+            inside = k < TOPK
+            target = tl.load(operands.target + token * TOPK + k, mask=inside, other=ignore_index).to(tl.int64)
             column = target - vocab_start
             hit = (target != ignore_index) & (column >= 0) & (column < V)
-            acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+            acc = tl.zeros((BLOCK_TOPK, BLOCK_D), tl.float32)
             for first in range(0, D, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
                 x = tl.load(rows_ptr + row.to(tl.int64) * stride_rows_n + d, mask=d < D, other=0.0)
@@ -168,23 +168,23 @@ def slot_logits_kernel(
             if operands.linear_bias is not None:
                 bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
             z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, logit_scale, softcap)
-            place = row.to(tl.int64) * SLOTS + slot
+            place = row.to(tl.int64) * TOPK + k
             tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
             tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
             if logit_options.softcap is not None:
                 tl.store(at_target.dz_du + place, dz_du, mask=inside)
             here = tl.where(hit, z2, float("-inf"))
-            of_slots = tl.max(here, 0)
-            column_of_slots = tl.max(tl.where(here == of_slots, column, 0), 0)
-            column_of_largest = tl.where(of_slots > largest, column_of_slots, column_of_largest)
-            largest = tl.maximum(largest, of_slots)
+            of_topk = tl.max(here, 0)
+            column_of_topk = tl.max(tl.where(here == of_topk, column, 0), 0)
+            column_of_largest = tl.where(of_topk > largest, column_of_topk, column_of_largest)
+            largest = tl.maximum(largest, of_topk)
         tl.store(at_target.reference + row, largest)
         tl.store(at_target.reference_class.column + row, column_of_largest)
         tl.store(at_target.reference_class.logit + row, largest)
 
 
 def launch_gather_targets(
-    kept: Kept,
+    valid_tokens: ValidTokens,
     operands: Operands,  # of N tokens
     logit_options: LogitOptions,
     rows: Tensor,  # (n, D) out
@@ -207,7 +207,7 @@ def launch_gather_targets(
     column = input.new_empty(n, dtype=torch.int64)
     at_target = AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)
     gather_tokens_kernel[(n,)](
-        kept,
+        valid_tokens,
         operands._replace(target=target if target.dim() == 1 else None, weight=None),
         rows,
         at_target,
@@ -234,8 +234,8 @@ def launch_gather_targets(
         column=column,
         reference_class=ReferenceClass(column.new_empty(n), reference.new_empty(reference.shape)),
     )
-    slot_logits_kernel[(n,)](
-        kept,
+    topk_logits_kernel[(n,)](
+        valid_tokens,
         rows,
         operands._replace(weight=None),
         at_target,
@@ -246,8 +246,8 @@ def launch_gather_targets(
         vocab_start,
         ignore_index,
         logit_options,
-        SLOTS=target.shape[1],
-        BLOCK_S=BLOCK_S,
+        TOPK=target.shape[1],
+        BLOCK_TOPK=BLOCK_TOPK,
         BLOCK_D=block_d,
         num_warps=4,
     )

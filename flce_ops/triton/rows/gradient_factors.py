@@ -9,7 +9,7 @@ of the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_log
 as the derivative of hbar = sum_j p_j (z_j - lse) by z_j is p_j (z_j - lse - hbar). Kernels have logits
 in base 2 (times log2 e).
 
-Of a soft target G at its K classes is made of these factors, with a the cotangent of the slots' logits:
+Of a soft target G at its K classes is made of these factors, with a the cotangent of the targets' logits:
 
     G_iyk = ((row_factor_i + shift_factor_i (z_iyk - lse_i)) p_iyk + sum_factor_i w_yk + sum_(equal k) a_ik) dz/du_iyk
 """
@@ -26,10 +26,10 @@ from flce_ops.triton.gemm.epilogues import Gradient
 from flce_ops.triton.gemm.logits_gemm import LOG2E
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.gather_tokens import AtTarget
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, row_vectors
-from flce_ops.triton.rows.slots import larger_entry, slots_at_a_time, sum_of_equals
+from flce_ops.triton.rows.topk import larger_entry, sum_of_equals, topk_at_a_time
+from flce_ops.triton.rows.valid_tokens import ValidTokens, row_vectors, valid_rows
 
-# N tokens, n rows of a chunk, K slots, V vocabulary
+# N tokens, n rows of a chunk, K classes, V vocabulary
 
 BLOCK_N = 64
 
@@ -61,14 +61,14 @@ def gradient_factors_kernel(
     at_target_ptr,  # (n,) out, G at the target; None for a soft target
     residual_ptr,  # (n,) out, what rounding it takes
     logit_scale_ptr,  # ()
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     HALF: tl.constexpr,  # dtype of G
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < kept_rows(kept, n)
-    token = tl.load(kept.order + i, mask=mask, other=0)
+    mask = i < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + i, mask=mask, other=0)
     scale = number(logit_scale_ptr)
 
     lse = of_tokens(tokens.lse, token, mask)
@@ -119,7 +119,7 @@ def gradient_factors_kernel(
 
 
 @Kernel
-def slot_entries_kernel(
+def topk_entries_kernel(
     rows,  # Gradient
     at_target,  # AtTarget, (n, K)
     grad_ptr,  # (N, K), a; None for 0
@@ -127,24 +127,24 @@ def slot_entries_kernel(
     residual_ptr,  # (n,) out, what rounding the largest of them takes
     largest_ptr,  # (n,) out, int64, its column
     logit_scale_ptr,  # ()
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     HALF: tl.constexpr,  # dtype of G
-    SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if row < kept_rows(kept, tl.num_programs(0)):
-        of_row = row.to(tl.int64) * SLOTS
+    if row < valid_rows(valid_tokens, tl.num_programs(0)):
+        of_row = row.to(tl.int64) * TOPK
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
         scale = number(logit_scale_ptr)
         size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
         column_of_largest = tl.full((), -1, tl.int64)
-        for start in range(0, SLOTS, BLOCK_S):
-            slot = start + tl.arange(0, BLOCK_S)
-            inside = slot < SLOTS
-            distance = tl.load(at_target.logit + of_row + slot, mask=inside, other=0.0) - lse2
-            column = tl.load(at_target.column + of_row + slot, mask=inside, other=-1)
-            entry = tl.full((BLOCK_S,), 0.0, tl.float32) + row_factor
+        for start in range(0, TOPK, BLOCK_TOPK):
+            k = start + tl.arange(0, BLOCK_TOPK)
+            inside = k < TOPK
+            distance = tl.load(at_target.logit + of_row + k, mask=inside, other=0.0) - lse2
+            column = tl.load(at_target.column + of_row + k, mask=inside, other=-1)
+            entry = tl.full((BLOCK_TOPK,), 0.0, tl.float32) + row_factor
             if rows.shift_factor is not None:
                 # a class that a bias of -inf switches off has p log p = 0, not 0 * -inf
                 entry += tl.load(rows.shift_factor + row) * tl.where(distance < -1e4, -1e4, distance)
@@ -155,13 +155,13 @@ def slot_entries_kernel(
                     weight = tl.load(rows.class_weight + column, mask=column >= 0, other=0.0)
                 entry += tl.load(rows.sum_factor + row) * weight
             if grad_ptr is not None:
-                token = tl.load(kept.order + row).to(tl.int64)
-                equals = sum_of_equals(column, at_target.column + of_row, grad_ptr + token * SLOTS, SLOTS, BLOCK_S)
+                token = tl.load(valid_tokens.order + row).to(tl.int64)
+                equals = sum_of_equals(column, at_target.column + of_row, grad_ptr + token * TOPK, TOPK, BLOCK_TOPK)
                 entry += scale * equals
             if at_target.dz_du is not None:
-                entry *= tl.load(at_target.dz_du + of_row + slot, mask=inside, other=0.0)
-            tl.store(entry_ptr + of_row + slot, entry, mask=inside)
-            size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_S)
+                entry *= tl.load(at_target.dz_du + of_row + k, mask=inside, other=0.0)
+            tl.store(entry_ptr + of_row + k, entry, mask=inside)
+            size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_TOPK)
         tl.store(residual_ptr + row, largest - largest.to(HALF).to(tl.float32))
         tl.store(largest_ptr + row, column_of_largest)
 
@@ -171,7 +171,7 @@ def launch_gradient_factors(
     at_target: AtTarget,
     class_weight: Tensor | None,  # (V,) float32
     dtype: torch.dtype,  # of G
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
     logit_scale: Tensor | None,  # ()
 ) -> tuple[Gradient, Tensor, Tensor, Tensor]:
@@ -180,7 +180,7 @@ def launch_gradient_factors(
     (n,) each; of several classes a token G is (n, K), and the others are of the largest.
     """
     target_logit2, dz_du, column, *_ = at_target
-    n, slots = column.shape[0], column.dim() == 2
+    n, topk = column.shape[0], column.dim() == 2
     lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
     rows = Gradient(
         lse2,
@@ -196,18 +196,18 @@ def launch_gradient_factors(
         dz_du,
         column,
         rows,
-        None if slots else at_target_entry,
+        None if topk else at_target_entry,
         residual,
         logit_scale,
-        kept,
+        valid_tokens,
         n,
         HALF=half,
         BLOCK_N=BLOCK_N,
         num_warps=2,
     )
-    if slots:
+    if topk:
         at_target_entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
-        slot_entries_kernel[(n,)](
+        topk_entries_kernel[(n,)](
             rows,
             at_target,
             tokens.grad_target_logit,
@@ -215,10 +215,10 @@ def launch_gradient_factors(
             residual,
             largest,
             logit_scale,
-            kept,
+            valid_tokens,
             HALF=half,
-            SLOTS=column.shape[1],
-            BLOCK_S=slots_at_a_time(column.shape[1]),
+            TOPK=column.shape[1],
+            BLOCK_TOPK=topk_at_a_time(column.shape[1]),
             num_warps=2,
         )
         column = largest

@@ -18,8 +18,8 @@ import triton.language as tl
 from flce_ops.math.options import Statistics, TokenStatistics
 from flce_ops.objectives.in_triton import LN2
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, written_rows
 from flce_ops.triton.rows.two_sum import lse_in_nats
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows, written_rows
 from flce_ops.triton.steps.exponentials import Asked, RowSums
 
 # N tokens, n rows of a chunk, V vocabulary
@@ -41,16 +41,16 @@ def sum_pairs(asked: Statistics) -> int:
 def row_statistics_kernel(
     sums,  # RowSums
     statistics,  # TokenStatistics, out
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     V,
     BLOCK_N: tl.constexpr,
 ):
     """0 where ignored, argmax -1."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = written_rows(kept, i, n)
-    mask = i < kept_rows(kept, n)
-    token = tl.load(kept.order + i, mask=inside, other=0)
+    inside = written_rows(valid_tokens, i, n)
+    mask = i < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + i, mask=inside, other=0)
     if statistics.argmax is not None:
         tl.store(statistics.argmax + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
@@ -69,10 +69,12 @@ def row_statistics_kernel(
         tl.store(statistics.mean_logit + token, tl.where(mask, mean2 * LN2, 0.0), mask=inside)
 
 
-def launch_row_statistics(sums: RowSums, statistics: TokenStatistics, kept: Kept, num_classes: int) -> None:
-    """`statistics` of all tokens, `sums` of those of `kept`."""
+def launch_row_statistics(
+    sums: RowSums, statistics: TokenStatistics, valid_tokens: ValidTokens, num_classes: int
+) -> None:
+    """`statistics` of all tokens, `sums` of those of `valid_tokens`."""
     if any(out is not None for out in statistics):
-        n = kept.order.shape[0]
+        n = valid_tokens.order.shape[0]
         row_statistics_kernel[(triton.cdiv(n, BLOCK_N),)](
-            sums, statistics, kept, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2
+            sums, statistics, valid_tokens, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2
         )

@@ -1,6 +1,7 @@
-"""out = factor matrix, by rows of kept tokens, rounded once; and what that rounding took, where there is memory for it.
+"""out = factor matrix, by rows of valid tokens, rounded once; and what that rounding took, where there is memory for
+it.
 
-Behind the kept rows, up to a multiple of 128, stand zeros.
+Behind the valid rows, up to a multiple of 128, stand zeros.
 
 ATen takes 3 x the time for a half matrix and a float32 factor.
 """
@@ -9,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.target import multiprocessors
+from flce_ops.triton.gemm.device import multiprocessors
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, padded_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, padded_rows, valid_rows
 
 # n rows, C columns
 
@@ -22,7 +23,7 @@ def scale_rows_kernel(
     factor_ptr,  # (n,) float32
     out_ptr,  # (n, C)
     rest_ptr,  # (n, C) out, strides as out's; or None
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     C,
     stride_matrix_n,
@@ -31,7 +32,7 @@ def scale_rows_kernel(
 ):
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = cols < C
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     end = padded_rows(count, n)
     for place in range(tl.program_id(0), end, tl.num_programs(0)):
         row = tl.cast(place, tl.int64)
@@ -45,14 +46,26 @@ def scale_rows_kernel(
             tl.store(rest_ptr + row * stride_out_n + cols, rest.to(rest_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_scale_rows(matrix: Tensor, factor: Tensor, out: Tensor, kept: Kept, rest: Tensor | None) -> None:
+def launch_scale_rows(
+    matrix: Tensor, factor: Tensor, out: Tensor, valid_tokens: ValidTokens, rest: Tensor | None
+) -> None:
     """`out` may be `matrix`."""
     assert matrix.stride(1) == out.stride(1) == 1 and (rest is None or rest.stride() == out.stride())
     rows, columns = matrix.shape
     block = min(2048, triton.next_power_of_2(columns))
     blocks = triton.cdiv(columns, block)
-    # some 16 programs a multiprocessor: one for each row took 4 us to leave where no row of 4096 is kept
+    # some 16 programs a multiprocessor: one for each row took 4 us to leave where no row of 4096 is valid
     programs = min(rows, triton.cdiv(16 * multiprocessors(matrix), blocks))
     scale_rows_kernel[(programs, blocks)](
-        matrix, factor, out, rest, kept, rows, columns, matrix.stride(0), out.stride(0), BLOCK_C=block, num_warps=4
+        matrix,
+        factor,
+        out,
+        rest,
+        valid_tokens,
+        rows,
+        columns,
+        matrix.stride(0),
+        out.stride(0),
+        BLOCK_C=block,
+        num_warps=4,
     )

@@ -11,7 +11,7 @@ products are outer products, so G need not hold it:
 
 So a step reads linear_weight once more for wW. A forward pass alone has no use of wW but the logit sum, and makes that
 in the epilogue: H200, 4096x4096x151936: 0.04 ms of 7.5, the read takes 0.29. Sums over classes and over tokens are
-float32 in a fixed order (columns.py).
+float32 in a fixed order (column_sums.py).
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ from flce_ops.math.options import Operands
 from flce_ops.math.reduction import Reduction
 from flce_ops.objectives.in_triton import number
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.columns import weighted_column_sum
-from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.sum_losses import scale_of_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank
 
@@ -41,18 +41,18 @@ class ClassSum(NamedTuple):
 
 @Kernel
 def logit_sum_slopes_kernel(
-    kept,  # Kept, of all tokens
+    valid_tokens,  # ValidTokens, of all tokens
     reduction,  # Reduction
-    out_ptr,  # (N,) out: m, in the order of the kept tokens; 0 behind them
+    out_ptr,  # (N,) out: m, in the order of the valid tokens; 0 behind them
     N,
     d_sum,  # the derivative of a loss by its logit sum
     logit_scale_ptr,  # ()
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < tl.load(kept.total)
-    token = tl.load(kept.order + i, mask=mask, other=0)
-    slopes = scale_of_rows(reduction, kept, token, mask) * (d_sum * number(logit_scale_ptr))
+    mask = i < tl.load(valid_tokens.total)
+    token = tl.load(valid_tokens.order + i, mask=mask, other=0)
+    slopes = scale_of_rows(reduction, valid_tokens, token, mask) * (d_sum * number(logit_scale_ptr))
     tl.store(out_ptr + i, tl.where(mask, slopes, 0.0), mask=i < N)
 
 
@@ -61,12 +61,12 @@ class SmoothingTerms:
         self,
         operands: Operands,
         class_weight: Tensor | None,  # (v,) float32
-        kept: Kept,
+        valid_tokens: ValidTokens,
         reduction: Reduction,
         d_sum: float,  # the derivative of a loss by its logit sum
         logit_scale: Tensor | None,  # ()
     ) -> None:
-        self.input, self.kept, self.class_weight = operands.input, kept, class_weight
+        self.input, self.valid_tokens, self.class_weight = operands.input, valid_tokens, class_weight
         bias, tokens = operands.linear_bias, operands.input.shape[0]
         self.class_sum = ClassSum(
             weighted_column_sum(operands.linear_weight, class_weight),
@@ -74,16 +74,16 @@ class SmoothingTerms:
         )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
         logit_sum_slopes_kernel[(triton.cdiv(tokens, 1024),)](
-            kept, reduction, self.slopes, tokens, d_sum, logit_scale, BLOCK=1024, num_warps=4
+            valid_tokens, reduction, self.slopes, tokens, d_sum, logit_scale, BLOCK=1024, num_warps=4
         )
 
-    def input_terms(self, kept: Kept) -> tuple[Tensor, Tensor]:
-        """Two vectors whose outer product is added to grad_input of the kept tokens."""
-        return self.slopes[kept.start : kept.start + kept.order.shape[0]], self.class_sum.weight
+    def input_terms(self, valid_tokens: ValidTokens) -> tuple[Tensor, Tensor]:
+        """Two vectors whose outer product is added to grad_input of the valid tokens."""
+        return self.slopes[valid_tokens.start : valid_tokens.start + valid_tokens.order.shape[0]], self.class_sum.weight
 
     def weight_terms(self) -> tuple[Tensor | None, Tensor]:
         """Two vectors, the first None for 1, whose outer product is added to grad_linear_weight."""
-        return self.class_weight, weighted_column_sum(self.input, self.slopes, self.kept, gathered=False)
+        return self.class_weight, weighted_column_sum(self.input, self.slopes, self.valid_tokens, gathered=False)
 
     def add_to_bias(self, grad_bias: Tensor) -> None:
         total = self.slopes.sum()

@@ -17,12 +17,12 @@ from flce_ops.triton.launch.replay import Kernel
 def sum_losses_kernel(
     losses_ptr,  # (N,), 0 where ignored
     reduction,  # Reduction
-    kept_total_ptr,  # () how many tokens are not ignored
+    valid_total_ptr,  # () how many tokens are not ignored
     loss_ptr,  # () out
     N,
     BLOCK: tl.constexpr,
 ):
-    """One program, as keep_tokens_kernel."""
+    """One program, as compact_tokens_kernel."""
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -32,24 +32,24 @@ def sum_losses_kernel(
         acc += losses
     loss = tl.sum(acc, 0)
     if reduction.row_scale is None:
-        loss = tl.div_rn(loss, divisor_of_mean(reduction, kept_total_ptr))
+        loss = tl.div_rn(loss, divisor_of_mean(reduction, valid_total_ptr))
     tl.store(loss_ptr, loss)
 
 
 @triton.jit
-def divisor_of_mean(reduction, kept_total_ptr):
+def divisor_of_mean(reduction, valid_total_ptr):
     if reduction.denominator is not None:
         return tl.load(reduction.denominator).to(tl.float32)
-    return tl.load(kept_total_ptr).to(tl.float32)
+    return tl.load(valid_total_ptr).to(tl.float32)
 
 
 @triton.jit
-def scale_of_rows(reduction, kept, token, mask):
+def scale_of_rows(reduction, valid_tokens, token, mask):
     """g of these tokens."""
     if reduction.row_scale is not None:
         return tl.load(reduction.row_scale + token, mask=mask, other=0.0)
     else:
-        return tl.div_rn(1.0, divisor_of_mean(reduction, kept.total))
+        return tl.div_rn(1.0, divisor_of_mean(reduction, valid_tokens.total))
 
 
 def launch_sum_losses(losses: Tensor, reduction: Reduction, kept_total: Tensor, loss: Tensor) -> None:

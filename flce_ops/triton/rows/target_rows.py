@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import Outer, load_tile, outer_product, store_tile
+from flce_ops.triton.gemm.tma import Outer, load_tile, outer_product, store_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
 
 # n tokens, D hidden, V vocabulary
 
@@ -35,7 +35,7 @@ def target_rows_kernel(
     column_ptr,  # (n,) int64, the tokens' targets, -1 where they are not among these V
     out_ptr,  # (V, D), rows of it
     outer,  # (V,) and (D,): their outer product is added; None for 1, None for none
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     D,
     stride_exponentials_n,
@@ -46,7 +46,7 @@ def target_rows_kernel(
     BLOCK_K: tl.constexpr,  # tokens
 ):
     """Tokens of one class write the same numbers to the same place."""
-    count = kept_rows(kept, n)
+    count = valid_rows(valid_tokens, n)
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.load(column_ptr + i, mask=i < count, other=-1)
     features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,7 +69,7 @@ def launch_target_rows(
     rows: Tensor,  # (n, D)
     rest: Tensor,  # (n, D)
     column: Tensor,  # (n,)
-    kept: Kept,
+    valid_tokens: ValidTokens,
     outer: Outer,
 ) -> None:
     assert rest.stride() == rows.stride()
@@ -81,7 +81,7 @@ def launch_target_rows(
         column,
         out,
         outer,
-        kept,
+        valid_tokens,
         n,
         hidden,
         exponentials.stride(0),

@@ -5,6 +5,6 @@ sparse_step.py           the chunks of a step whose logit gradient is sparse
 sparse_lists.py          the entries that are kept, token by token, and their random numbers
 sparse_or_dense.py       the classes of which these are many, and have GEMMs
 class_order.py           the lists class by class
-gather_sums.py           sums of gathered rows: both gradients; long lists in pieces
+gather_sums.py           sums of gathered rows: both gradients; long lists in splits
 live_tiles.py            the tiles that the gradients' GEMMs multiply
 """

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.tma import load_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept
-from flce_ops.triton.sparse.gather_sums import CutLists, launch_cut_lists
+from flce_ops.triton.rows.valid_tokens import ValidTokens
+from flce_ops.triton.sparse.gather_sums import SplitLists, launch_split_lists
 from flce_ops.triton.sparse.sparse_lists import Lists
 
 # n tokens, V vocabulary, R room of a token's list
@@ -100,8 +100,8 @@ def count_kernel(
 def scatter_kernel(
     lists,  # Lists
     order,  # Order
-    classes,  # CutLists; the entries are out
-    kept,  # Kept
+    classes,  # SplitLists; the entries are out
+    valid_tokens,  # ValidTokens
     R,
     G,
     BLOCK: tl.constexpr,
@@ -113,7 +113,7 @@ def scatter_kernel(
     own = row // WORD
     lower = ((tl.full((), 1, tl.int64) << (row % WORD)) - 1).to(tl.uint32)
     earlier = tl.where(word < own, tl.full((), 0xFFFFFFFF, tl.uint32), tl.where(word == own, lower, 0))
-    token = tl.load(kept.order + row).to(tl.int64)
+    token = tl.load(valid_tokens.order + row).to(tl.int64)
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < count
@@ -134,32 +134,32 @@ def order_bytes(num_classes: int, room: int) -> tuple[int, int]:
 def launch_class_order(
     lists: Lists,
     num_classes: int,
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
-    shortest: int,  # piece
-    pieces: int,  # at most
+    shortest: int,  # split
+    splits: int,  # at most
     hidden: int,
-) -> tuple[CutLists, Tensor]:  # (P, D) float32
-    """The lists of classes, and memory for the sums of their pieces: that of the bits, as all is one allocation."""
+) -> tuple[SplitLists, Tensor]:  # (P, D) float32
+    """The lists of classes, and memory for the sums of their splits: that of the bits, as all is one allocation."""
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
     words = groups * WORDS_OF_GROUP.value
     count = lists.lengths
-    sizes = [2 * n * room, max(num_classes * words, pieces * hidden), num_classes * groups]
+    sizes = [2 * n * room, max(num_classes * words, splits * hidden), num_classes * groups]
     ends = list(itertools.accumulate(triton.cdiv(size, 4) * 4 for size in sizes))
     memory = count.new_empty(ends[2])
     entries, shared = memory[: sizes[0]].view(torch.int64), memory[ends[0] : ends[1]]
     bits = shared[: num_classes * words].view(num_classes, words)
-    sums = shared[: pieces * hidden].view(torch.float32).view(pieces, hidden)
+    sums = shared[: splits * hidden].view(torch.float32).view(splits, hidden)
     prefix = memory[ends[1] : ends[1] + sizes[2]].view(num_classes, groups)
     total, behind, cut = count.new_empty(3, num_classes).unbind()
-    classes = CutLists(entries, total, behind, count.new_empty(()), cut)
+    classes = SplitLists(entries, total, behind, count.new_empty(()), cut)
     clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
     order = Order(bits, prefix)
     mark_kernel[(n, lists.walkers)](lists, order, room, groups, BLOCK=256, num_warps=4)
     count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
         order, total, num_classes, groups, BLOCK_G=BLOCK_G, BLOCK_V=BLOCK_V, num_warps=4
     )
-    launch_cut_lists(classes, shortest, pieces)
-    scatter_kernel[(n, lists.walkers)](lists, order, classes, kept, room, groups, BLOCK=128, num_warps=4)
+    launch_split_lists(classes, shortest, splits)
+    scatter_kernel[(n, lists.walkers)](lists, order, classes, valid_tokens, room, groups, BLOCK=128, num_warps=4)
     return classes, sums

@@ -9,16 +9,16 @@ with blocks of columns outermost, frequent rows stay there. H200, 8192 tokens, 3
 linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2 warps; 3.1 ms with 1024 and 4, 8.0 with sixteen
 rows at a time, whose sum crosses warps.
 
-Lists of very different lengths become pieces, so that no program walks a long one alone; their sums are added in their
+Lists of very different lengths are split, so that no program walks a long one alone; their sums are added in their
 order:
 
-    piece    = max(2 / P of all entries, the shortest)          so there are P pieces at most
-    pieces_i = ceil(length_i / piece) where length_i > piece, else 0; in the table with those of the lists before
+    split    = max(2 / P of all entries, the shortest)          so there are P splits at most
+    splits_i = ceil(length_i / split) where length_i > split, else 0; in the table with those of the lists before
 
 A few classes have most of the entries of grad_linear_weight, and a few tokens twenty times those of the others: at
 2^-12 a trained model's keep 200 in the mean, some 4,000. A program adds up eight at a time, each time waiting for
 memory, and would outlast all others: 1.9 ms for grad_input where 3 tokens in 100 keep 2,000 to 3,000
-(8192x1024x50304), 0.8 in pieces of 512.
+(8192x1024x50304), 0.8 in splits of 512.
 """
 
 from typing import NamedTuple
@@ -30,20 +30,20 @@ from torch import Tensor
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.sparse.live_tiles import LIVE
 
-# L lists, D hidden, T rows of the table, P pieces at most
+# L lists, D hidden, T rows of the table, P splits at most
 
 AT_A_TIME = tl.constexpr(8)
 COLUMNS_OF_WARP = 256  # 16 bytes a thread
 
 
-class CutLists(NamedTuple):
-    """Those longer than a piece are cut; a number of pieces is that of this list and of those before it."""
+class SplitLists(NamedTuple):
+    """Those longer than a split are cut; a number of splits is that of this list and of those before it."""
 
     entries: Tensor  # int64: a float32 value above the index of a row
     lengths: Tensor  # (L,) int32
     behind: Tensor | None  # (L,) int32, where they end, one after the other; None: list i begins at i times `room`
-    piece: Tensor  # () int32
-    pieces: Tensor  # (L,) int32
+    split: Tensor  # () int32
+    splits: Tensor  # (L,) int32
     room: int = 0
 
 
@@ -59,52 +59,52 @@ def bounds(lists, i):
 
 
 @triton.jit
-def list_of_piece(lists, piece, L, steps):
-    """The first list behind which there are more pieces, and its first piece."""
+def list_of_split(lists, split, L, steps):
+    """The first list behind which there are more splits, and its first split."""
     low, high = 0, L
     for _ in range(steps):
         middle = (low + high) // 2
-        past = tl.load(lists.pieces + middle) > piece
+        past = tl.load(lists.splits + middle) > split
         high = tl.where(past, middle, high)
         low = tl.where(past, low, tl.minimum(middle + 1, L - 1))
-    return low, tl.load(lists.pieces + low - 1, mask=low > 0, other=0)
+    return low, tl.load(lists.splits + low - 1, mask=low > 0, other=0)
 
 
 @Kernel
-def cut_lists_kernel(
-    lists,  # CutLists; `behind`, `piece` and `pieces` are out
+def split_lists_kernel(
+    lists,  # SplitLists; `behind`, `split` and `splits` are out
     L,
     P,
     shortest,
     BLOCK: tl.constexpr,
 ):
-    """One program. sum ceil(length / piece) over lengths > piece is at most 2 / piece of all entries."""
+    """One program. sum ceil(length / split) over lengths > split is at most 2 / split of all entries."""
     entries = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, L, BLOCK):
         i = start + tl.arange(0, BLOCK)
         entries += tl.load(lists.lengths + i, mask=i < L, other=0)
-    piece = tl.maximum(tl.cdiv(2 * tl.sum(entries.to(tl.int64), 0), P), shortest).to(tl.int32)
-    tl.store(lists.piece, piece)
+    split = tl.maximum(tl.cdiv(2 * tl.sum(entries.to(tl.int64), 0), P), shortest).to(tl.int32)
+    tl.store(lists.split, split)
     behind = tl.zeros((), tl.int32)
-    pieces = tl.zeros((), tl.int32)
+    splits = tl.zeros((), tl.int32)
     for start in range(0, L, BLOCK):
         i = start + tl.arange(0, BLOCK)
         length = tl.load(lists.lengths + i, mask=i < L, other=0)
-        cut = tl.where(length > piece, tl.cdiv(length, piece), 0)
-        tl.store(lists.pieces + i, pieces + tl.cumsum(cut, 0), mask=i < L)
-        pieces += tl.sum(cut, 0)
+        cut = tl.where(length > split, tl.cdiv(length, split), 0)
+        tl.store(lists.splits + i, splits + tl.cumsum(cut, 0), mask=i < L)
+        splits += tl.sum(cut, 0)
         if lists.behind is not None:
             tl.store(lists.behind + i, behind + tl.cumsum(length, 0), mask=i < L)
             behind += tl.sum(length, 0)
 
 
-def launch_cut_lists(
-    lists: CutLists,  # out: `behind`, `piece` and `pieces`
-    shortest: int,  # piece
-    pieces: int,  # at most
+def launch_split_lists(
+    lists: SplitLists,  # out: `behind`, `split` and `splits`
+    shortest: int,  # split
+    splits: int,  # at most
 ) -> None:
     count = lists.lengths.shape[0]
-    cut_lists_kernel[(1,)](lists, count, pieces, shortest, BLOCK=8192, num_warps=16)
+    split_lists_kernel[(1,)](lists, count, splits, shortest, BLOCK=8192, num_warps=16)
 
 
 @triton.jit
@@ -116,38 +116,38 @@ def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
 
 @Kernel
 def gather_lists_kernel(
-    lists,  # CutLists
+    lists,  # SplitLists
     is_dense_ptr,  # for each LIVE lists, whether what they would give is left as it is; None for none
     table_ptr,  # (T, D)
-    out_ptr,  # (L, D); (P, D) of pieces
+    out_ptr,  # (L, D); (P, D) of splits
     P,
     L,
     D,
     table_stride,  # of rows and columns
     stride_out,
     steps,  # of a search among the lists
-    OF_PIECES: tl.constexpr,  # those of lists that are cut, else the others
+    OF_SPLITS: tl.constexpr,  # those of lists that are cut, else the others
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    count = P if OF_PIECES else L
+    count = P if OF_SPLITS else L
     number = tl.program_id(0) % count
     d = tl.program_id(0) // count * BLOCK_D + tl.arange(0, BLOCK_D)
     wanted = 1
-    if OF_PIECES:
-        wanted = (number < tl.load(lists.pieces + L - 1)).to(tl.int32)
+    if OF_SPLITS:
+        wanted = (number < tl.load(lists.splits + L - 1)).to(tl.int32)
     elif is_dense_ptr is not None:
         wanted = 1 - tl.load(is_dense_ptr + number // LIVE)
     if wanted == 1:
-        piece = tl.load(lists.piece)
-        if OF_PIECES:
-            i, first = list_of_piece(lists, number, L, steps)
+        split = tl.load(lists.split)
+        if OF_SPLITS:
+            i, first = list_of_split(lists, number, L, steps)
             begin, end = bounds(lists, i)
-            begin += (number - first) * piece
-            end = tl.minimum(begin + piece, end)
+            begin += (number - first) * split
+            end = tl.minimum(begin + split, end)
         else:
             begin, end = bounds(lists, number)
-        if end - begin <= piece:
+        if end - begin <= split:
             mask = d < D
             if ADD:
                 mask = mask & (end > begin)
@@ -163,8 +163,8 @@ def gather_lists_kernel(
 
 
 @Kernel
-def add_pieces_kernel(
-    lists,  # CutLists
+def add_splits_kernel(
+    lists,  # SplitLists
     sums_ptr,  # (P, D)
     out_ptr,  # (L, D)
     P,
@@ -175,21 +175,21 @@ def add_pieces_kernel(
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The program of a list's first piece adds all of them."""
+    """The program of a list's first split adds all of them."""
     number = tl.program_id(0) % P
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
-    if number < tl.load(lists.pieces + L - 1):
-        i, first = list_of_piece(lists, number, L, steps)
+    if number < tl.load(lists.splits + L - 1):
+        i, first = list_of_split(lists, number, L, steps)
         if number == first:
             acc = tl.zeros((BLOCK_D,), tl.float32)
-            for k in range(number, tl.load(lists.pieces + i)):
+            for k in range(number, tl.load(lists.splits + i)):
                 acc += tl.load(sums_ptr + tl.full((), k, tl.int64) * D + d, mask=mask, other=0.0)
             store_or_add(out_ptr + i.to(tl.int64) * stride_out + d, acc, mask, ADD)
 
 
 def launch_gather_lists(
-    lists: CutLists,
+    lists: SplitLists,
     sums: Tensor,  # (P, D) float32, memory
     table: Tensor,  # (T, D)
     out: Tensor,  # (L, D)
@@ -204,9 +204,9 @@ def launch_gather_lists(
     options = {"BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
     across, sizes, steps = triton.cdiv(hidden, block), (most, count, hidden), count.bit_length()
     gather_lists_kernel[(most * across,)](
-        lists, None, table, sums, *sizes, table.stride(), hidden, steps, OF_PIECES=True, ADD=False, **options
+        lists, None, table, sums, *sizes, table.stride(), hidden, steps, OF_SPLITS=True, ADD=False, **options
     )
     gather_lists_kernel[(count * across,)](
-        lists, is_dense, table, out, *sizes, table.stride(), out.stride(0), steps, OF_PIECES=False, ADD=add, **options
+        lists, is_dense, table, out, *sizes, table.stride(), out.stride(0), steps, OF_SPLITS=False, ADD=add, **options
     )
-    add_pieces_kernel[(most * across,)](lists, sums, out, *sizes, out.stride(0), steps, ADD=add, **options)
+    add_splits_kernel[(most * across,)](lists, sums, out, *sizes, out.stride(0), steps, ADD=add, **options)

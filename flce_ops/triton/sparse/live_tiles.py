@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.math.sparse_gradient import LIVE as TILE
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.tma import load_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import Kept, kept_rows, room_for_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, room_for_rows, valid_rows
 
 # n rows of a chunk, V vocabulary, B blocks of a GEMM's output, K blocks of its inner dimension
 
@@ -46,7 +46,7 @@ class ComparedRows(NamedTuple):
 
     exponentials: Tensor  # (n, V), with the target's entries
     row_sum: Tensor  # (n,)
-    kept: Kept
+    valid_tokens: ValidTokens
     threshold: float
     V: int
     stride: int
@@ -56,9 +56,9 @@ class ComparedRows(NamedTuple):
         return self.exponentials.shape[0]
 
 
-def compared_rows(exponentials: Tensor, row_sum: Tensor, kept: Kept, threshold: float) -> ComparedRows:
+def compared_rows(exponentials: Tensor, row_sum: Tensor, valid_tokens: ValidTokens, threshold: float) -> ComparedRows:
     assert exponentials.stride(1) == 1
-    return ComparedRows(exponentials, row_sum, kept, threshold, exponentials.shape[1], exponentials.stride(0))
+    return ComparedRows(exponentials, row_sum, valid_tokens, threshold, exponentials.shape[1], exponentials.stride(0))
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def mark_tiles_kernel(
 ):
     """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(compared.kept, n)
+    count = valid_rows(compared.valid_tokens, n)
     rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
     column = tl.load(column_ptr + rows, mask=rows < count, other=-1)
     holds_target = ((column >= 0) & (column // LIVE == tl.program_id(0))).to(tl.int32)

@@ -37,7 +37,7 @@ from flce_ops.math import sparse_gradient
 from flce_ops.math.sparse_gradient import Shard, SparseGradient
 from flce_ops.triton.launch.replay import Kernel
 from flce_ops.triton.rows.finish_rows import FinishedRows
-from flce_ops.triton.rows.kept_tokens import kept_rows
+from flce_ops.triton.rows.valid_tokens import valid_rows
 from flce_ops.triton.sparse.live_tiles import LIVE, ComparedRows
 from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses
 
@@ -52,7 +52,7 @@ ENTRIES_OF_WALKER = 1024
 
 
 class Lists(NamedTuple):
-    """Of the kept tokens, in their order; one argument of a kernel."""
+    """Of the valid tokens, in their order; one argument of a kernel."""
 
     entries: Tensor  # (N, R) int64: a float32 value above its class
     lengths: Tensor  # (N,) int32
@@ -91,7 +91,7 @@ def key_of_row(rows, row, first_tile):
     if rows.seed is None:
         return tl.zeros((), tl.uint32)
     else:
-        token = tl.load(rows.compared.kept.order + row).to(tl.int64)
+        token = tl.load(rows.compared.valid_tokens.order + row).to(tl.int64)
         seed = tl.load(rows.seed).to(tl.int64)
         key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
         return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
@@ -179,7 +179,7 @@ def last_shares_kernel(
     """One program a row: the sum of q over its last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
-    if row < kept_rows(rows.compared.kept, tl.num_programs(0)):
+    if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
         tile = tl.cdiv(rows.compared.V + BEFORE, TILE) - 1
         _, q, _ = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V, BEFORE)
@@ -204,7 +204,7 @@ def list_groups_kernel(
     group << 32 | m << 26 | sum of the tile before the group, modulo 1
     """
     row = tl.program_id(0)
-    if row < kept_rows(rows.compared.kept, tl.num_programs(0)):
+    if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
         V = rows.compared.V
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
         entries_row = lists.entries + row.to(tl.int64) * R

@@ -9,7 +9,7 @@ token, at 700 TFLOP/s: 87 classes take as long as an entry. Measured the two way
 number them, a tenth of the blocks has half of the entries, and no variance. Where rows are flat, as a model's are
 before it is trained, all blocks are dense; and so they are where lists would save less than they take to be made.
 
-128 kept tokens of the first chunk decide for all, so chunks do not.
+128 valid tokens of the first chunk decide for all, so chunks do not.
 
 What the device finds dense has paid for that finding: 4.5 ms for 4.0 at 8192x1024x50304 and 2^-12. So where lists are
 not to be expected to pay, which D, V and the threshold say, the host launches an exact step in the first place:
@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.tma import load_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.kept_tokens import kept_rows
+from flce_ops.triton.rows.valid_tokens import valid_rows
 from flce_ops.triton.sparse.live_tiles import LIVE, ComparedRows, Steps
 
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
@@ -78,7 +78,7 @@ def kept_of_blocks_kernel(
     ROWS: tl.constexpr,
 ):
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = kept_rows(compared.kept, n)
+    count = valid_rows(compared.valid_tokens, n)
     seen = tl.minimum(count, DECIDING)
     total = tl.zeros((ROWS, LIVE), tl.float32)
     for start in range(0, seen, ROWS):

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from flce_ops.math.sparse_gradient import Shard
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
-from flce_ops.triton.gemm.input_gradient import Pieces
+from flce_ops.triton.gemm.input_gradient import ClassSlices
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 from flce_ops.triton.sparse.live_tiles import EVERY_STEP, compared_rows, launch_live_tiles
 from flce_ops.triton.sparse.sparse_or_dense import lists_may_pay
 from flce_ops.triton.sparse.sparse_step import run_spans
-from flce_ops.triton.steps.cut import cut_beside
+from flce_ops.triton.steps.chunking import chunking_beside
 from flce_ops.triton.steps.gradients import Gradients
 from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
 
@@ -49,12 +49,12 @@ class TileStep(OnePassStep):
     call: WithGrad | Backward
 
     def exponentiate(
-        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+        self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
-        tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
-        ((_, exponentials),) = pieces
+        tokens, finished = super().exponentiate(chunk, rows, class_slices, scratch)
+        ((_, exponentials),) = class_slices
         sparse = self.call.sparse
-        compared = compared_rows(exponentials, self.row_sum, tokens.kept, sparse.gradient_threshold)
+        compared = compared_rows(exponentials, self.row_sum, tokens.valid_tokens, sparse.gradient_threshold)
         steps, chosen = launch_live_tiles(compared, tokens.column), sparse.products(self.call.output_mask)
         self.input_steps, self.weight_steps = (of if wanted else EVERY_STEP for of, wanted in zip(steps, chosen))
         return tokens, finished
@@ -62,7 +62,7 @@ class TileStep(OnePassStep):
 
 def run_sparse(
     call: Call,
-    kept: Kept,
+    valid_tokens: ValidTokens,
     per_token: StepTokens,
     gradients: Gradients,
     shard: Shard | None = None,  # of a vocabulary that ranks share
@@ -70,11 +70,11 @@ def run_sparse(
     """The chunks that it takes."""
     if call.sparse.gradient_mode == "tiles":
         assert not isinstance(call, VocabParallelWithGrad)  # the entry refuses those
-        # no lead chunk: its exponentials would wait in slices of the vocabulary, whose steps are others
+        # no overlay chunk: its exponentials would wait in slices of the vocabulary, whose steps are others
         operands = call.operands
-        cut = cut_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
-        step = TileStep(operands, call.logits, kept, per_token, gradients, cut)
+        chunking = chunking_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
+        step = TileStep(operands, call.logits, valid_tokens, per_token, gradients, chunking)
         step.call = call
-        step.run_chunks(cut.chunks)
-        return cut.chunks
-    return run_spans(call, kept, per_token, gradients, shard)
+        step.run_chunks(chunking.chunks)
+        return chunking.chunks
+    return run_spans(call, valid_tokens, per_token, gradients, shard)

@@ -25,21 +25,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flce_ops.math.slots import in_columns
 from flce_ops.math.sparse_gradient import TILE, Shard, room_of_row
+from flce_ops.math.topk import in_columns
 from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from flce_ops.support.workspace import matrix_bytes, reserved
-from flce_ops.triton.gemm.input_gradient import Pieces
+from flce_ops.triton.gemm.input_gradient import ClassSlices
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.rows.kept_tokens import Kept
 from flce_ops.triton.rows.row_statistics import sum_pairs
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 from flce_ops.triton.sparse.class_order import GROUP, launch_class_order, order_bytes
-from flce_ops.triton.sparse.gather_sums import CutLists, launch_cut_lists, launch_gather_lists
+from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
 from flce_ops.triton.sparse.live_tiles import compared_rows
 from flce_ops.triton.sparse.sparse_lists import Lists, launch_carried, launch_lists
 from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
+from flce_ops.triton.steps.chunking import Chunking, chunk_shard, chunking_beside
 from flce_ops.triton.steps.chunks import TOKEN_BYTES, slices
-from flce_ops.triton.steps.cut import Cut, cut_beside, cut_shard
 from flce_ops.triton.steps.gradients import Gradients
 from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
 
@@ -47,9 +47,9 @@ from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
 
 # Entries beyond which a list is cut. Of classes 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256). Of tokens of which
 # 3 in 100 keep 2,000 to 3,000 at 2^-12, a step of 3.7 ms; with 512 4.1, 1024 4.7, uncut 5.2 (8192x1024x50304).
-PIECE = 256
+SPLIT = 256
 TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # of a program that gathers
-PIECES_BYTES = 64 << 20  # of their float32 sums
+SPLITS_BYTES = 64 << 20  # of their float32 sums
 MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
 
 
@@ -59,45 +59,45 @@ class SparseStep(OnePassStep):
     def __init__(
         self,
         call: WithGrad | VocabParallelWithGrad | Backward,
-        kept: Kept,
+        valid_tokens: ValidTokens,
         per_token: StepTokens,
         gradients: Gradients,
         room: int,
         chunks: list[slice],
         shard: Shard | None,
     ) -> None:
-        cut = Cut(None, chunks, False, 0)
-        super().__init__(call.operands, call.logits, kept, per_token, gradients, cut)
+        chunking = Chunking(None, chunks, False, 0)
+        super().__init__(call.operands, call.logits, valid_tokens, per_token, gradients, chunking)
         if isinstance(call, VocabParallelWithGrad):
             self.vocab_start, self.vocab_size = call.vocab_start, call.vocab_size
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
         if call.sparse.gradient_mode == "unbiased":  # what is to be dropped is dropped, whatever it takes
-            self.dense = empty_dense(call.operands.linear_weight.shape[0], kept.order)
+            self.dense = empty_dense(call.operands.linear_weight.shape[0], valid_tokens.order)
             if self.sparse_input:
                 self.input_steps = self.dense.steps
             if self.sparse_weight:
                 self.weight_gradient.blocks = self.dense.steps
 
-    def run_span(self, span: slice, cut: Cut) -> None:
-        n, self.start, self.cut = span.stop - span.start, span.start, cut
-        order = self.kept.order
+    def run_span(self, span: slice, chunking: Chunking) -> None:
+        n, self.start, self.chunking = span.stop - span.start, span.start, chunking
+        order = self.valid_tokens.order
         self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n))
-        self.run_chunks(cut.chunks)
+        self.run_chunks(chunking.chunks)
         if self.sparse_input:
             self.gather_input(span)
         if self.sparse_weight:
             self.gather_weight(span)
 
     def exponentiate(
-        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+        self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         """Lists besides. What a sparse gradient is made of after sees targets of dense classes alone."""
-        tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
-        ((_, exponentials),) = pieces
-        row_sum, kept = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.kept
-        compared = compared_rows(exponentials, row_sum, kept, self.options.gradient_threshold)
+        tokens, finished = super().exponentiate(chunk, rows, class_slices, scratch)
+        ((_, exponentials),) = class_slices
+        row_sum, valid_tokens = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.valid_tokens
+        compared = compared_rows(exponentials, row_sum, valid_tokens, self.options.gradient_threshold)
         if chunk.start == 0 and self.dense.number is not None:
             launch_sparse_or_dense(compared, rows.shape[1], self.dense)
         carried = None
@@ -116,25 +116,25 @@ class SparseStep(OnePassStep):
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
-    def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, class_slices: ClassSlices, finished: FinishedRows) -> None:
         if self.dense.number is not None or not self.sparse_weight:
             tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
-            super().add_to_weight(tokens, rows, pieces, finished)
+            super().add_to_weight(tokens, rows, class_slices, finished)
 
     def write_input(
-        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
+        self, chunk: slice, tokens: Tokens, class_slices: ClassSlices, finished: FinishedRows, product: Tensor
     ) -> None:
         if self.dense.number is not None or not self.sparse_input:
             tokens = tokens if self.sparse_input else tokens._replace(column=self.column)
-            super().write_input(chunk, tokens, pieces, finished, product)
+            super().write_input(chunk, tokens, class_slices, finished, product)
 
     def gather_input(self, span: slice) -> None:
         """Of all chunks at once: what the last, long lists take is waited for once."""
         entries, lengths = self.lists
         out = self.grad_input[span]
-        lists = CutLists(entries, lengths, None, lengths.new_empty(()), lengths.new_empty(lengths.shape), self.room)
-        at_most = pieces_at_most(entries.numel(), out.shape[1])
-        launch_cut_lists(lists, PIECE, at_most)
+        lists = SplitLists(entries, lengths, None, lengths.new_empty(()), lengths.new_empty(lengths.shape), self.room)
+        at_most = splits_at_most(entries.numel(), out.shape[1])
+        launch_split_lists(lists, SPLIT, at_most)
         sums = lengths.new_empty(at_most, out.shape[1], dtype=torch.float32)
         table, add = self.operands.linear_weight, self.dense.number is not None
         launch_gather_lists(lists, sums, table, out, add=add, columns=TOKEN_COLUMNS)
@@ -142,9 +142,11 @@ class SparseStep(OnePassStep):
     def gather_weight(self, span: slice) -> None:
         out = self.weight_gradient.out
         num_classes, hidden = out.shape
-        at_most = pieces_at_most(self.lists.entries.numel(), hidden)
-        kept = self.kept.of(span)
-        classes, sums = launch_class_order(self.lists, num_classes, kept, shortest=PIECE, pieces=at_most, hidden=hidden)
+        at_most = splits_at_most(self.lists.entries.numel(), hidden)
+        valid_tokens = self.valid_tokens.of(span)
+        classes, sums = launch_class_order(
+            self.lists, num_classes, valid_tokens, shortest=SPLIT, splits=at_most, hidden=hidden
+        )
         table, add = self.operands.input, span.start > 0
         is_dense = self.dense.is_dense
         launch_gather_lists(classes, sums, table, out, add=add, columns=CLASS_COLUMNS, is_dense=is_dense)
@@ -155,41 +157,43 @@ class SparseStep(OnePassStep):
 
 def run_spans(
     call: WithGrad | VocabParallelWithGrad | Backward,
-    kept: Kept,
+    valid_tokens: ValidTokens,
     per_token: StepTokens,
     gradients: Gradients,
     shard: Shard | None,
 ) -> list[slice]:
     """The chunks that it takes."""
-    num_classes, tokens = call.operands.linear_weight.shape[0], kept.order.shape[0]
+    num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
     if shard is not None:
         num_classes = shard.rows  # of the largest: what follows is to be the same on all ranks
-    slots = in_columns(call.operands.target).shape[1]
-    room = room_of_row(call.sparse.gradient_threshold, num_classes, slots)
+    topk = in_columns(call.operands.target).shape[1]
+    room = room_of_row(call.sparse.gradient_threshold, num_classes, topk)
     if shard is not None and shard.rows % TILE:
         room += 1  # a shard begins inside a tile
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    cuts = [cut_span(call, span, room, shard) for span in spans]
-    chunks = [chunk for cut in cuts for chunk in cut.chunks]
-    step = SparseStep(call, kept, per_token, gradients, room, chunks, shard)
-    for span, cut in zip(spans, cuts):
-        step.run_span(span, cut)
+    chunkings = [chunk_span(call, span, room, shard) for span in spans]
+    chunks = [chunk for chunking in chunkings for chunk in chunking.chunks]
+    step = SparseStep(call, valid_tokens, per_token, gradients, room, chunks, shard)
+    for span, chunking in zip(spans, chunkings):
+        step.run_span(span, chunking)
     return chunks
 
 
-def cut_span(call: WithGrad | VocabParallelWithGrad | Backward, span: slice, room: int, shard: Shard | None) -> Cut:
+def chunk_span(
+    call: WithGrad | VocabParallelWithGrad | Backward, span: slice, room: int, shard: Shard | None
+) -> Chunking:
     tokens, (input, linear_weight) = span.stop - span.start, call.operands[:2]
     nbytes = list_bytes(tokens, room)
     if shard is None:
-        return cut_beside(nbytes, span, linear_weight, call.output_mask)
+        return chunking_beside(nbytes, span, linear_weight, call.output_mask)
     assert isinstance(call, VocabParallelWithGrad)
     with reserved(nbytes):
-        cut = cut_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
-    return replace(cut, chunks=[slice(span.start + c.start, span.start + c.stop) for c in cut.chunks])
+        chunking = chunk_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+    return replace(chunking, chunks=[slice(span.start + c.start, span.start + c.stop) for c in chunking.chunks])
 
 
-def pieces_at_most(entries: int, hidden: int) -> int:
-    return max(min(PIECES_BYTES // (4 * hidden), 2 * entries // PIECE), 1)
+def splits_at_most(entries: int, hidden: int) -> int:
+    return max(min(SPLITS_BYTES // (4 * hidden), 2 * entries // SPLIT), 1)
 
 
 def list_bytes(tokens: int, room: int) -> int:
@@ -199,6 +203,6 @@ def list_bytes(tokens: int, room: int) -> int:
 def span_at_most(tokens: int, num_classes: int, room: int) -> int:
     """Tokens whose lists fit the workspace with what orders them."""
     each, fixed = order_bytes(num_classes, room)
-    left = matrix_bytes(tokens, TOKEN_BYTES) - fixed - PIECES_BYTES
+    left = matrix_bytes(tokens, TOKEN_BYTES) - fixed - SPLITS_BYTES
     fitting = min(left // (each + list_bytes(1, room)), MOST_ENTRIES // room)
     return max(fitting // GROUP.value, 1) * GROUP.value

@@ -1,8 +1,8 @@
 """CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
 
-    for each range of rows:            the kept tokens of the range                              gather_tokens.py
+    for each range of rows:            the valid tokens of the range                             gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
-                                           or, where forward retained logits,             retained_gradient.py
+                                           or, where forward saved logits,                saved_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
                                        sum += G @ linear_weight[classes]                         input_gradient.py
         grad_input[rows] = sum
@@ -11,7 +11,7 @@ All rows take one range where their float32 sum fits half the workspace. Then ea
 whole; over several ranges of rows it is a sum as over chunks. What is added to main_grad needs no sum beside it.
 
 A sparse gradient is made of exponentials (sparse_run.py), which backward makes again as a one-pass step does: lse is
-not read, and forward retains no logits.
+not read, and forward saves no logits.
 """
 
 import torch
@@ -24,17 +24,17 @@ from flce_ops.meta.call import takes
 from flce_ops.objectives.given_slopes import GivenSlopes
 from flce_ops.support.workspace import get_workspace, matrix_bytes
 from flce_ops.triton.gemm.backends import backend_for
+from flce_ops.triton.gemm.device import tiles_for, weight_tiles_for
 from flce_ops.triton.gemm.epilogues import Gradient
-from flce_ops.triton.gemm.even_features import with_even_features
 from flce_ops.triton.gemm.input_gradient import Finish
-from flce_ops.triton.gemm.target import tiles_for, weight_tiles_for
+from flce_ops.triton.gemm.padded_features import with_padded_features
 from flce_ops.triton.gemm.weight_gradient import WeightGradient, sum_bytes
 from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.gradient_factors import KnownRows, launch_gradient_factors
-from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.rows.set_entries import launch_set_entries
+from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
 from flce_ops.triton.sparse.sparse_run import is_sparse, run_sparse, sparse_notes
 from flce_ops.triton.steps.chunks import (
     MULTIPLE,
@@ -45,18 +45,18 @@ from flce_ops.triton.steps.chunks import (
     with_contiguous_vectors,
 )
 from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
-from flce_ops.triton.steps.logit_codes import LogitCodes, codes_of
 from flce_ops.triton.steps.one_pass_step import StepTokens
-from flce_ops.triton.steps.retained_gradient import launch_retained_gradient
+from flce_ops.triton.steps.quantized_logits import QuantizedLogits, quantized_of
+from flce_ops.triton.steps.saved_gradient import launch_saved_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
 
 BLOCK_V = 256  # columns of a tile of the logits GEMM
-PARTS_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in parts, at most: 64 MiB
+SPLIT_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in splits, at most: 64 MiB
 
 
 @takes(Backward)
-@with_even_features
+@with_padded_features
 def launch_backward(call: Backward) -> meta.Gradients:
     outputs = meta.outputs(call)
     run_over_tokens(call, outputs)
@@ -84,33 +84,35 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
-    kept, place = keep_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
+    valid_tokens, place = compact_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
     gradients = wanted_gradients(outputs, call.output_mask)
     if is_sparse(call):
         slopes = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
-        row_slices = run_sparse(call, kept, slopes, gradients)
+        row_slices = run_sparse(call, valid_tokens, slopes, gradients)
     else:
         if isinstance(call, BackwardInPlace):
             gradients = gradients._replace(linear_weight=call.main_grad)
-        row_slices = run_backward(call, kept, gradients, None)
-    finish_gradients(outputs, gradients, kept, place)
+        row_slices = run_backward(call, valid_tokens, gradients, None)
+    finish_gradients(outputs, gradients, valid_tokens, place)
     return row_slices
 
 
 def run_backward(
     call: Backward,
-    kept: Kept,
-    gradients: Gradients,  # input: of the tokens of `kept`, in their order
+    valid_tokens: ValidTokens,
+    gradients: Gradients,  # input: of the tokens of `valid_tokens`, in their order
     weight_gradient: WeightGradient | None,  # one that earlier tokens were added to
 ) -> list[slice]:
-    """Of the tokens of `kept`; what `call` has of tokens is (N,), as they stand. The ranges of rows it took."""
+    """Of the tokens of `valid_tokens`; what `call` has of tokens is (N,), as they stand. The ranges of rows it took."""
     operands, logit_options, backend = call.operands, call.logits, backend_for(call.operands.input)
     input, linear_weight, _, _, weight = operands
     grad_input, grad_weight, bias_sum = gradients
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
-    size, count = input.dtype.itemsize, kept.order.shape[0]
+    size, count = input.dtype.itemsize, valid_tokens.order.shape[0]
     beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
-    row_slices, column_slices = pieces(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
+    row_slices, column_slices = gradient_slices(
+        count, hidden, num_classes, size, beside, want_input=grad_input is not None
+    )
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
@@ -123,10 +125,10 @@ def run_backward(
     if grad_input is not None:
         numbers = most_rows * hidden
         left = matrix_bytes(count) - memory.numel() * size - beside * (len(row_slices) > 1)
-        parts = product_parts(numbers, len(column_slices), left)
-        product = torch.empty(parts * numbers, dtype=torch.float32, device=input.device)
+        splits = product_splits(numbers, len(column_slices), left)
+        product = torch.empty(splits * numbers, dtype=torch.float32, device=input.device)
     for chunk in row_slices:
-        n, here = chunk.stop - chunk.start, kept.of(chunk)
+        n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
         at_target = launch_gather_targets(
             here, operands, logit_options, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
@@ -134,9 +136,9 @@ def run_backward(
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
-        column, codes, input_gradient = at_target.column, None, None
+        column, quantized, input_gradient = at_target.column, None, None
         if call.retained is not None:
-            codes = codes_of(call.retained, num_classes).of(slice(here.start, here.start + n))
+            quantized = quantized_of(call.retained, num_classes).of(slice(here.start, here.start + n))
         if grad_input is not None:
             finish = Finish(None, largest, residual)
             operands_of_gemm = grad_input[chunk], linear_weight, finish, here, column_slices, product
@@ -145,7 +147,7 @@ def run_backward(
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            launch_logit_gradient(rows, operands, cols, own, codes, logit_options, here, out=gradient)
+            launch_logit_gradient(rows, operands, cols, own, quantized, logit_options, here, out=gradient)
             launch_set_entries(gradient, column, entry, here, start=cols.start)
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
@@ -163,26 +165,26 @@ def launch_logit_gradient(
     operands: Operands,
     cols: slice,
     factors: Gradient,  # of the rows; class weights those of `cols`
-    codes: LogitCodes | None,  # of the first rows, those whose logits were retained
+    quantized: QuantizedLogits | None,  # of the first rows, those whose logits were saved
     logit_options: LogitOptions,
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
     out: Tensor,  # (n, v)
 ) -> None:
-    """G of rows x classes: of retained logits, and behind them of logits that are made again."""
+    """G of rows x classes: of saved logits, and behind them of logits that are made again."""
     linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
-    first_new = 0 if codes is None else codes.numbers.shape[0]
+    first_new = 0 if quantized is None else quantized.numbers.shape[0]
     if first_new:
         given, tile = slice(0, first_new), tiles_for(rows).block_n
-        launch_retained_gradient(codes, cols, factors.of(given), kept.of(given), out=out[given], tile=tile)
+        launch_saved_gradient(quantized, cols, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
     if first_new < count:
         others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
         factors = factors.of(others)
-        made = rows[others], linear_weight, bias, factors, logit_options, kept.of(others)
+        made = rows[others], linear_weight, bias, factors, logit_options, valid_tokens.of(others)
         backend_for(rows).logits(*made, out=out[others])
 
 
-def pieces(
+def gradient_slices(
     rows: int,
     hidden: int,
     num_classes: int,
@@ -202,10 +204,10 @@ def pieces(
     count = row_slices[0].stop
     left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    return row_slices, slices(num_classes, most_columns, BLOCK_V)  # whole tiles: a maximum of retained logits each
+    return row_slices, slices(num_classes, most_columns, BLOCK_V)  # whole tiles: a maximum of saved logits each
 
 
-def product_parts(numbers: int, column_slices: int, left: int) -> int:
+def product_splits(numbers: int, column_slices: int, left: int) -> int:
     """How often a range's float32 product of so many numbers is held in `left` bytes: of one slice, so that V can be
     split."""
-    return 1 if column_slices > 1 else min(max(min(PARTS_NUMBERS, left // 4) // numbers, 1), 8)
+    return 1 if column_slices > 1 else min(max(min(SPLIT_NUMBERS, left // 4) // numbers, 1), 8)

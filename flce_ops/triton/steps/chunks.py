@@ -9,10 +9,10 @@ from flce_ops.math.options import Operands
 from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.workspace import get_workspace, matrix_bytes
-from flce_ops.triton.gemm.gemm_operands import fits_tma
-from flce_ops.triton.gemm.parts import MOST_PARTS, steps_and_parts
-from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.device import tiles_for
+from flce_ops.triton.gemm.split_k import MOST_SPLITS, steps_and_splits
 from flce_ops.triton.gemm.tiles import Tiles
+from flce_ops.triton.gemm.tma import fits_tma
 from flce_ops.triton.gemm.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -25,7 +25,7 @@ SMALL_BYTES = 8 << 20
 # for 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly; with 128 it would not.
 TOKEN_BYTES = 48
 CHUNKS_MORE = 2  # than the fewest, at most
-PARTS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
+SPLITS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
 # Of its main loop that adding to a tile of grad_linear_weight counts for: 1 by its time apart, the rest for what each
 # chunk launches and reads once.
 ADDITION_STEPS = 8
@@ -45,23 +45,23 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_b
 def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
     """For the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over.
 
-    No more than the most parts take: 100 rows of 4096 features 25 MiB, where 459 MiB of the default would be left.
+    No more than the most splits take: 100 rows of 4096 features 25 MiB, where 459 MiB of the default would be left.
     """
     left = small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
-    return min(left, 4 * MOST_PARTS.value * rows * hidden)
+    return min(left, 4 * MOST_SPLITS.value * rows * hidden)
 
 
 def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
-    """range(total) in the fewest pieces of at most `at_most`, of about one size: small ones starve their GEMMs."""
+    """range(total) in the fewest slices of at most `at_most`, of about one size: small ones starve their GEMMs."""
     if not total:
         return []
-    pieces = triton.cdiv(total, at_most)
-    size = min(at_most, triton.cdiv(triton.cdiv(total, pieces), multiple) * multiple)
+    count = triton.cdiv(total, at_most)
+    size = min(at_most, triton.cdiv(triton.cdiv(total, count), multiple) * multiple)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 class Problem(NamedTuple):
-    """What a cut depends on."""
+    """What a chunking depends on."""
 
     tokens: int
     vocab: int
@@ -84,23 +84,23 @@ class Problem(NamedTuple):
     def fitting(self) -> int:
         """Rows of a chunk."""
         reserved = small_bytes() * self.sum_pairs  # numbers a row and tile beside the two of any step
-        row_bytes = 0 if self.want_input else self.hidden * self.itemsize  # the kept tokens wait in grad_input
+        row_bytes = 0 if self.want_input else self.hidden * self.itemsize  # the valid tokens wait in grad_input
         fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)
         if fitting < self.tokens:
             fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved + self.sum_bytes(), row_bytes)
         return fitting
 
     def product_bytes(self, rows: int) -> int:
-        """Of the room that chunks of so many rows leave, what their products can use; for few kept tokens, too."""
+        """Of the room that chunks of so many rows leave, what their products can use; for few valid tokens, too."""
         if not self.want_input:
             return 0
         room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
         _, parts = self.input_steps(rows, room // 4)
-        return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), PARTS_OF_FEW * min(rows, MULTIPLE)))
+        return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), SPLITS_OF_FEW * min(rows, MULTIPLE)))
 
     def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
         depth = triton.cdiv(self.vocab, self.tiles.block_k)
-        return steps_and_parts(rows, self.hidden, depth, numbers, self.programs, self.tiles)
+        return steps_and_splits(rows, self.hidden, depth, numbers, self.programs, self.tiles)
 
     def steps(self, rows: int, numbers: int) -> float:
         """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
@@ -119,14 +119,20 @@ class Problem(NamedTuple):
         fewest = triton.cdiv(tokens, fitting)
         counts = range(fewest, fewest + CHUNKS_MORE + 1)
         cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
-        cuts[1:] = [cut for cut in cuts[1:] if cut[0].stop >= self.recompute_below]  # a fourth GEMM pass
-        steps = [sum(self.steps(c.stop - c.start, self.product_bytes(cut[0].stop) // 4) for c in cut) for cut in cuts]
+        cuts[1:] = [chunking for chunking in cuts[1:] if chunking[0].stop >= self.recompute_below]  # a fourth GEMM pass
+        steps = [
+            sum(self.steps(c.stop - c.start, self.product_bytes(chunking[0].stop) // 4) for c in chunking)
+            for chunking in cuts
+        ]
         best = min(range(len(cuts)), key=steps.__getitem__)
         return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
 
 
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:
-    """For flce_ops.last_path(). The kept tokens' rows are laid out like linear_weight's, which decides on the tiles."""
+    """For flce_ops.last_path().
+
+    The valid tokens' rows are laid out like linear_weight's, which decides on the tiles.
+    """
     tma = tiles_for(linear_weight).tma and fits_tma(linear_weight)
     most = max((s.stop - s.start for s in rows), default=0)
     record_run(call, most, len(rows), "TMA tiles" if tma else "pointer tiles", *notes)

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_ops.objectives.in_triton import LN2, log2_within_2_22
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.tma import load_tile
 from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.columns import sum_over_rows
+from flce_ops.triton.rows.column_sums import sum_over_rows
 from flce_ops.triton.rows.finish_rows import Tokens
-from flce_ops.triton.rows.kept_tokens import kept_rows
+from flce_ops.triton.rows.valid_tokens import valid_rows
 from flce_ops.triton.steps.low_rank_pair import Pair, add_pair_product
 
 # n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
@@ -59,7 +59,7 @@ def logit_products_kernel(
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     first = split * rows_per_split
-    last = tl.minimum(first + rows_per_split, kept_rows(tokens.kept, n))
+    last = tl.minimum(first + rows_per_split, valid_rows(tokens.valid_tokens, n))
     col_mask = cols < V
     class_scale = tl.load(pair.class_scale + cols, mask=col_mask, other=1.0)[None, :]
     small = tl.abs(class_scale) < SMALL

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from flce_ops.math.options import LogitOptions
 from flce_ops.triton.gemm.backends import backend_for
+from flce_ops.triton.gemm.device import tiles_for
 from flce_ops.triton.gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from flce_ops.triton.gemm.target import tiles_for
 from flce_ops.triton.gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
-from flce_ops.triton.rows.columns import weighted_column_sum
-from flce_ops.triton.rows.kept_tokens import Kept, room_for_rows
-from flce_ops.triton.steps.logit_codes import LogitCodes, coding
+from flce_ops.triton.rows.column_sums import weighted_column_sum
+from flce_ops.triton.rows.valid_tokens import ValidTokens, room_for_rows
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
+from flce_ops.triton.steps.quantized_logits import QuantizedLogits, quantization
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 
@@ -62,15 +62,16 @@ AGAINST_REFERENCE = "expected", "squares"  # made again where that changes
 
 
 def launch_exponentials(
-    input: Tensor,  # (n, D) of the kept tokens
+    input: Tensor,  # (n, D) of the valid tokens
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    kept: Kept,
+    valid_tokens: ValidTokens,
     *,
     reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
     guard: Tensor,  # () int32, 0
-    pieces: list[tuple[slice, Tensor | None]] | None = None,  # columns from a multiple of 256, and (n, v) for their E
-    codes: LogitCodes | None = None,  # out, where E itself is not asked for
+    # columns from a multiple of 256, and (n, v) for their E
+    class_slices: list[tuple[slice, Tensor | None]] | None = None,
+    quantized: QuantizedLogits | None = None,  # out, where E itself is not asked for
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # whose logits are taken from it
@@ -94,13 +95,13 @@ def launch_exponentials(
         reference_logit,
         class_weight if asked.logit_sum else None,
         partial,
-        coding=None if codes is None else coding(codes, input.dtype),
+        quantization=None if quantized is None else quantization(quantized, input.dtype),
         reference_class=reference_class,
         **per_tile,
     )
 
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
-        for cols, out in pieces or [(slice(0, linear_weight.shape[0]), None)]:
+        for cols, out in class_slices or [(slice(0, linear_weight.shape[0]), None)]:
             of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
             backend.logits(
                 input,
@@ -108,8 +109,8 @@ def launch_exponentials(
                 None if linear_bias is None else linear_bias[cols],
                 sums.of(of_tiles, cols),
                 logit_options,
-                kept,
-                out=out if sums.coding is None else codes.numbers,
+                valid_tokens,
+                out=out if sums.quantization is None else quantized.numbers,
                 guard=guarded,
                 pair=pair.of(cols),
             )
@@ -118,15 +119,22 @@ def launch_exponentials(
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     exponentiate(sums)
-    launch_sum_tiles(partial, row_sum, kept, raises=guard)
+    launch_sum_tiles(partial, row_sum, valid_tokens, raises=guard)
 
     backend.logits(
-        input, linear_weight, linear_bias, MaxSum(partial, partial_max), logit_options, kept, guard=guard, pair=pair
+        input,
+        linear_weight,
+        linear_bias,
+        MaxSum(partial, partial_max),
+        logit_options,
+        valid_tokens,
+        guard=guard,
+        pair=pair,
     )
-    launch_max_and_sum(partial_max, partial, reference_logit, kept, row_sum=row_sum, guarded_by=guard)
+    launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
-    launch_sum_tiles(partial, row_sum, kept, guarded_by=guard)
+    launch_sum_tiles(partial, row_sum, valid_tokens, guarded_by=guard)
     found: dict[str, Tensor] = {}
     if asked.argmax:
         found["max_logit"], found["argmax"] = argmax_over_tiles(sums, rows, linear_weight.shape[0])

@@ -12,17 +12,17 @@ from flce_ops.meta.call import takes
 from flce_ops.objectives.in_triton import LN2
 from flce_ops.support.target_range import assert_in_range
 from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.gemm.even_features import with_even_features
-from flce_ops.triton.gemm.target import tiles_for
+from flce_ops.triton.gemm.device import tiles_for
+from flce_ops.triton.gemm.padded_features import with_padded_features
 from flce_ops.triton.launch.replay import Kernel, repeated
 from flce_ops.triton.rows.gather_tokens import AtTarget, launch_gather_targets
-from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens, kept_rows
 from flce_ops.triton.rows.row_statistics import launch_row_statistics
-from flce_ops.triton.rows.slots import slots_at_a_time
+from flce_ops.triton.rows.topk import topk_at_a_time
 from flce_ops.triton.rows.two_sum import lse_in_nats
+from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
 from flce_ops.triton.steps.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from flce_ops.triton.steps.exponentials import Asked, launch_exponentials
-from flce_ops.triton.steps.logit_codes import clear_unused, codes_of
+from flce_ops.triton.steps.quantized_logits import clear_unused, quantized_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
@@ -35,7 +35,7 @@ def finish_forward_kernel(
     column_ptr,  # (n,)
     sums,  # RowSums
     outputs,  # seven of (N,), out; None for those not asked for, or stored elsewhere
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
     BLOCK_N: tl.constexpr,
 ):
@@ -43,8 +43,8 @@ def finish_forward_kernel(
     target_logit_out, lse_out, logit_sum_out, expected_out, max_logit_out, argmax_out, lse_rest_out = outputs
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < n
-    mask = i < kept_rows(kept, n)
-    token = tl.load(kept.order + i, mask=inside, other=0)
+    mask = i < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + i, mask=inside, other=0)
     target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
@@ -69,45 +69,45 @@ def finish_forward_kernel(
 
 
 @Kernel
-def store_slot_logits_kernel(
+def store_topk_logits_kernel(
     logit2_ptr,  # (n, K)
     column_ptr,  # (n, K)
     largest_ptr,  # (n,) out, base 2; -inf where no class of the row is here
     out_ptr,  # (N, K) out, nats
-    kept,  # Kept
+    valid_tokens,  # ValidTokens
     n,
-    SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
 ):
     """One program a row. Slots without a class here and those of ignored tokens get 0."""
     row = tl.program_id(0)
-    counts = row < kept_rows(kept, n)
-    token = tl.load(kept.order + row).to(tl.int64)
+    counts = row < valid_rows(valid_tokens, n)
+    token = tl.load(valid_tokens.order + row).to(tl.int64)
     largest = float("-inf")
-    for start in range(0, SLOTS, BLOCK_S):
-        slot = start + tl.arange(0, BLOCK_S)
-        inside = slot < SLOTS
-        hit = tl.load(column_ptr + row.to(tl.int64) * SLOTS + slot, mask=inside & counts, other=-1) >= 0
-        logit2 = tl.load(logit2_ptr + row.to(tl.int64) * SLOTS + slot, mask=hit, other=0.0)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = k < TOPK
+        hit = tl.load(column_ptr + row.to(tl.int64) * TOPK + k, mask=inside & counts, other=-1) >= 0
+        logit2 = tl.load(logit2_ptr + row.to(tl.int64) * TOPK + k, mask=hit, other=0.0)
         largest = tl.maximum(largest, tl.max(tl.where(hit, logit2, float("-inf")), 0))
-        tl.store(out_ptr + token * SLOTS + slot, tl.where(hit, logit2 * LN2, 0.0), mask=inside)
+        tl.store(out_ptr + token * TOPK + k, tl.where(hit, logit2 * LN2, 0.0), mask=inside)
     tl.store(largest_ptr + row, largest)
 
 
-def launch_store_slot_logits(at_target: AtTarget, out: Tensor, kept: Kept) -> Tensor:  # (n,)
-    n, slots = at_target.column.shape
+def launch_store_topk_logits(at_target: AtTarget, out: Tensor, valid_tokens: ValidTokens) -> Tensor:  # (n,)
+    n, topk = at_target.column.shape
     largest = at_target.logit.new_empty(n)
-    blocks = {"SLOTS": slots, "BLOCK_S": slots_at_a_time(slots), "num_warps": 1}
-    store_slot_logits_kernel[(n,)](at_target.logit, at_target.column, largest, out, kept, n, **blocks)
+    blocks = {"TOPK": topk, "BLOCK_TOPK": topk_at_a_time(topk), "num_warps": 1}
+    store_topk_logits_kernel[(n,)](at_target.logit, at_target.column, largest, out, valid_tokens, n, **blocks)
     return largest
 
 
 @takes(Forward)
-@with_even_features
+@with_padded_features
 def launch_forward(call: Forward) -> meta.Outputs:
     if call.retain and call.logits.softcap is not None:
         raise NotImplementedError(
-            "linear_cross_entropy_forward: expected retain=0 under a softcap, whose slope the retained logits do not "
+            "linear_cross_entropy_forward: expected retain=0 under a softcap, whose slope the saved logits do not "
             f"tell, got {call.retain}"
         )
     outputs = meta.outputs(call)
@@ -122,12 +122,14 @@ def launch_forward(call: Forward) -> meta.Outputs:
 
 
 def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
-    kept, _ = keep_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
-    return run_forward(call, kept, outputs)
+    valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
+    return run_forward(call, valid_tokens, outputs)
 
 
-def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs, *, own_target: bool = True) -> list[slice]:
-    """Of the tokens of `kept`, into the places of `outputs`, (N,), where they stand. The chunks it took.
+def run_forward(
+    call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs, *, own_target: bool = True
+) -> list[slice]:
+    """Of the tokens of `valid_tokens`, into the places of `outputs`, (N,), where they stand. The chunks it took.
 
     own_target: beside an entropy the target's logit in the sums is the reference, not the GEMM's.
     """
@@ -141,14 +143,14 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs, *, own_target:
         log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
         mean_logit=mean_logit if call.mean_logit else None,
     )
-    codes = codes_of(retained, linear_weight.shape[0])
-    chunks = forward_chunks(kept.order.shape[0], row_bytes, retained.shape[0])
+    quantized = quantized_of(retained, linear_weight.shape[0])
+    chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
     num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     for chunk in chunks:
-        n, here = chunk.stop - chunk.start, kept.of(chunk)
+        n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = memory[:n]
         at_target = launch_gather_targets(
             here, operands, call.logits, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
@@ -160,7 +162,7 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs, *, own_target:
             here,
             reference_logit=at_target.reference,
             guard=at_target.guard,
-            codes=codes.of(chunk) if chunk.start < retained.shape[0] else None,
+            quantized=quantized.of(chunk) if chunk.start < retained.shape[0] else None,
             asked=asked,
             reference_class=at_target.reference_class if own_target and call.expected_log_prob else None,
             logit_options=call.logits,
@@ -168,17 +170,17 @@ def run_forward(call: Forward, kept: Kept, outputs: meta.Outputs, *, own_target:
         )
         largest, own = at_target.logit, wanted
         if target.dim() == 2:
-            largest, own = launch_store_slot_logits(at_target, wanted[0], here), (None, *wanted[1:])
+            largest, own = launch_store_topk_logits(at_target, wanted[0], here), (None, *wanted[1:])
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
         )
         launch_row_statistics(sums, statistics, here, num_classes)
-    clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, kept)
+    clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
     return chunks
 
 
 def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
-    """Of rows that hold so many bytes each: partial sums and the gathered token. Those that are retained come first."""
+    """Of rows that hold so many bytes each: partial sums and the gathered token. Those that are saved come first."""
     rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
     at_most, first = min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS), min(retained, tokens)
     others = [slice(first + rows.start, first + rows.stop) for rows in slices(tokens - first, at_most)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_ops.triton.rows.copy_rows import launch_spread_rows
-from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 
 # N tokens, D hidden, V vocabulary
 
@@ -27,9 +27,9 @@ def wanted_gradients(grads: Sequence[Tensor], output_mask: list[bool]) -> Gradie
     return Gradients(grad_input, grad_weight, bias_sum)
 
 
-def finish_gradients(grads: Sequence[Tensor], gradients: Gradients, kept: Kept, place: Tensor) -> None:
+def finish_gradients(grads: Sequence[Tensor], gradients: Gradients, valid_tokens: ValidTokens, place: Tensor) -> None:
     """The bias's sum into its result, rounded; rows of grad_input to where their tokens are."""
     if gradients.bias_sum is not None:
         grads[2].copy_(gradients.bias_sum)
     if gradients.input is not None:
-        launch_spread_rows(gradients.input, kept, place)
+        launch_spread_rows(gradients.input, valid_tokens, place)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flce_ops.triton.gemm.gemm_operands import load_tile
+from flce_ops.triton.gemm.tma import load_tile
 
 # N tokens, n rows of a chunk, V vocabulary, r rank of the pair
 
@@ -28,7 +28,7 @@ BLOCK_R = tl.constexpr(64)
 class Pair(NamedTuple):
     """Contiguous; one argument of a kernel."""
 
-    input: Tensor | None = None  # (N, r), or (n, r) of the kept tokens
+    input: Tensor | None = None  # (N, r), or (n, r) of the valid tokens
     weight: Tensor | None = None  # (V, r)
     class_scale: Tensor | None = None  # (V,) float32, of the logits before the bias
 
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 NO_PAIR = Pair()
 
 
-def even_rank(matrix: Tensor) -> Tensor:
+def padded_rank(matrix: Tensor) -> Tensor:
     """(rows, r) with zeros behind its columns up to a number that tiles divide; itself where there are so many."""
     rank = matrix.shape[1]
     wanted = max(16, triton.next_power_of_2(rank)) if rank <= BLOCK_R.value else -(-rank // 64) * 64

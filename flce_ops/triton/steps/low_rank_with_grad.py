@@ -2,7 +2,7 @@
 
 Its chunks are those of one_pass_step.py, of two GEMMs and three products of rank r:
 
-    rows, h = the chunk's kept tokens, and their rows of low_rank_input
+    rows, h = the chunk's valid tokens, and their rows of low_rank_input
     E = exp(rows @ W.T + h @ B.T - reference)       the second product in the same tile              low_rank_pair.py
     grad_input           = c (E @ W)
     grad_low_rank_weight += E.T @ (c h)             those of a step whose operands are h and B
@@ -21,19 +21,19 @@ from flce_ops.meta.arguments import LowRankWithGrad
 from flce_ops.meta.call import takes
 from flce_ops.objectives.cross_entropy import CrossEntropy
 from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.gemm.input_gradient import Pieces
-from flce_ops.triton.gemm.parts import MOST_PARTS
+from flce_ops.triton.gemm.input_gradient import ClassSlices
+from flce_ops.triton.gemm.split_k import MOST_SPLITS
 from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.copy_rows import launch_copy_rows
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.rows.kept_tokens import keep_tokens
 from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.rows.valid_tokens import compact_tokens
+from flce_ops.triton.steps.chunking import best_chunking, problem_of
 from flce_ops.triton.steps.chunks import contiguous, record_chunks, small_bytes
 from flce_ops.triton.steps.class_scale_gradient import away_from_zero, gradient_of_scale, logit_products
-from flce_ops.triton.steps.cut import best_cut, problem_of
 from flce_ops.triton.steps.gradients import finish_gradients, wanted_gradients
-from flce_ops.triton.steps.low_rank_pair import Pair, even_rank
+from flce_ops.triton.steps.low_rank_pair import Pair, padded_rank
 from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
@@ -56,12 +56,12 @@ class LowRankStep(OnePassStep):
             self.gradient_sum, self.product_sum = torch.zeros(2, *class_scale.shape, device=class_scale.device).unbind()
 
     def exponentiate(
-        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+        self, chunk: slice, rows: Tensor, pieces: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         input, grad_input = self.pair.input, self.of_pair.grad_input
         # they wait in the rows of their gradient
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
-        launch_copy_rows(input, own, self.kept.of(chunk))
+        launch_copy_rows(input, own, self.valid_tokens.of(chunk))
         self.pair_of_chunk = self.pair._replace(input=own)
         tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
         if self.product_sum is not None:
@@ -69,17 +69,17 @@ class LowRankStep(OnePassStep):
             operands = rows, self.operands.linear_weight, self.pair_of_chunk
             self.product_sum += logit_products(piece, *operands, factor, self.reference, tokens)
             if self.operands.linear_bias is not None:
-                self.gradient_sum += weighted_column_sum(piece, factor, tokens.kept)
+                self.gradient_sum += weighted_column_sum(piece, factor, tokens.valid_tokens)
         return tokens, finished
 
     def write_input(
-        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
+        self, chunk: slice, tokens: Tokens, pieces: ClassSlices, finished: FinishedRows, product: Tensor
     ) -> None:
         super().write_input(chunk, tokens, pieces, finished, product)
         rows = self.pair_of_chunk.input
         self.of_pair.add_to_weight(tokens, rows, pieces, finished)
         # the sums per tile, which were as large, are not needed any more
-        numbers = min(MOST_PARTS.value * rows.numel(), small_bytes() // 4)
+        numbers = min(MOST_SPLITS.value * rows.numel(), small_bytes() // 4)
         own = self.float32(numbers)
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
 
@@ -93,8 +93,8 @@ def launch_low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
     outputs = loss, losses, grad_input, *of_pair, grad_bias, grad_scale = meta.outputs(call)
     input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, class_scale = call.operands
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
-    pair = even_rank(pair_input), even_rank(pair_weight)
-    made = [even_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
+    pair = padded_rank(pair_input), padded_rank(pair_weight)
+    made = [padded_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
     class_scale = None if class_scale is None else away_from_zero(class_scale)
     call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias, class_scale=class_scale)
     call.reduction = Reduction(row_scale, call.reduction.denominator)
@@ -124,8 +124,8 @@ def low_rank_step(
     reduction, logit_options, num_classes = call.reduction, call.logits, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
-    cut = best_cut(problem._replace(recompute_below=0))  # backward's kernels know no pair
-    kept, place = keep_tokens(target, call.ignore_index, num_classes, in_range)
+    chunking = best_chunking(problem._replace(recompute_below=0))  # backward's kernels know no pair
+    valid_tokens, place = compact_tokens(target, call.ignore_index, num_classes, in_range)
     objective = CrossEntropy(call.loss, None, target_weight, num_classes)
     per_token = StepTokens(objective, reduction, losses)
     nothing = input.new_empty(0)
@@ -133,16 +133,16 @@ def low_rank_step(
     of_pair = [grad_pair_input, grad_pair_weight, nothing]
     gradients = wanted_gradients(of_head, mask)
     pair_gradients = wanted_gradients(of_pair, [want_pair_input, want_pair_weight, False])
-    shared = logit_options, kept, per_token
-    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, cut)
-    of_head_step = call.operands.head, *shared, gradients, cut
+    shared = logit_options, valid_tokens, per_token
+    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, chunking)
+    of_head_step = call.operands.head, *shared, gradients, chunking
     step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
-    step.run_chunks(cut.chunks)
+    step.run_chunks(chunking.chunks)
     if want_scale:
         grad_scale.copy_(step.scale_gradient())
     if class_scale is not None and gradients.bias_sum is not None:
         gradients.bias_sum.div_(class_scale)
-    finish_gradients(of_head, gradients, kept, place)
-    finish_gradients(of_pair, pair_gradients, kept, place)
-    launch_sum_losses(losses, reduction, kept.total, loss)
-    return cut.chunks
+    finish_gradients(of_head, gradients, valid_tokens, place)
+    finish_gradients(of_pair, pair_gradients, valid_tokens, place)
+    launch_sum_losses(losses, reduction, valid_tokens.total, loss)
+    return chunking.chunks

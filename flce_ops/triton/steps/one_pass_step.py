@@ -1,6 +1,6 @@
 """Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
 
-    rows = the chunk's kept tokens, target logits                                                  gather_tokens.py
+    rows = the chunk's valid tokens, target logits                                                 gather_tokens.py
     E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
     losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
@@ -22,31 +22,31 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.math.shards import argmax_of_shards
 from flce_ops.objectives.row import RowObjective
 from flce_ops.triton.gemm.backends import backend_for
-from flce_ops.triton.gemm.gemm_operands import NO_OUTER
-from flce_ops.triton.gemm.input_gradient import Finish, Pieces
-from flce_ops.triton.gemm.parts import float32_memory
+from flce_ops.triton.gemm.input_gradient import ClassSlices, Finish
+from flce_ops.triton.gemm.split_k import float32_memory
+from flce_ops.triton.gemm.tma import NO_OUTER
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
-from flce_ops.triton.rows.columns import weighted_column_sum
+from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
 from flce_ops.triton.rows.gather_tokens import launch_gather_targets
-from flce_ops.triton.rows.kept_tokens import Kept, choose_cut
 from flce_ops.triton.rows.row_statistics import launch_row_statistics, sums_for
 from flce_ops.triton.rows.scale_rows import launch_scale_rows
 from flce_ops.triton.rows.set_entries import launch_set_entries
 from flce_ops.triton.rows.smoothing import SmoothingTerms
 from flce_ops.triton.rows.target_rows import TOKENS_AT_MOST, launch_target_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, choose_chunking
 from flce_ops.triton.sparse.live_tiles import EVERY_STEP
+from flce_ops.triton.steps.chunking import Chunking
 from flce_ops.triton.steps.chunks import MULTIPLE, padded, slices
-from flce_ops.triton.steps.cut import Cut
 from flce_ops.triton.steps.exponentials import RowSums, launch_exponentials
 from flce_ops.triton.steps.gradients import Gradients
-from flce_ops.triton.steps.lead import Lead, places, scratch_of
 from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
+from flce_ops.triton.steps.overlay import Overlay, places, scratch_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 
 # Of tokens, their gradients and the sum that earlier ones were added to: the ranges of rows it took.
-Recompute = Callable[[Kept, Gradients, WeightGradient | None], list[slice]]
+Recompute = Callable[[ValidTokens, Gradients, WeightGradient | None], list[slice]]
 
 
 class StepTokens(NamedTuple):
@@ -70,10 +70,10 @@ class OnePassStep:
         self,
         operands: Operands,
         logit_options: LogitOptions,
-        kept: Kept,
+        valid_tokens: ValidTokens,
         per_token: StepTokens,
         gradients: Gradients,
-        cut: Cut,
+        chunking: Chunking,
         smoothing: SmoothingTerms | None = None,
         ignore_index: int = -100,
         vocab_start: int = 0,
@@ -81,41 +81,41 @@ class OnePassStep:
     ) -> None:
         self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
         self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
-        self.logit_options, self.kept, self.per_token = logit_options, kept, per_token
+        self.logit_options, self.valid_tokens, self.per_token = logit_options, valid_tokens, per_token
         self.tokens = operands.input.shape[0]  # that the chunks are cut of
         self.gradients = gradients
         self.grad_input, grad_weight, self.bias_sum = gradients
-        self.cut, self.smoothing = cut, smoothing
+        self.chunking, self.smoothing = chunking, smoothing
         self.input_steps = self.weight_steps = EVERY_STEP
         self.backend, self.weight_gradient = backend_for(operands.input), None
-        if grad_weight is not None and not (cut.recompute and cut.lead is None):  # else backward's own
+        if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's own
             outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
-            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=cut.most_chunks, outer=outer)
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=chunking.most_chunks, outer=outer)
 
     def run(self, recompute: Recompute) -> list[slice]:
-        """The lead chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
-        lead, chunks = [], self.cut.chunks
-        if self.cut.few:
-            few, self.kept = choose_cut(self.kept, self.cut.few)
+        """The overlay chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
+        overlay, chunks = [], self.chunking.chunks
+        if self.chunking.few:
+            few, self.valid_tokens = choose_chunking(self.valid_tokens, self.chunking.few)
             self.run_only(few)
-        if self.cut.lead is not None:
-            self.run_lead(self.cut.lead)
-            lead = [slice(0, self.cut.lead.rows)]
-        if self.cut.recompute:
+        if self.chunking.overlay is not None:
+            self.run_overlay(self.chunking.overlay)
+            overlay = [slice(0, self.chunking.overlay.rows)]
+        if self.chunking.recompute:
             (rows,) = chunks
             own = self.gradients._replace(input=None if self.grad_input is None else self.grad_input[rows])
-            chunks = recompute(self.kept.of(rows), own, self.weight_gradient)
+            chunks = recompute(self.valid_tokens.of(rows), own, self.weight_gradient)
         else:
             self.run_chunks(chunks)
-        return lead + chunks
+        return overlay + chunks
 
-    def run_only(self, few: Kept) -> None:
-        """All kept tokens in one chunk, where they are few."""
+    def run_only(self, few: ValidTokens) -> None:
+        """All valid tokens in one chunk, where they are few."""
         only = copy.copy(self)
-        only.tokens, only.kept = self.cut.few, few
+        only.tokens, only.valid_tokens = self.chunking.few, few
         gradient = self.weight_gradient
         only.weight_gradient = self.backend.weight_gradient(gradient.out, chunks=1, outer=gradient.outer)
-        only.run_chunks([slice(0, self.cut.few)])
+        only.run_chunks([slice(0, self.chunking.few)])
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:
@@ -124,34 +124,36 @@ class OnePassStep:
         count = chunks[0].stop - chunks[0].start
         num_classes, size = linear_weight.shape[0], input.dtype.itemsize
         exponentials = input.new_empty(count, padded(num_classes, size))
-        # the kept tokens wait in the rows of grad_input, which are written after their last use
+        # the valid tokens wait in the rows of grad_input, which are written after their last use
         apart = input.new_empty(count, input.shape[1]) if self.grad_input is None else None
         for chunk in chunks:
             n = chunk.stop - chunk.start
-            pieces = [(slice(0, num_classes), exponentials[:n, :num_classes])]
+            class_slices = [(slice(0, num_classes), exponentials[:n, :num_classes])]
             rows = self.grad_input[chunk] if apart is None else apart[:n]
-            tokens, finished = self.exponentiate(chunk, rows, pieces)
-            self.add_to_weight(tokens, rows, pieces, finished)
-            self.write_input(chunk, tokens, pieces, finished, self.product_memory(chunk))
+            tokens, finished = self.exponentiate(chunk, rows, class_slices)
+            self.add_to_weight(tokens, rows, class_slices, finished)
+            self.write_input(chunk, tokens, class_slices, finished, self.product_memory(chunk))
 
-    def run_lead(self, lead: Lead) -> None:
-        chunk, input, grad_weight = slice(0, lead.rows), self.operands.input, self.weight_gradient.out
-        pieces = list(zip(lead.columns, places(lead, grad_weight, input.new_empty(lead.workspace_numbers))))
-        scratch = scratch_of(lead, grad_weight)
-        apart = input.new_empty(lead.rows, input.shape[1]) if lead.rows_apart else None
-        rows = self.grad_input[lead.rows : 2 * lead.rows] if apart is None else apart
-        tokens, finished = self.exponentiate(chunk, rows, pieces, scratch)
-        self.write_input(chunk, tokens, pieces, finished, scratch)  # first, because add_to_weight overwrites E
-        self.add_to_weight(tokens, rows, pieces[::-1], finished)
+    def run_overlay(self, overlay: Overlay) -> None:
+        chunk, input, grad_weight = slice(0, overlay.rows), self.operands.input, self.weight_gradient.out
+        class_slices = list(
+            zip(overlay.columns, places(overlay, grad_weight, input.new_empty(overlay.workspace_numbers)))
+        )
+        scratch = scratch_of(overlay, grad_weight)
+        apart = input.new_empty(overlay.rows, input.shape[1]) if overlay.rows_apart else None
+        rows = self.grad_input[overlay.rows : 2 * overlay.rows] if apart is None else apart
+        tokens, finished = self.exponentiate(chunk, rows, class_slices, scratch)
+        self.write_input(chunk, tokens, class_slices, finished, scratch)  # first, because add_to_weight overwrites E
+        self.add_to_weight(tokens, rows, class_slices[::-1], finished)
 
     def exponentiate(
-        self, chunk: slice, rows: Tensor, pieces: Pieces, scratch: Tensor | None = None
+        self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
-        """The kept tokens into `rows`, E' into the pieces, the rows' losses, their share of grad_linear_bias."""
-        kept, of_tokens = self.kept.of(chunk), self.per_token
+        """The valid tokens into `rows`, E' into the slices, the rows' losses, their share of grad_linear_bias."""
+        valid_tokens, of_tokens = self.valid_tokens.of(chunk), self.per_token
         statistics = of_tokens.statistics
         at_target = launch_gather_targets(
-            kept,
+            valid_tokens,
             self.operands,
             self.logit_options,
             rows,
@@ -161,7 +163,7 @@ class OnePassStep:
             pair=self.pair,
         )
         tokens = Tokens(
-            kept,
+            valid_tokens,
             at_target.logit,
             at_target.dz_du,
             at_target.column,
@@ -173,10 +175,10 @@ class OnePassStep:
             rows,
             self.operands.linear_weight,
             self.operands.linear_bias,
-            kept,
+            valid_tokens,
             reference_logit=at_target.reference,
             guard=at_target.guard,
-            pieces=pieces,
+            class_slices=class_slices,
             asked=sums_for(Statistics(*(out is not None for out in statistics))),
             logit_options=self.logit_options,
             scratch=scratch,
@@ -184,11 +186,11 @@ class OnePassStep:
         )
         self.row_sum, self.reference = sums.exponentials, sums.reference_logit
         finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
-        launch_row_statistics(sums, statistics, kept, self.vocab_size)
-        for cols, piece in pieces:
-            launch_set_entries(piece, tokens.column, finished.entry, kept, start=cols.start)
+        launch_row_statistics(sums, statistics, valid_tokens, self.vocab_size)
+        for cols, exponentials in class_slices:
+            launch_set_entries(exponentials, tokens.column, finished.entry, valid_tokens, start=cols.start)
             if self.bias_sum is not None:
-                self.bias_sum[cols] += weighted_column_sum(piece, finished.weight_factor, kept)
+                self.bias_sum[cols] += weighted_column_sum(exponentials, finished.weight_factor, valid_tokens)
         if finished.column is not None:  # what follows takes one entry of a row
             tokens = tokens._replace(column=finished.column)
         return tokens, finished
@@ -208,53 +210,61 @@ class OnePassStep:
             sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
         return finished, sums
 
-    def add_to_weight(self, tokens: Tokens, rows: Tensor, pieces: Pieces, finished: FinishedRows) -> None:
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, class_slices: ClassSlices, finished: FinishedRows) -> None:
         """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
         if self.weight_gradient is None:
             return
-        start, count = tokens.kept.start, self.tokens
+        start, count = tokens.valid_tokens.start, self.tokens
         last = start + rows.shape[0] == count
-        few = count <= TOKENS_AT_MOST and start == 0 and last and len(pieces) == 1
+        few = count <= TOKENS_AT_MOST and start == 0 and last and len(class_slices) == 1
         rest = rows.new_empty(rows.shape) if few else None
-        launch_scale_rows(rows, finished.weight_factor, rows, tokens.kept, rest=rest)
-        for cols, piece in pieces:
+        launch_scale_rows(rows, finished.weight_factor, rows, tokens.valid_tokens, rest=rest)
+        for cols, exponentials in class_slices:
             self.weight_gradient.add(
-                cols, piece, rows, tokens.kept, first=start == 0, last=last, live=self.weight_steps
+                cols, exponentials, rows, tokens.valid_tokens, first=start == 0, last=last, live=self.weight_steps
             )
         if few:
-            ((_, piece),) = pieces
+            ((_, exponentials),) = class_slices
             gradient = self.weight_gradient
-            launch_target_rows(gradient.out, piece, rows, rest, tokens.column, tokens.kept, gradient.outer)
+            launch_target_rows(
+                gradient.out, exponentials, rows, rest, tokens.column, tokens.valid_tokens, gradient.outer
+            )
 
     def write_input(
-        self, chunk: slice, tokens: Tokens, pieces: Pieces, finished: FinishedRows, product: Tensor
+        self, chunk: slice, tokens: Tokens, class_slices: ClassSlices, finished: FinishedRows, product: Tensor
     ) -> None:
-        """grad_input = c (E' @ linear_weight) and the residual, in the order of the kept tokens."""
+        """grad_input = c (E' @ linear_weight) and the residual, in the order of the valid tokens."""
         if self.grad_input is None:
             return
-        outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.kept)
+        outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
-        out, columns = self.grad_input[chunk], [cols for cols, _ in pieces]
+        out, columns = self.grad_input[chunk], [cols for cols, _ in class_slices]
         at_once, hidden = out.shape
-        if len(pieces) > 1:  # the product waits in float32; where its memory is short, rows take turns
+        if len(class_slices) > 1:  # the product waits in float32; where its memory is short, rows take turns
             if product.shape[0] < MULTIPLE * hidden:
                 product = torch.empty(MULTIPLE * hidden, dtype=torch.float32, device=out.device)
             at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
         for rows in slices(out.shape[0], at_once):
-            kept = tokens.kept.of(rows)
+            valid_tokens = tokens.valid_tokens.of(rows)
             gradient = self.backend.input_gradient(
-                out[rows], self.operands.linear_weight, finish.of(rows), kept, columns, product, self.input_steps
+                out[rows],
+                self.operands.linear_weight,
+                finish.of(rows),
+                valid_tokens,
+                columns,
+                product,
+                self.input_steps,
             )
-            for cols, piece in pieces:
-                gradient.add(cols, piece[rows])
+            for cols, exponentials in class_slices:
+                gradient.add(cols, exponentials[rows])
             gradient.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""
         if self.grad_input is None:
             return self.float32(0)
-        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.cut.product_bytes // 4
+        later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.chunking.product_bytes // 4
         return later if later.shape[0] >= numbers else self.float32(numbers)
 
     def float32(self, numbers: int) -> Tensor:
-        return torch.empty(numbers, dtype=torch.float32, device=self.kept.order.device)
+        return torch.empty(numbers, dtype=torch.float32, device=self.valid_tokens.order.device)

@@ -9,11 +9,11 @@ import torch
 from flce_ops import meta
 from flce_ops.math.log_probs import surprisal
 from flce_ops.math.options import Cotangents
-from flce_ops.math.slots import beside_slots
 from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
+from flce_ops.math.topk import beside_topk
 from flce_ops.meta.arguments import Backward, Forward, WithGrad
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
-from flce_ops.triton.rows.kept_tokens import Kept
+from flce_ops.triton.rows.valid_tokens import ValidTokens
 from flce_ops.triton.steps.backward import run_backward
 from flce_ops.triton.steps.forward import run_forward
 from flce_ops.triton.steps.gradients import Gradients
@@ -24,10 +24,10 @@ from flce_ops.triton.steps.one_pass_step import StepTokens
 
 def recompute_step(
     call: WithGrad,  # of N tokens
-    place: torch.Tensor,  # (N,) of each token in the order of all kept ones
+    place: torch.Tensor,  # (N,) of each token in the order of all valid ones
     per_token: StepTokens,
-    kept: Kept,  # the tokens to take
-    gradients: Gradients,  # input: (n, D), in the order of `kept`
+    valid_tokens: ValidTokens,  # the tokens to take
+    gradients: Gradients,  # input: (n, D), in the order of `valid_tokens`
     weight_gradient: WeightGradient | None,
 ) -> list[slice]:
     """The ranges of rows it took."""
@@ -36,9 +36,9 @@ def recompute_step(
     smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
     forward = Forward.bind(*operands, logit_sum=smoothed, **asked, **logits)
     outputs = meta.outputs(forward)
-    run_forward(forward, kept, outputs, own_target=False)  # as one pass has it
+    run_forward(forward, valid_tokens, outputs, own_target=False)  # as one pass has it
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
-    valid, here = place >= 0, place >= kept.start
+    valid, here = place >= 0, place >= valid_tokens.start
     mine = here | ~valid
     distance = surprisal(target_logit, lse, lse_rest)
     losses, slopes = objective.losses_and_slopes(distance, lse, logit_sum if smoothed else None)
@@ -51,7 +51,7 @@ def recompute_step(
         if values is not None:
             of_tokens.copy_(torch.where(mine, values, of_tokens))
     cotangents = objective.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
-    own = (None if grad is None else torch.where(beside_slots(here, grad), grad, 0.0) for grad in cotangents)
+    own = (None if grad is None else torch.where(beside_topk(here, grad), grad, 0.0) for grad in cotangents)
     backward = Backward.bind(
         *Cotangents(*own),
         *operands,
@@ -60,4 +60,4 @@ def recompute_step(
         output_mask=[wanted is not None for wanted in gradients],
         lse_rest=lse_rest,
     )
-    return run_backward(backward, kept, gradients, weight_gradient)
+    return run_backward(backward, valid_tokens, gradients, weight_gradient)

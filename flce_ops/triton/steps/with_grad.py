@@ -1,8 +1,8 @@
 """CUDA kernels of the operators that make loss and gradients in one pass over the logits, three GEMMs.
 
 one_pass_step.py says what is done for each chunk of n tokens, an objective (flce_ops/objectives) what is made of a row.
-The first chunk is larger where its exponentials can wait in grad_linear_weight (lead.py). cut.py says which tokens go
-how; ignored ones cost nothing (kept_tokens.py).
+The first chunk is larger where its exponentials can wait in grad_linear_weight (overlay.py). chunking.py says which
+tokens go how; ignored ones cost nothing (valid_tokens.py).
 
 Over a vocabulary that ranks share, the ranks exchange two numbers a row between the GEMMs of each chunk, three with
 label smoothing, two more with argmax. Chunks are as large as the workspace allows, so there are few exchanges.
@@ -21,18 +21,18 @@ from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard
 from flce_ops.math.sparse_gradient import Shard
 from flce_ops.meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
 from flce_ops.meta.call import takes
-from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, weight_of_slots
+from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
 from flce_ops.objectives.row import RowObjective
 from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.gemm.even_features import with_even_features
+from flce_ops.triton.gemm.padded_features import with_padded_features
 from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.kept_tokens import Kept, keep_tokens
 from flce_ops.triton.rows.row_statistics import sum_pairs
 from flce_ops.triton.rows.smoothing import SmoothingTerms
 from flce_ops.triton.rows.sum_losses import launch_sum_losses
+from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
 from flce_ops.triton.sparse.sparse_run import is_sparse, run_sparse, sparse_notes
+from flce_ops.triton.steps.chunking import Chunking, chunk_shard, chunk_tokens
 from flce_ops.triton.steps.chunks import contiguous, record_chunks, with_contiguous_vectors
-from flce_ops.triton.steps.cut import Cut, cut_shard, cut_tokens
 from flce_ops.triton.steps.gradients import finish_gradients, wanted_gradients
 from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
 from flce_ops.triton.steps.recompute import recompute_step
@@ -41,7 +41,7 @@ from flce_ops.triton.steps.recompute import recompute_step
 
 
 @takes(WithGrad)
-@with_even_features
+@with_padded_features
 def launch_with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     call.operands = with_contiguous_vectors(call.operands)
@@ -53,7 +53,7 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
 
 
 @takes(PolicyWithGrad)
-@with_even_features
+@with_padded_features
 def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
     operands = with_contiguous_vectors(Operands(*call.operands))
@@ -68,11 +68,11 @@ def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
 
 
 def objective_of(call: WithGrad) -> CrossEntropy:
-    slot_weight = call.target_weight
-    if slot_weight is not None:
-        slot_weight = weight_of_slots(call.operands.target, slot_weight, call.ignore_index, torch.float32)
+    topk_weight = call.target_weight
+    if topk_weight is not None:
+        topk_weight = topk_weights(call.operands.target, topk_weight, call.ignore_index, torch.float32)
     target, weight = call.operands.target, call.operands.weight
-    objective = cross_entropy_of(target, weight, call.operands.num_classes, call.loss, torch.float32, slot_weight)
+    objective = cross_entropy_of(target, weight, call.operands.num_classes, call.loss, torch.float32, topk_weight)
     return objective._replace(weight=None if objective.weight is None else objective.weight.contiguous())
 
 
@@ -104,50 +104,59 @@ def one_pass_step(
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
     input, linear_weight, target, _, _ = call.operands
-    cut = cut_tokens(
+    chunking = chunk_tokens(
         input,
         linear_weight,
         call.output_mask,
         smoothed=objective.d_sum is not None,
         sum_pairs=sum_pairs(call.statistics),
     )
-    kept, place = keep_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
+    valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
-    return step_over_tokens(call, per_token, class_weight, kept, place, (loss, *grads), cut, None)
+    return step_over_tokens(call, per_token, class_weight, valid_tokens, place, (loss, *grads), chunking, None)
 
 
 def step_over_tokens(
     call: Any,  # WithGrad, or with a shard VocabParallelWithGrad
     per_token: StepTokens,
     class_weight: Tensor | None,  # (v,) float32
-    kept: Kept,
+    valid_tokens: ValidTokens,
     place: Tensor,  # (N,)
     results: tuple[Tensor, ...],  # loss, and the gradients
-    cut: Cut,
+    chunking: Chunking,
     shard: Shard | None,
 ) -> tuple[list[slice], list[str]]:
     """The chunks it took, and notes on them."""
     loss, *grads = results
     gradients, objective = wanted_gradients(grads, call.output_mask), per_token.objective
     smoothing = None
-    if objective.d_sum is not None and not cut.recompute:  # which makes it with the rest of G
+    if objective.d_sum is not None and not chunking.recompute:  # which makes it with the rest of G
         smoothing = SmoothingTerms(
-            call.operands, class_weight, kept, per_token.reduction, objective.d_sum, call.logits.logit_scale
+            call.operands, class_weight, valid_tokens, per_token.reduction, objective.d_sum, call.logits.logit_scale
         )
     if is_sparse(call):
-        chunks = run_sparse(call, kept, per_token, gradients, shard)
-        cut = Cut(None, chunks, False, 0)
+        chunks = run_sparse(call, valid_tokens, per_token, gradients, shard)
+        chunking = Chunking(None, chunks, False, 0)
     else:
         first, size = (0, None) if shard is None else (call.vocab_start, call.vocab_size)
         step = OnePassStep(
-            call.operands, call.logits, kept, per_token, gradients, cut, smoothing, call.ignore_index, first, size
+            call.operands,
+            call.logits,
+            valid_tokens,
+            per_token,
+            gradients,
+            chunking,
+            smoothing,
+            call.ignore_index,
+            first,
+            size,
         )
         chunks = step.run(partial(recompute_step, call, place, per_token))
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
-    finish_gradients(grads, gradients, kept, place)
-    launch_sum_losses(per_token.losses, per_token.reduction, kept.total, loss)
-    return chunks, cut.notes + sparse_notes(call)
+    finish_gradients(grads, gradients, valid_tokens, place)
+    launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
+    return chunks, chunking.notes + sparse_notes(call)
 
 
 @takes(VocabParallelWithGrad)
@@ -159,7 +168,7 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
     rows = shard_rows(call.vocab_size, call.ranks)
     with torch.cuda.device_of(input):
         in_range = target.new_empty((), dtype=torch.bool)
-        kept, place = keep_tokens(target, call.ignore_index, call.vocab_size, in_range)
+        valid_tokens, place = compact_tokens(target, call.ignore_index, call.vocab_size, in_range)
         assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
         exchange = Exchange(call.group, call.ranks)
         objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, torch.float32)
@@ -170,9 +179,11 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
         reduction = Reduction(call.row_scale.contiguous())
         per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
-        cut = cut_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+        chunking = chunk_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
         shard = Shard(call.vocab_start, rows, exchange.gather)
-        chunks, notes = step_over_tokens(call, per_token, own_weight, kept, place, (loss, *grads), cut, shard)
+        chunks, notes = step_over_tokens(
+            call, per_token, own_weight, valid_tokens, place, (loss, *grads), chunking, shard
+        )
         exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
     record_chunks(call, linear_weight, chunks, *notes)
     return outputs

@@ -1,0 +1,130 @@
+"""What the tables of paths.py look at: the facts of a call, none of them data on a device.
+
+facts_of          -> of an inner operator's call
+loss_facts        -> of a scalar loss, before its operator is known; pair_facts, of a head with a low-rank pair;
+                     given_logits_facts, of logits
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
+from flce_ops.math.options import LogitOperands, LogitOptions, LowRankOperands
+from flce_ops.math.shards import shard_rows
+from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.support.torch_private import (
+    comes_from_outside_a_traced_graph,
+    functorch_is_active,
+    root_of,
+    saved_tensor_hooks_are_active,
+    tracing_a_checkpointed_region,
+)
+from flce_ops.support.vendor import device_type
+
+
+class CallFacts(NamedTuple):
+    """What a choice may depend on: what the operator is called with, and around it gradients, transforms and ranks."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    empty: bool = False  # no token, or no feature
+    one_class: bool = False
+    label_smoothing: bool = False
+    softcap: bool = False
+    wants_gradient: bool = False  # of input, linear_weight or linear_bias
+    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
+    functorch: bool = False
+    saved_tensor_hooks: bool = False
+    checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
+    handed_over: bool = False  # logits that may be overwritten
+    leaf: bool = False  # logits that no operation made, or that keep their gradient
+    part: bool = False  # logits that share memory with more than themselves
+    vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
+    rank_without_classes: bool = False
+    trains_weight: bool = False  # of a head with a low-rank pair
+    class_scale: bool = False  # of one
+    topk: bool = False  # several classes a token
+    teacher: torch.dtype | None = None  # of a teacher's hidden states
+    sparse: bool = False  # a sparse gradient is asked for
+
+
+def facts_of(call: Any) -> CallFacts:
+    """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
+    operands, groups = call.operands, vars(call)
+    if isinstance(operands, KlDivOperands):
+        return kl_div_facts(operands, call.options)
+    first = operands[0]
+    num_classes = first.shape[1] if isinstance(operands, LogitOperands) else operands.linear_weight.shape[0]
+    options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
+    options |= {"topk": operands.target.dim() == 2, "class_scale": getattr(operands, "class_scale", None) is not None}
+    if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
+        options["sparse"] = any(call.sparse.products(call.output_mask))
+    if isinstance(call, Backward):
+        options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
+    return CallFacts(device_type(first), first.dtype, first.numel() == 0, num_classes == 1, **options)
+
+
+def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
+    input, teacher, num_classes = operands.input, operands.teacher_input, options.vocab_size
+    sharding: dict[str, Any] = {} if num_classes is None else sharding_of([True], [options.ranks], num_classes)
+    return CallFacts(
+        device_type(input),
+        input.dtype,
+        input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        (operands.linear_weight.shape[0] if num_classes is None else num_classes) == 1,
+        teacher=None if teacher is None else teacher.dtype,
+        **sharding,
+    )
+
+
+def loss_facts(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> CallFacts:
+    """Of a scalar loss, before its operator is known, and what else is known of it."""
+    return CallFacts(device_type(input), input.dtype, **around(input, linear_weight, linear_bias), **known)
+
+
+def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
+    """Of a scalar loss of a head with a low-rank pair."""
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
+    known |= {"trains_weight": needs_gradient(linear_weight), "class_scale": class_scale is not None}
+    leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
+    return CallFacts(device_type(input), input.dtype, **around(*leaves), **known)
+
+
+def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
+    """Of a scalar loss of these logits, which may be a view of all of another tensor."""
+    root = root_of(logits)
+    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
+    as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
+    # a gradient that is retained would move to what is written over it
+    leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
+    known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
+    return CallFacts(device_type(logits), logits.dtype, **known)
+
+
+def around(*leaves: Tensor | None) -> dict[str, Any]:
+    """What stands around a loss: who wants gradients of these, and how they will be asked for."""
+    return {
+        "wants_gradient": any(map(needs_gradient, leaves)),
+        "functorch": functorch_is_active(),
+        "saved_tensor_hooks": saved_tensor_hooks_are_active(),
+        "checkpoint": tracing_a_checkpointed_region(),
+    }
+
+
+def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
+    """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
+    sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
+    without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
+    return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
+
+
+def options_in_facts(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
+    return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

@@ -1,0 +1,217 @@
+"""What the derivative of every operator is made of: an OperatorFunction, what it saves, and the kernel on the autograd
+keys.
+
+One OperatorFunction per operator, a `torch.autograd.Function` with `setup_context` and `vmap`, is called from the
+Autograd key (eager, AOTAutograd) and from the key on which torch.func intercepts calls;
+`torch.library.register_autograd` reaches only the first.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flce_ops.math.kl_div_arguments import KlDivOptions
+from flce_ops.math.options import LogitOptions, numbers_of
+from flce_ops.meta.call import Arguments
+from flce_ops.objectives.cross_entropy import LossOptions
+from flce_ops.objectives.row import RowObjective
+from flce_ops.support.holes import refuse_hole
+from flce_ops.support.torch_private import (
+    apply_function,
+    below_autograd,
+    forward_mode_is_active,
+    functorch_is_active,
+    has_tangent,
+)
+
+# numbers among the options, and tensors, that a gradient is refused for
+GROUPS = (LogitOptions, LossOptions, KlDivOptions)
+NUMBERS = tuple(
+    name
+    for group in (*GROUPS, *(objective.options_of for objective in RowObjective.named.values()))
+    for name in numbers_of(group)
+)
+CONSTANTS = ("denominator", "main_grad")
+OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
+
+
+class OperatorFunction(Function):
+    """The derivative of one operator: `arguments` are its own, and each gradient is returned by its name.
+
+    Refuses forward-mode differentiation by name. Under vmap it runs one element at a time; where all results are of
+    tokens, and only what is of tokens has a batch, the batch is more tokens of one call.
+    """
+
+    arguments: ClassVar[type[Arguments]]
+    function: ClassVar[str] = "linear_cross_entropy"  # the user's
+    reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
+    with_derivative: ClassVar[tuple[str, ...]] = ()  # results
+    per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), where the results are of tokens, too
+    token_dim: ClassVar[int] = 0  # of every result
+
+    @classmethod
+    def check(cls, op: torch._ops.OpOverload, values: list) -> None:
+        """Refusals of its own."""
+
+    @classmethod
+    def with_gradient(cls, values: list) -> None:
+        """Changes what its operator is called with where a gradient may be asked for."""
+
+    @classmethod
+    def differentiable(cls, call: Any) -> list[bool]:
+        """Which results have a derivative: what was not asked for has none."""
+        names = cls.with_derivative
+        return [name in names and (asked is None or asked(call)) for name, _, asked, *_ in cls.arguments.results]
+
+    @classmethod
+    def for_backward(cls, ctx, call: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results that backward reads. Takes out of `call`, which is saved, what it does not."""
+        return ()
+
+    @classmethod
+    def gradients(cls, ctx, call: Any, saved: Sequence[Tensor], *cotangents: Tensor | None) -> dict[str, Tensor | None]:
+        """By name of an argument; `cotangents` are of the results, None but for differentiable ones."""
+        return {}
+
+    @classmethod
+    def forward(cls, *values):
+        # the operator itself; a transform of torch.func that is still to come has to see it once more
+        with nullcontext() if functorch_is_active() else below_autograd():
+            return cls.arguments.run(getattr(torch.ops.flce, cls.arguments.op), values)
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
+        ctx.set_materialize_grads(False)
+        ctx.differentiable = cls.differentiable(call)
+        ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
+        saved = cls.for_backward(ctx, call, results)
+        save(ctx, call.values(), *saved)
+
+    @classmethod
+    def backward(cls, ctx, *cotangents):
+        given, asked = [], False
+        for cotangent, has in zip(cotangents, ctx.differentiable):
+            given.append(cotangent if has else None)
+            asked = asked or given[-1] is not None
+        if not asked:
+            return cls.arguments.gradients()
+        call, saved = restore(ctx, cls.arguments)
+        return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+
+    @classmethod
+    def jvp(cls, ctx, *_):
+        cls.refuse_forward_mode()
+
+    @classmethod
+    def refuse_forward_mode(cls) -> NoReturn:
+        refuse_hole(cls.function, "forward mode", modes=cls.reverse_modes)
+
+    @classmethod
+    def vmap(cls, info, in_dims, *args):
+        if info.batch_size == 0:
+            refuse_hole("flce_ops", "empty vmap")
+        per_token = {cls.arguments.index[name] for name in cls.per_token}
+        if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
+            return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
+        return vmap_by_loop(cls, info.batch_size, in_dims, args)
+
+    @classmethod
+    def kernel(cls, op: torch._ops.OpOverload) -> Callable:
+        """That of `op` on the autograd keys: this Function where a gradient can flow, else straight down."""
+        arguments = cls.arguments
+        # flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient of a number
+        constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
+        numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
+
+        def run(*args, **kwargs):
+            grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
+            if not (grad_enabled or functorch or forward_mode_is_active()):
+                with below_autograd():
+                    return op(*args, **kwargs)
+            values = arguments.values_of(args, kwargs)
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if has_tangent(*tensors):
+                cls.refuse_forward_mode()
+            for index, name in numbers:
+                if values[index] is not None and values[index].requires_grad and grad_enabled:
+                    refuse_hole(op._schema.name, "number", name=name)
+            cls.check(op, values)
+            if functorch:
+                return cls.apply(*values)
+            if grad_enabled:
+                for tensor in tensors:
+                    if tensor.requires_grad:
+                        cls.with_gradient(values)
+                        return apply_function(cls, *values)
+            with below_autograd():
+                return op(*args, **kwargs)
+
+        return run
+
+
+def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
+    """The values of a call, and of its results what backward reads."""
+    ctx.constants = list(values)
+    tensors: list[Tensor | None] = []
+    for index, value in enumerate(ctx.constants):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            ctx.constants[index] = None
+        else:
+            tensors.append(None)
+    ctx.save_for_backward(*tensors, *results)
+
+
+def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
+    count = len(ctx.constants)
+    tensors = ctx.saved_tensors
+    values = [constant if tensor is None else tensor for constant, tensor in zip(ctx.constants, tensors)]
+    return arguments.of(values), tensors[count:]
+
+
+def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
+    needs = ctx.needs_input_grad  # made anew each time it is asked for
+    return [needs[arguments.index[name]] for name in names]
+
+
+def where_wanted(
+    gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
+) -> dict[str, Tensor | None]:
+    return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
+
+
+def vmap_by_tokens(function: type[OperatorFunction], batch: int, in_dims, args, per_token: set[int]):
+    """One call: a weight's gradient is one sum, which float16 holds where it may not hold every element's."""
+    args, tokens = list(args), 0
+    for index in per_token:
+        tensor, dim = args[index], in_dims[index]
+        if tensor is not None:
+            stacked = tensor.expand(batch, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            args[index], tokens = stacked.flatten(0, 1), stacked.shape[1]
+    results, dims = [], []
+    for result in function.apply(*args):
+        dim = function.token_dim % result.dim()
+        of_tokens = result.shape[dim] == batch * tokens  # (0,) if not asked for
+        results.append(result.unflatten(dim, (batch, tokens)) if of_tokens else result)
+        dims.append(dim if of_tokens else None)
+    return tuple(results), tuple(dims)
+
+
+def vmap_by_loop(function: type[Function], batch: int, in_dims, args):
+    """One call per element of the batch: right for every argument, no faster than a Python loop."""
+    results = []
+    for index in range(batch):
+        element = [
+            arg.select(dim, index) if isinstance(arg, Tensor) and dim is not None else arg
+            for arg, dim in zip(args, in_dims)
+        ]
+        results.append(function.apply(*element))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*results))
+    return stacked, (0,) * len(stacked)

@@ -1,0 +1,56 @@
+"""Gradients that forward made, times the gradient of the objective by the loss."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flce_ops.support.torch_private import (
+    graph_is_kept_after_this_backward,
+    is_batched,
+    written_over_where_donated,
+)
+from flce_ops.support.vendor import device_type, has_triton, made_by_nvidia
+
+MULTIPLY = "linear_cross_entropy_upstream"
+
+
+def multiply_by_grad_output(
+    made: Sequence[Tensor], output_mask: Sequence[bool], factor: Tensor, leaf: Tensor
+) -> list[Tensor | None]:
+    """made * factor, None where not wanted, in the same memory where these are the last users of it."""
+    grads = [grad if want else None for grad, want in zip(made, output_mask)]
+    here = [grad for grad in grads if grad is not None]
+    if is_batched(factor):  # is_grads_batched: a batch of factors
+        products = multiply(here, factor)
+    elif any(type(tensor) is not Tensor for tensor in (factor, *here)):
+        # A subclass is a tracer (functional, fake). AOTAutograd refuses a second derivative only where the backward
+        # graph reads a tensor that requires one; gradients made in forward do not, and would be differentiated as
+        # constants in silence.
+        op, in_place = (getattr(torch.ops.flce, name).default for name in (MULTIPLY, f"{MULTIPLY}_"))
+        written_over_where_donated(op, in_place)
+        products = op(here, factor, leaf)
+    elif graph_is_kept_after_this_backward():
+        products = multiply(here, factor)
+    else:
+        multiply_in_place(here, factor)
+        products = here
+    found = iter(products)
+    return [None if grad is None else next(found) for grad in grads]
+
+
+def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None) -> list[Tensor]:
+    """Out of place; also the operator of traced graphs, which `leaf` ties to it."""
+    return [grad * factor for grad in made]
+
+
+def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
+    """On NVIDIA a kernel that leaves at once where the factor is 1."""
+    nvidia = bool(made) and device_type(made[0]) == "cuda" and made_by_nvidia()
+    if nvidia and made[0].dtype != torch.float64 and has_triton():
+        from flce_ops.triton import launch_scale_in_place
+
+        launch_scale_in_place(made, factor)
+    else:
+        for grad in made:
+            grad.mul_(factor)

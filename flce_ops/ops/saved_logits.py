@@ -1,0 +1,52 @@
+"""How many tokens' logits wait between a forward operator and its backward one: the table SAVE_LOGITS, and the
+bytes.
+"""
+
+import torch
+
+from flce_ops.meta import saved_columns
+from flce_ops.meta.arguments import Backward, BackwardInPlace, Forward
+from flce_ops.meta.call import Arguments
+from flce_ops.ops.call_facts import CallFacts, loss_facts
+from flce_ops.ops.paths import PRODUCT_SAVED, SAVE_LOGITS, UNCAPPED
+from flce_ops.support.path import Choice
+from flce_ops.support.table import choose
+from flce_ops.support.workspace import get_retained
+
+ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are saved together
+
+
+def saved_rows(call: Forward) -> int:
+    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
+    input, linear_weight, _, linear_bias, _ = call.operands
+    facts = loss_facts(input, linear_weight, linear_bias)._replace(
+        one_class=linear_weight.shape[0] == 1,
+        softcap=call.logits.softcap is not None,
+        topk=call.operands.target.dim() == 2,
+        sparse=call.sparse.gradient_threshold != 0.0,
+    )
+    return rows_to_save(facts, input.shape[0], linear_weight.shape[0])
+
+
+def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
+    """For last_path(): how many rows, and what of the call alone rules it out."""
+    if isinstance(call, Forward) and call.retain:
+        rows = call.retain
+    elif isinstance(call, Backward):
+        rows = 0 if call.retained is None else call.retained.shape[0]
+    else:
+        return ()
+    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens saved"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
+    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_SAVED) if not c.holds(choice.facts)]
+    return (f"{note} (expects {', '.join(expected)})" if expected else note,)
+
+
+def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
+    """An expression of N and of a constant, the bytes in force now, where N is a symbol."""
+    (paths,) = SAVE_LOGITS.values()
+    if choose(paths, facts).name == "recompute":
+        return 0
+    fitting = get_retained() // (2 * saved_columns(num_classes, facts.dtype))
+    return torch.sym_min(tokens, fitting // ROW_MULTIPLE * ROW_MULTIPLE)

@@ -1,0 +1,90 @@
+"""The device that the kernels run on: an NVIDIA GPU, or the CPU through Triton's interpreter."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from flce_ops.support.vendor import H200, Chip, compiling, made_by_nvidia
+from flce_ops.triton.gemm.tiles import (
+    INPUT_TILES,
+    INTERPRETER,
+    WEIGHT_TILES,
+    LogitsTiles,
+    Tiles,
+    data_centre_chip,
+    tiles_of_architecture,
+)
+from flce_ops.triton.gemm.tma import fits_tma
+
+
+def interpreted(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def tiles_for(input: Tensor) -> LogitsTiles:
+    if interpreted(input):
+        return INTERPRETER
+    return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
+
+
+def tiles_in(table: dict[str, Tiles], matrix: Tensor, hopper: str, takes_maps: bool) -> Tiles:
+    return table["interpreter" if interpreted(matrix) else hopper if takes_maps else "ampere"]
+
+
+def weight_tiles_for(grad_weight: Tensor) -> Tiles:
+    hopper = "hopper, at most 64 columns" if grad_weight.shape[1] <= 64 else "hopper"
+    return tiles_in(WEIGHT_TILES, grad_weight, hopper, takes_tma(grad_weight))
+
+
+def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
+    """Of the weight's gradient where it is added to a buffer: tensor maps bring the half operands alone."""
+    return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
+
+
+def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
+    """Of at most 128 rows where only live tiles are multiplied."""
+    columns = linear_weight.shape[1]
+    hopper = "hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
+    if columns <= 64 and not live:
+        hopper = "hopper, at most 64 columns"
+    return tiles_in(INPUT_TILES, linear_weight, hopper, takes_tma(linear_weight))
+
+
+def takes_tma(matrix: Tensor) -> bool:
+    """Its layout and the device allow tensor maps."""
+    planned = matrix.is_meta and compiling.get() is None
+    return on_tma_device(matrix) and (planned or fits_tma(matrix))
+
+
+def on_tma_device(tensor: Tensor) -> bool:
+    return not interpreted(tensor) and data_centre_chip(capability_of(tensor.device))
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Of tensors without a device the one that kernels are compiled for, or an H200, for which the planner cuts."""
+    if device.type != "meta":
+        return chip_of_gpu(device)
+    ahead = compiling.get()
+    return H200 if ahead is None else ahead.chip
+
+
+def capability_of(device: torch.device) -> int:
+    return chip_of(device).capability
+
+
+@functools.cache
+def chip_of_gpu(device: torch.device) -> Chip:
+    if not made_by_nvidia():
+        raise NotImplementedError(
+            "flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators (torch.ops.flce, "
+            "flce_ops.linear_cross_entropy), which run in ATen there"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    return Chip(10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    if interpreted(tensor):
+        return 4  # enough programs that tiles are shared out unevenly
+    return chip_of(tensor.device).multiprocessors

@@ -1,0 +1,123 @@
+"""Rows of a tile of grad_linear_weight whose products overflow their scale: made again, and added under a new scale.
+
+A later chunk (weight_gradient.py) leaves such rows out and marks them, each in its scale's byte. They are of rare
+classes that are a target for the first time: a few in a chunk of few tokens, where many chunks share a scale's room.
+The launch behind each chunk leaves at once where no chunk has marked any; else
+
+    for LOOK blocks of classes at a time:        one read of their marks, for one block of features
+        for a block of which a row is marked:    acc = E.T @ (c input),  sum scale + acc  under a new scale
+
+so that looking takes a few reads a program. H200, 16384x2048x128256 in chunks of 384 tokens: 270 us a chunk when every
+tile was looked at by itself and went through the epilogue, half as long as the chunk's products.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.device import multiprocessors
+from flce_ops.triton.gemm.sum_scales import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
+from flce_ops.triton.gemm.tiles import Tiles
+from flce_ops.triton.gemm.tma import descriptors
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from flce_ops.triton.sparse.live_tiles import LIVE, Steps, number_of_steps, step_at
+
+# n tokens of a chunk, D hidden, V vocabulary
+
+LOOK = 16  # blocks of classes
+
+
+@Kernel
+def overflow_rows_kernel(
+    exponentials_map,  # (n, V)
+    rows_map,  # (n, D), c input
+    sum_ptr,  # (V, D) float16
+    exponent_ptr,  # (features' blocks, V) uint8, of the scales; and 1 where a row is marked
+    guard_ptr,  # () int32: whether any is
+    valid_tokens,  # ValidTokens
+    blocks,  # Steps, the blocks of classes that are made
+    live,  # Steps
+    n,
+    D,
+    V,
+    stride_sum_v,
+    stride_exponent,
+    LOOK: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # classes
+    BLOCK_N: tl.constexpr,  # features
+    BLOCK_K: tl.constexpr,  # tokens
+):
+    """A program has one block of features, and every so many of classes."""
+    SPLIT: tl.constexpr = LIVE // BLOCK_M
+    feature_blocks = tl.cdiv(D, BLOCK_N)
+    feature_block = tl.program_id(0) % feature_blocks
+    stride = tl.num_programs(0) // feature_blocks
+    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
+    end = tl.where(tl.load(guard_ptr) > 0, class_blocks, 0)
+    depth = tl.cdiv(valid_rows(valid_tokens, n), BLOCK_K)
+    exponent_ptr += feature_block.to(tl.int64) * stride_exponent
+    features = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    for first in range(tl.program_id(0) // feature_blocks, end, LOOK * stride):
+        block = first + tl.arange(0, LOOK) * stride
+        inside = block < end
+        if blocks.number is not None:
+            block = tl.load(blocks.which + block // SPLIT, mask=inside, other=0) * SPLIT + block % SPLIT
+        every = (block * BLOCK_M)[:, None] + tl.arange(0, BLOCK_M)[None, :]
+        marks = tl.load(exponent_ptr + every, mask=inside[:, None] & (every < V), other=0).to(tl.int32) & 1
+        marked = tl.max(marks, 1)
+        if tl.max(marked, 0) > 0:
+            for j in range(LOOK):
+                chosen = tl.arange(0, LOOK) == j
+                if tl.max(tl.where(chosen, marked, 0), 0) > 0:
+                    class_start = tl.max(tl.where(chosen, block, 0), 0) * BLOCK_M
+                    classes = class_start + tl.arange(0, BLOCK_M)
+                    unit_places = (exponent_ptr + classes)[:, None]
+                    scales = tl.load(unit_places, mask=(classes < V)[:, None], other=0).to(tl.int32)
+                    mask = (scales & 1) > 0
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                    step = step_at(live, class_start, 0, BLOCK_K)
+                    for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
+                        if live.number is None:
+                            step = k
+                        a = exponentials_map.load([step * BLOCK_K, class_start])
+                        b = rows_map.load([step * BLOCK_K, feature_block * BLOCK_N])
+                        acc = tl.dot(a.T, b, acc)
+                        if live.number is not None:
+                            step = step_at(live, class_start, k + 1, BLOCK_K)
+                    places = sum_ptr + classes.to(tl.int64)[:, None] * stride_sum_v + features[None, :]
+                    of_sum = mask & (features < D)[None, :]
+                    acc += power_of_two(scales & -2) * tl.load(places, mask=of_sum, other=0.0).to(tl.float32)
+                    exponent = exponent_of(largest_of_rows(acc), ROOM)[:, None]
+                    tl.store(unit_places, exponent.to(tl.uint8), mask=mask)
+                    tl.store(places, (acc * power_of_two(254 - exponent)).to(sum_ptr.dtype.element_ty), mask=of_sum)
+
+
+def launch_overflow_rows(
+    total: Sum,  # of which the marked rows are added to
+    exponentials: Tensor,  # (n, V)
+    rows: Tensor,  # (n, D)
+    valid_tokens: ValidTokens,
+    *,
+    blocks: Steps,
+    live: Steps,
+    tiles: Tiles,
+) -> None:
+    (n, num_classes), hidden = exponentials.shape, rows.shape[1]
+    feature_blocks = triton.cdiv(hidden, tiles.block_n)
+    stride = min(max(multiprocessors(rows) // feature_blocks, 1), triton.cdiv(num_classes, tiles.block_m))
+    tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
+    overflow_rows_kernel[(feature_blocks * stride,)](
+        *descriptors([exponentials, rows], tile_shapes),
+        *total,
+        valid_tokens,
+        blocks,
+        live,
+        n,
+        hidden,
+        num_classes,
+        total.numbers.stride(0),
+        total.exponents.stride(0),
+        LOOK=LOOK,
+        **tiles.options,
+    )

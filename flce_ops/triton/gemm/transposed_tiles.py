@@ -1,0 +1,148 @@
+"""The weight gradient's GEMM where the last block of features is at most half full: a later chunk, which is added.
+
+                 D = 896                         128 x 256     classes x features, of whole blocks of features
+           ┌───────┬───────┬───────┬───┐         256 x 128     of the features behind them, two blocks of classes at
+         V │  1  3 │  5  7 │  9 11 │13 │                       once: the same tile transposed, 128 x 256 of
+           │  2  4 │  6  8 │ 10 12 │14 │                       (c input).T @ E. What is multiplied and held is the
+           └───────┴───────┴───────┴───┘                       other matrix, so the loop stays one
+
+    for each tile:  left, right = E, c input        or, transposed, c input, E
+                    acc = sum_k left[k, cols].T @ right[k, cols]
+                    out += acc / scale              or acc.T
+
+All tiles take as long, and those of a block of classes run together: its columns of E are read from HBM once. H200,
+microseconds at 1536x896x151936 and 1664x640x128256: 713 and 485; with padding multiplied 773 and 520; as two launches,
+the second in narrow tiles, 758 and 545, as each reads E; cuBLAS 707 and 444.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.device import capability_of, interpreted, multiprocessors
+from flce_ops.triton.gemm.sum_scales import Sum, scaled_products
+from flce_ops.triton.gemm.tiles import Tiles
+from flce_ops.triton.gemm.tma import descriptors
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+
+# n tokens of a chunk, D hidden, V vocabulary
+
+# Whole blocks of features. H200, a step over one that multiplies the padding: 0.989 at D = 640, 0.982 at 896, 1.005 at
+# 1152, where the padding is a tenth.
+BLOCKS_AT_MOST = 3
+
+
+@Kernel
+def transposed_tiles_kernel(
+    exponentials_map,  # (n, V) in tiles of BLOCK_M columns
+    rows_map,  # (n, D) of BLOCK_N, c input
+    rows_transposed_map,  # (n, D) of BLOCK_M
+    exponentials_transposed_map,  # (n, V) of BLOCK_N
+    sum_map,  # (V, D) float16 in tiles of BLOCK_M x BLOCK_M, added to
+    exponent_ptr,  # (features' blocks, V) uint8, of the scales
+    guard_ptr,  # () int32
+    valid_tokens,  # ValidTokens
+    n,
+    V,
+    room,  # largest product of a chunk, over its scale
+    first_rows,  # of the first chunk, which is the result where all valid tokens are among them
+    stride_exponent,
+    WHOLE: tl.constexpr,  # blocks of features
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # 2 BLOCK_M
+    BLOCK_K: tl.constexpr,  # tokens
+    GROUP: tl.constexpr,  # even
+    PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    count = valid_rows(valid_tokens, n)
+    depth = tl.cdiv(count, BLOCK_K)
+    class_blocks = tl.cdiv(V, BLOCK_M)
+    tiles = class_blocks * WHOLE + tl.cdiv(class_blocks, 2)
+    tiles = tl.where((count > 0) & (tl.load(valid_tokens.taken) > first_rows), tiles, 0)
+    group_tiles: tl.constexpr = GROUP * WHOLE + GROUP // 2
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+        first = (tile // group_tiles) * GROUP
+        height = min(class_blocks - first, GROUP)
+        place = tile % group_tiles
+        upright = height * WHOLE  # tiles of the group
+        behind = place - upright
+        class_start = (first + tl.where(behind >= 0, 2 * behind, place % height)) * BLOCK_M
+        feature_block = place // height
+        feature_start = feature_block * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(depth):
+            lefts, rights, left_start, right_start = exponentials_map, rows_map, class_start, feature_start
+            # of k: a choice that is taken out of the loop ends its flattening (Triton 3.6)
+            if behind + tl.minimum(k, 0) >= 0:
+                lefts, rights, left_start, right_start = (
+                    rows_transposed_map,
+                    exponentials_transposed_map,
+                    feature_start,
+                    class_start,
+                )
+            left = lefts.load([k * BLOCK_K, left_start])
+            right = rights.load([k * BLOCK_K, right_start])
+            acc = tl.dot(left.T, right, acc)
+        # By halves, as there is room for in shared memory. The scale's block in each branch: an address made before
+        # them ends the loop's flattening, too.
+        if behind >= 0:
+            exponents = exponent_ptr + (feature_start // BLOCK_N).to(tl.int64) * stride_exponent
+            columns = class_start + tl.arange(0, BLOCK_N)[None, :]
+            of_columns = scaled_products(acc, exponents + columns, columns < V, guard_ptr, room, 0)
+            upper, lower = column_halves(of_columns.to(tl.float16), BLOCK_M)
+            sum_map.atomic_add([class_start, feature_start], tl.trans(upper))
+            sum_map.atomic_add([class_start + BLOCK_M, feature_start], tl.trans(lower))
+        else:
+            exponents = exponent_ptr + (feature_start // BLOCK_N).to(tl.int64) * stride_exponent
+            rows = class_start + tl.arange(0, BLOCK_M)[:, None]
+            of_rows = scaled_products(acc, exponents + rows, rows < V, guard_ptr, room, 1)
+            left_half, right_half = column_halves(of_rows.to(tl.float16), BLOCK_M)
+            sum_map.atomic_add([class_start, feature_start], left_half)
+            sum_map.atomic_add([class_start, feature_start + BLOCK_M], right_half)
+
+
+@triton.jit
+def column_halves(tile, BLOCK: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK, 2, BLOCK)), (0, 2, 1)))
+
+
+def fits_transposed_tiles(rows: Tensor, tiles: Tiles) -> bool:
+    """On Hopper alone: Triton 3.6 cannot flatten the loop for Blackwell."""
+    blocks, behind = divmod(rows.shape[1], tiles.block_n)
+    hopper = interpreted(rows) or capability_of(rows.device) // 10 == 9
+    half_full = tiles.block_n == 2 * tiles.block_m and 0 < behind <= tiles.block_m
+    return hopper and tiles.tma and half_full and 1 <= blocks <= BLOCKS_AT_MOST
+
+
+def launch_transposed_tiles(
+    total: Sum,  # added to
+    exponentials: Tensor,  # (n, V)
+    rows: Tensor,  # (n, D)
+    valid_tokens: ValidTokens,
+    *,
+    room: float,
+    first_rows: int,
+    tiles: Tiles,
+) -> None:
+    (n, num_classes), hidden = exponentials.shape, rows.shape[1]
+    narrow, wide, programs = tiles.block_m, tiles.block_n, multiprocessors(rows)
+    matrices = [exponentials, rows, rows, exponentials, total.numbers]
+    columns = [[tiles.block_k, width] for width in (narrow, wide, narrow, wide)]
+    transposed_tiles_kernel[(programs,)](
+        *descriptors(matrices, [*columns, [narrow, narrow]]),
+        total.exponents,
+        total.guard,
+        valid_tokens,
+        n,
+        num_classes,
+        room,
+        first_rows,
+        total.exponents.stride(0),
+        WHOLE=hidden // wide,
+        GROUP=tiles.group,
+        PROGRAMS=programs,
+        FLATTEN=tiles.flatten,
+        **tiles.options,
+    )

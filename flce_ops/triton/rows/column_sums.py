@@ -1,0 +1,75 @@
+"""sum_i factor_i matrix_ij in float32, in a fixed order: the bias gradient, label smoothing, sums over tiles."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.gemm.tma import load_tile
+from flce_ops.triton.launch.replay import Kernel
+from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+
+# n rows, C columns, S slices of the rows
+
+PROGRAMS = 1024  # some eight a multiprocessor
+ROWS_AT_LEAST = 128  # of a slice
+BLOCK_R, BLOCK_C = 32, 128
+
+
+@Kernel
+def weighted_column_sum_kernel(
+    matrix_ptr,  # (n, C)
+    partial_ptr,  # (S, C) out
+    n,
+    C,
+    rows_per_split,
+    factor_ptr,  # (n,) float32
+    valid_tokens,  # ValidTokens, whose rows are summed; None for all
+    stride_r,
+    stride_c,
+    GATHERED: tl.constexpr,  # the rows stand in the order of the valid tokens
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program owns BLOCK_C columns of one of S slices of the rows."""
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split = tl.program_id(1)
+    first = split * rows_per_split
+    rows_to_sum = n
+    if valid_tokens is not None:
+        rows_to_sum = valid_rows(valid_tokens, n)
+    last = tl.minimum(first + rows_per_split, rows_to_sum)
+    acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        places = rows
+        if not GATHERED:
+            places = tl.load(valid_tokens.order + rows, mask=rows < last, other=0)
+        values = load_tile(matrix_ptr, places, cols, rows < last, cols < C, stride_r, stride_c).to(tl.float32)
+        if factor_ptr is not None:
+            values *= tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]
+        acc += values
+    tl.store(partial_ptr + split.to(tl.int64) * C + cols, tl.sum(acc, 0), mask=cols < C)
+
+
+def sum_over_rows(kernel: Any, matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:  # (C,) float32
+    """In two steps, as many parts as keep a GPU's memory busy. Their sum is the sum of a matrix again."""
+    rows, columns = matrix.shape
+    column_blocks = triton.cdiv(columns, BLOCK_C)
+    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+    partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
+    sizes, blocks = (rows, columns, triton.cdiv(rows, splits)), {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
+    kernel[(column_blocks, splits)](matrix, partial, *sizes, *arguments, **options, **blocks, num_warps=4)
+    return partial[0] if splits == 1 else weighted_column_sum(partial, None)
+
+
+def weighted_column_sum(
+    matrix: Tensor,  # (n, C)
+    factor: Tensor | None,  # (n,) float32; None for 1
+    valid_tokens: ValidTokens | None = None,  # the rows to sum; None for all
+    *,
+    gathered: bool = True,  # the rows stand in the order of the valid tokens, as `factor` does in any case
+) -> Tensor:  # (C,) float32
+    return sum_over_rows(weighted_column_sum_kernel, matrix, factor, valid_tokens, *matrix.stride(), GATHERED=gathered)

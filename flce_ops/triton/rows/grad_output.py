@@ -1,0 +1,50 @@
+"""Multiplies gradients in place by grad_output, which is nearly always 1: then nothing is read or written.
+
+The factor stays on the device. ATen's in-place multiplication by a 0-d tensor took 2.4 of 39 ms at 8192x4096x128256.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_ops.triton.launch.replay import Kernel, repeated
+
+
+@Kernel
+def scale_in_place_kernel(
+    grads,  # pointers
+    numbers,  # of each
+    factor_ptr,  # ()
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for index in tl.static_range(len(grads)):
+            for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numbers[index], step):
+                offsets = start + tl.arange(0, BLOCK)
+                mask = offsets < numbers[index]
+                value = tl.load(grads[index] + offsets, mask=mask).to(tl.float32)
+                tl.store(grads[index] + offsets, (value * factor).to(grads[index].dtype.element_ty), mask=mask)
+
+
+def launch_scale_in_place(grads: Sequence[Tensor], factor: Tensor) -> None:
+    contiguous = []
+    for grad in grads:
+        if grad.is_contiguous():
+            contiguous.append(grad)
+        else:  # the operators' are contiguous; a hook on saved tensors may hand over others
+            grad.mul_(factor)
+    if any(grad.numel() for grad in contiguous):
+        with torch.cuda.device_of(factor):
+            repeated(scale_step, tuple(contiguous), factor)
+
+
+def scale_step(grads: tuple[Tensor, ...], factor: Tensor) -> None:
+    block = 4096
+    numbers = tuple(grad.numel() for grad in grads)
+    programs = min(triton.cdiv(max(numbers), block), 1024)
+    scale_in_place_kernel[(programs,)](grads, numbers, factor, BLOCK=block, num_warps=8)

@@ -1,0 +1,55 @@
+"""What the kernels of K classes a token share: the weights of equal classes, and which of them has the largest entry.
+
+A row's targets are taken some at a time (topk_at_a_time). Equal classes of a token name one entry of its row, so each
+of them makes the whole of it, in their order, and all write the same number: no atomics, the same bits in every
+run.
+"""
+
+import triton
+import triton.language as tl
+
+# K targets of a row
+
+
+def topk_at_a_time(topk: int) -> int:
+    """Each is compared with as many at a time: 64 x 64 comparisons of K = 64."""
+    return min(64, triton.next_power_of_2(topk))
+
+
+@triton.jit
+def sum_of_equals(
+    column,  # (BLOCK_TOPK,)
+    column_ptr,  # (K,) of the row
+    value_ptr,  # (K,)
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+):
+    """For each of `column` the sum of the values of the row's targets of that class."""
+    total = tl.zeros((BLOCK_TOPK,), tl.float32)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = k < TOPK
+        others = tl.load(column_ptr + k, mask=inside, other=-1)
+        values = tl.load(value_ptr + k, mask=inside, other=0.0)
+        total += tl.sum(tl.where(column[:, None] == others[None, :], values[None, :], 0.0), 1)
+    return total
+
+
+@triton.jit
+def larger_entry(
+    size,  # () of the largest so far, as the next two
+    entry,
+    column,
+    entries,  # (BLOCK_TOPK,)
+    columns,  # (BLOCK_TOPK,), -1 where there is none
+    BLOCK_TOPK: tl.constexpr,
+):
+    """The largest of both by magnitude, with its column; the first of equals. An entry of nan is none."""
+    sizes = tl.where((columns >= 0) & (entries == entries), tl.abs(entries), -1.0)
+    largest = tl.max(sizes, 0)
+    place = tl.arange(0, BLOCK_TOPK)
+    at_largest = place == tl.min(tl.where(sizes == largest, place, BLOCK_TOPK), 0)
+    larger = largest > size
+    entry = tl.where(larger, tl.sum(tl.where(at_largest, entries, 0.0), 0), entry)
+    column = tl.where(larger, tl.sum(tl.where(at_largest, columns, 0), 0), column)
+    return tl.where(larger, largest, size), entry, column

@@ -1,0 +1,166 @@
+"""How a one-pass step takes its tokens: an overlay chunk or none, then chunks or a recomputing step. CHUNKINGS says
+which.
+
+overlay chunk       where it is larger than an ordinary one: up to D tokens                        overlay.py
+chunks              E of n tokens fills the workspace; one after another                            with_grad.py
+recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
+"""
+
+import functools
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from flce_ops.support.table import Condition, Path, choose
+from flce_ops.support.workspace import get_workspace, reserved
+from flce_ops.triton.gemm.device import input_tiles_for, multiprocessors, weight_tiles_for
+from flce_ops.triton.gemm.tiles import WEIGHT_TILES
+from flce_ops.triton.steps.chunks import MULTIPLE, Problem, padded, product_bytes, slices
+from flce_ops.triton.steps.overlay import Overlay, overlay_chunk
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
+OVERLAY_STEP = 512  # tokens between the overlay chunks that are compared
+
+
+@dataclass(frozen=True)
+class Chunking:
+    overlay: Overlay | None
+    chunks: list[slice]  # of the other tokens
+    recompute: bool
+    product_bytes: int  # workspace for float32 products with linear_weight
+    few: int = 0  # of no more valid tokens one chunk is made instead of these (choose_chunking)
+
+    @property
+    def most_chunks(self) -> int:
+        """Ranges of rows that a recomputing step takes have at least MULTIPLE rows, but for the last."""
+        count = len(self.chunks)
+        if self.recompute:
+            (rows,) = self.chunks
+            count = triton.cdiv(rows.stop - rows.start, MULTIPLE)
+        return count + (self.overlay is not None)
+
+    @property
+    def notes(self) -> list[str]:
+        """For flce_ops.last_path()."""
+        overlay = "the first chunk's exponentials wait in grad_linear_weight"
+        few = f"up to {self.few} valid tokens in one chunk"
+        recompute = "recomputing the logits: the workspace is small"
+        return [overlay] * (self.overlay is not None) + [few] * bool(self.few) + [recompute] * self.recompute
+
+
+def chunk_tokens(
+    input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, sum_pairs: int = 0
+) -> Chunking:
+    return best_chunking(problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, sum_pairs=sum_pairs))
+
+
+def problem_of(
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, sum_pairs: int
+) -> Problem:
+    want_input, want_weight, _ = output_mask
+    vocab, hidden = linear_weight.shape
+    return Problem(
+        tokens,
+        vocab,
+        hidden,
+        linear_weight.dtype.itemsize,
+        want_input,
+        want_weight,
+        smoothed,
+        sum_pairs,
+        get_workspace(),
+        RECOMPUTE_BELOW,
+        multiprocessors(linear_weight),
+        input_tiles_for(linear_weight),
+        weight_tiles_for(linear_weight),
+    )
+
+
+def chunking_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Chunking:
+    """Of some tokens, without an overlay chunk, beside memory for something else."""
+    with reserved(nbytes):
+        tokens = span.stop - span.start
+        problem = problem_of(tokens, linear_weight, output_mask, smoothed=False, sum_pairs=0)
+        _, chunks = problem.chunks(0)
+        products = problem.product_bytes(chunks[0].stop)
+    return Chunking(None, [slice(span.start + c.start, span.start + c.stop) for c in chunks], False, products)
+
+
+def chunk_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Chunking:
+    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
+    problem = problem_of(input.shape[0], input, output_mask, smoothed=False, sum_pairs=sum_pairs)
+    problem = problem._replace(vocab=shard, weight_tiles=WEIGHT_TILES["hopper"])  # on any device
+    chunks, fitting = slices(problem.tokens, problem.fitting()), problem.fitting()
+    products = product_bytes(fitting, chunks[0].stop, shard, problem.hidden, problem.itemsize)
+    return Chunking(None, chunks, False, products)
+
+
+@functools.lru_cache(maxsize=256)
+def fewest_steps(problem: Problem) -> tuple[Overlay | None, list[slice]]:
+    """An overlay chunk and the chunks of the other tokens that take the fewest steps."""
+    tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
+    steps, chunks = problem.chunks(0)
+    overlay = None
+    if all(condition.holds(problem) for condition in OVERLAY):
+        most = min(tokens, hidden + fitting)
+        for rows in sorted({min(tokens, hidden), *range(most, fitting, -OVERLAY_STEP)}):
+            rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
+            found = overlay_chunk(problem, rows) if rows else None
+            if found is None:
+                continue
+            scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2
+            steps_after, chunks_after = problem.chunks(rows)
+            total = problem.steps(rows, scratch) + steps_after
+            if found.rows > fitting and total < steps:
+                steps, chunks, overlay = total, chunks_after, found
+    return overlay, chunks
+
+
+def recomputes(problem: Problem) -> bool:
+    _, chunks = fewest_steps(problem)
+    return len(chunks) > 1 and chunks[0].stop - chunks[0].start < problem.recompute_below
+
+
+OVERLAY = (
+    Condition("more tokens than a chunk holds", lambda problem: problem.fitting() < problem.tokens),
+    Condition("a gradient of linear_weight", lambda problem: problem.want_weight),
+)
+SAVES_STEPS = Condition("a larger chunk that saves steps", lambda problem: fewest_steps(problem)[0] is not None)
+# an overlay chunk would add label smoothing's part of all tokens
+NOT_SMOOTHED = Condition(
+    "no label smoothing if the others recompute", lambda problem: not (problem.smoothed and recomputes(problem))
+)
+FEW_ROWS = Condition(f"several chunks of fewer than {RECOMPUTE_BELOW} tokens", recomputes)
+CHUNKINGS = {
+    "the first tokens of a step in Triton": (
+        Path("overlay", (*OVERLAY, SAVES_STEPS, NOT_SMOOTHED), why="their exponentials wait in grad_linear_weight"),
+        Path("as others", ()),
+    ),
+    "the other tokens of a step in Triton": (
+        Path("recompute", (FEW_ROWS,), why="a fourth GEMM pass, and `reason` says that the workspace is small"),
+        Path("chunks", (), why="as many at a time as fill the workspace"),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=256)
+def best_chunking(problem: Problem) -> Chunking:
+    first, others = (choose(paths, problem).name for paths in CHUNKINGS.values())
+    overlay, chunks = fewest_steps(problem)
+    if first != "overlay":
+        overlay = None
+    if others == "recompute":
+        return Chunking(overlay, [slice(overlay.rows if overlay else 0, problem.tokens)], True, 0)
+    room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
+    return Chunking(overlay, chunks, False, room, few_rows(problem, overlay, chunks))
+
+
+def few_rows(problem: Problem, overlay: Overlay | None, chunks: list[slice]) -> int:
+    """Of a chunk that takes no more memory than these."""
+    if overlay is None:
+        return 0
+    in_workspace = overlay.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE
+    return max(in_workspace, chunks[0].stop - chunks[0].start if chunks else 0)

@@ -1,0 +1,249 @@
+"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, eager's numbers."""
+
+# B batch, T sequence, N tokens, D hidden, V vocabulary
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from counting_backend import CountingBackend
+from inputs import make_inputs
+from reference_loss import error, plain_loss, run, run_reference
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flce_ops
+
+LENGTHS = (7, 8, 31, 64, 100, 129, 333)  # odd and even, one chunk and several in the workspace below
+WORKSPACE = 2**15
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
+
+
+@contextlib.contextmanager
+def warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # torch's own remarks on how the suite configures it
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield
+
+
+class GraphCounter(CompileCounterWithBackend):
+    @property
+    def count(self) -> int:
+        """Graphs that compute something: Dynamo may hand over an empty one before it restarts."""
+        return sum(any(node.op == "call_function" for node in graph.graph.nodes) for graph in self.graphs)
+
+
+def compiled(function, backend="aot_eager", **options):
+    counter = GraphCounter(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+def test_compiled_is_eager(device, everything, reduction, dtype):
+    made = {"bias": True, "weight": True, "token_weight": True, "normalizer": reduction != "none"} if everything else {}
+    options = OPTIONS if everything else {}
+    inputs = make_inputs((50, 11, 31), device=device, dtype=dtype, **made)
+    cotangent = torch.randn(50, device=device) if reduction == "none" else torch.tensor(-3.0, device=device)
+    loss, counter = compiled(flce_ops.linear_cross_entropy)
+    with warnings_are_errors():
+        found = run(loss, inputs, cotangent, reduction=reduction, **options)
+    expected = run(flce_ops.linear_cross_entropy, inputs, cotangent, reduction=reduction, **options)
+    assert counter.count == 1
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype
+        assert error(found[name], expected[name]) < {8: 1e-14, 4: 1e-6, 2: 8e-3}[found[name].itemsize], name
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_one_graph_for_any_number_of_tokens_through_inductor(device, reduction):
+    """torch 2.13's own chunked loss makes 7 graphs for 7 lengths."""
+    backend = CountingBackend()
+    loss = torch.compile(flce_ops.linear_cross_entropy, backend=backend, fullgraph=True)
+    with warnings_are_errors(), flce_ops.workspace(WORKSPACE):
+        chunks = set()
+        for length in LENGTHS:
+            inputs = make_inputs((length, 11, 61), device=device, dtype=torch.float64, bias=True)
+            expected = run_reference(inputs, reduction=reduction)
+            torch._dynamo.mark_dynamic(inputs.input, 0)
+            torch._dynamo.mark_dynamic(inputs.target, 0)
+            value = loss(*inputs.args, reduction=reduction)
+            value.sum().backward()
+            chunks.add(flce_ops.last_path().chunks)
+            assert error(value, expected["loss"]) < 1e-14
+            for name, leaf in inputs.leaves.items():
+                assert error(leaf.grad, expected[name]) < 1e-14, (name, length)
+    assert backend.graphs == 1
+    assert 1 in chunks and len(chunks) > 2, f"the lengths do not differ in chunks: {chunks}"
+
+
+@pytest.mark.parametrize("how, graphs", [("dynamic", 1), ("automatic", 2)])
+def test_graphs_without_marks(device, how, graphs):
+    """Automatic dynamic shapes: the first length is static, the second makes it dynamic, the rest reuse that."""
+    loss, counter = compiled(flce_ops.linear_cross_entropy, dynamic=True if how == "dynamic" else None)
+    for length in LENGTHS:
+        inputs = make_inputs((length, 11, 31), device=device)
+        expected = run_reference(inputs)
+        found = run(loss, inputs)
+        for name in expected:
+            assert error(found[name], expected[name]) < 2e-6, (name, length)
+    assert counter.count == graphs
+
+
+def test_one_graph_for_any_batch_and_sequence_length(device):
+    loss, counter = compiled(flce_ops.linear_cross_entropy)
+    for B, T in ((2, 5), (3, 7), (4, 16), (7, 3)):
+        inputs = make_inputs((B * T, 11, 31), device=device)
+        input = inputs.input.detach().view(B, T, 11).requires_grad_()
+        target = inputs.target.view(B, T)
+        for tensor in (input, target):
+            torch._dynamo.mark_dynamic(tensor, 0)
+            torch._dynamo.mark_dynamic(tensor, 1)
+        loss(input, *[inputs.linear_weight, target]).backward()
+        exact = run_reference(inputs)["input"]
+        assert error(input.grad.view(-1, 11), exact) < 2e-6
+    assert counter.count == 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_degenerate_lengths_compile(device, reduction, length):
+    """Dynamo always specialises on 0 and 1: graphs of their own, right all the same."""
+    inputs = make_inputs((length, 11, 31), device=device)
+    expected = run_reference(inputs, reduction=reduction)
+    plain = run(plain_loss, inputs, reduction=reduction)
+    found = run(compiled(flce_ops.linear_cross_entropy)[0], inputs, reduction=reduction)
+    for name in expected:  # the gradient of one token that is sure of its class is a difference
+        assert error(found[name], expected[name]) <= 3 * error(plain[name], expected[name]) + 1e-6, name
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_compiled_without_gradients(device, reduction, context):
+    inputs = make_inputs(device=device)
+    loss, _ = compiled(flce_ops.linear_cross_entropy)
+    with context():
+        found = loss(*inputs.args, reduction=reduction)
+    assert not found.requires_grad
+    assert error(found, run_reference(inputs, reduction=reduction)["loss"]) < 1e-6
+
+
+def test_one_compiled_function_serves_training_and_evaluation(device):
+    inputs = make_inputs(device=device)
+    loss, _ = compiled(flce_ops.linear_cross_entropy)
+    with torch.no_grad():
+        evaluation = loss(*inputs.args)
+    training = loss(*inputs.args)
+    assert training.requires_grad and not evaluation.requires_grad
+    training.backward()
+    assert error(inputs.input.grad, run_reference(inputs)["input"]) < 1e-6
+    assert error(training, evaluation.double()) < 1e-6
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_compiled_under_autocast(device, reduction, half):
+    inputs = make_inputs(device=device, bias=True)
+
+    def under_autocast(*args, **options):
+        with torch.autocast(device, half):
+            return flce_ops.linear_cross_entropy(*args, **options)
+
+    loss, counter = compiled(under_autocast)
+    with warnings_are_errors():
+        found = run(loss, inputs, reduction=reduction)
+    expected = run(under_autocast, inputs, reduction=reduction)
+    assert counter.count == 1
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype == torch.float32
+        assert error(found[name], expected[name]) < (8e-3 if half == torch.bfloat16 else 1e-3), name
+
+
+class TinyModel(nn.Module):
+    def __init__(self, V=61, D=16, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.mix = nn.Linear(D, D)
+        self.head = flce_ops.LinearCrossEntropyHead(D, V, bias=True, **options)
+
+    def forward(self, tokens, target):
+        return self.head(torch.tanh(self.mix(self.embedding(tokens))), target)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_compiled_model_trains_as_in_eager(device, tied):
+    """Three steps of a whole model through inductor; the loss curves are those of eager."""
+    tokens = torch.randint(61, (4, 9), device=device)
+    curves = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = TinyModel(softcap=5.0).to(device)
+        if tied:
+            model.head.weight = model.embedding.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of = torch.compile(model, fullgraph=True) if compile else model
+        curve = []
+        with warnings_are_errors():
+            for _ in range(3):
+                loss = loss_of(tokens, tokens.roll(-1, 1))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0][0] > curves[0][-1] + 0.1
+    assert error(torch.tensor(curves[1]), torch.tensor(curves[0])) < 1e-6
+
+
+def test_out_of_range_target_is_noticed_in_compiled_code():
+    """On CUDA this is a device-side assert: tests/kernels/test_cuda_contract.py."""
+    inputs = make_inputs()
+    inputs.target[5] = 10**6
+    with pytest.raises(IndexError, match="target"):
+        compiled(flce_ops.linear_cross_entropy)[0](*inputs.args)
+
+
+def test_bad_shapes_are_refused_while_tracing(device):
+    inputs = make_inputs(device=device)
+    with pytest.raises(Exception, match="linear_weight.*507|507.*linear_weight"):
+        compiled(flce_ops.linear_cross_entropy)[0](inputs.input, inputs.linear_weight[:, :-1], inputs.target)
+
+
+def test_workspace_set_after_compilation_is_obeyed(device):
+    """Chunking is decided when the kernel runs, not baked into the graph."""
+    inputs = make_inputs((700, 11, 61), device=device)  # a chunk has 64 rows or more, 128 on CUDA
+    loss, counter = compiled(flce_ops.linear_cross_entropy)
+    run(loss, inputs)
+    assert flce_ops.last_path().chunks == 1
+    with flce_ops.workspace(2**12):
+        run(loss, inputs)
+        assert flce_ops.last_path().chunks > 4
+    assert counter.count == 1
+
+
+def test_normalizer_as_a_tensor_does_not_recompile(device):
+    """The count of target tokens changes every step; as a 0-d tensor it is data, not a constant."""
+    loss, counter = compiled(flce_ops.linear_cross_entropy)
+    inputs = make_inputs(device=device)
+    total = run_reference(inputs, reduction="sum")["loss"]
+    for count in (10, 20, 30):
+        found = loss(*inputs.args, normalizer=torch.tensor(count, device=device))
+        assert error(found, total / count) < 1e-6
+    assert counter.count == 1
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_compiled_double_backward_is_refused(device, reduction):
+    """AOTAutograd has no second derivatives and says so where the backward graph saved an input that needs a gradient,
+    as that of F.cross_entropy(F.linear(...)) does. Saved gradients alone would leave a term out in silence."""
+    inputs = make_inputs((6, 5, 7), device=device, dtype=torch.float64)
+    leaves = (inputs.input, inputs.linear_weight)
+    loss = compiled(flce_ops.linear_cross_entropy)[0](*inputs.args, reduction=reduction).sum()
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(loss + sum(g.square().sum() for g in first), leaves)

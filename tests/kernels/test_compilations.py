@@ -1,0 +1,250 @@
+"""Triton compiles the kernels of a head once, for every number of tokens, and ahead of the first launch.
+
+Without a GPU: kernels are compiled for one that is not there. Where compilations are only counted, none is made.
+"""
+
+import json
+
+import pytest
+import torch
+from fresh_process import run_script
+
+import flce_ops
+
+pytest.importorskip("triton")
+
+# what is in the cache of kernels is counted by Triton's own key
+COUNT = """
+import json, os, random, sys
+os.environ.pop("TRITON_INTERPRET", None)
+import torch, flce_ops
+from flce_ops.triton.launch import ahead
+from triton.runtime.jit import JITFunction
+
+HEAVY = "sympy", "torch._dynamo", "torch._inductor"
+heavy, trace = set(), ahead.trace
+
+def trace_and_look(launch, call):
+    before = set(sys.modules)
+    trace(launch, call)
+    heavy.update(set(HEAVY) & (set(sys.modules) - before))
+
+ahead.trace = trace_and_look
+
+compiled = []
+
+def compile_nothing(self, key, signature, device, *rest, **options):
+    compiled.append(self.__name__)
+    self.device_caches[device][0][key] = compile_nothing
+    return compile_nothing
+
+JITFunction._do_compile = compile_nothing
+function, hidden, vocab, workspace, options = json.loads(sys.argv[1])
+random.seed(0)
+some = ahead.TOKENS
+others = [2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000, *(random.randint(1, 20000) for _ in range(60)), 150001]
+counts = []
+with flce_ops.workspace(workspace):
+    for ahead.TOKENS, ahead.ENOUGH_LAUNCHES in ((some, ahead.ENOUGH_LAUNCHES), (others, 1 << 30)):
+        flce_ops.warmup(hidden, vocab, function=getattr(flce_ops, function), arch=90, **options)
+        counts.append(len(compiled))
+print(json.dumps([counts, len(set(compiled)), compiled[counts[0]:], list(heavy)]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="arch is that of the GPU")
+@pytest.mark.parametrize(
+    ("function", "hidden", "vocab", "workspace", "options"),
+    [
+        ("linear_cross_entropy", 512, 32000, None, {}),
+        ("linear_cross_entropy", 4096, 128256, None, {"bias": True}),
+        ("linear_cross_entropy", 1024, 50257, 64 << 20, {"label_smoothing": 0.1}),  # V odd; logits are made again
+        ("linear_cross_entropy", 512, 50257, None, {"gradient_threshold": 0.02}),
+        ("linear_log_probs", 512, 32000, None, {"entropy": True}),
+        ("linear_log_probs", 4096, 128256, None, {"entropy": True}),
+        ("linear_policy_loss", 2048, 151936, None, {"clip_high": 0.3}),
+        ("linear_kl_div", 1024, 32000, None, {"kind": "reverse"}),
+        ("linear_cross_entropy", 516, 32000, None, {"return_metrics": ["entropy", "argmax"], "softcap": 30.0}),
+        ("linear_cross_entropy", 512, 32000, None, {"reduction": "none", "z_loss": 1e-4}),
+        ("cross_entropy", 1, 32000, None, {}),
+    ],
+)
+def test_no_number_of_tokens_compiles_a_kernel_that_was_not_compiled_ahead(function, hidden, vocab, workspace, options):
+    done = run_script(COUNT, json.dumps([function, hidden, vocab, workspace or flce_ops.get_workspace(), options]))
+    assert done.returncode == 0, done.stderr
+    (ahead, in_the_end), kernels, new, imported = json.loads(done.stdout)
+    assert in_the_end == ahead, new
+    assert not imported
+    assert kernels <= ahead <= 2.1 * kernels  # variants are few: the first chunk, the last, a rescue's
+
+
+COMPILE = """
+import logging, os, pathlib, sys, tempfile
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+import flce_ops
+count = flce_ops.warmup(1, 1000, function=flce_ops.cross_entropy, arch=90)
+assert len(list(pathlib.Path(folder).rglob("*.cubin"))) == count > 1
+assert flce_ops.last_path() is None
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="arch is that of the GPU")
+def test_kernels_are_compiled_into_tritons_cache_for_a_gpu_that_is_not_there():
+    done = run_script(COMPILE)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "kernels of cross_entropy, 1 x 1000 in torch.bfloat16 compiled" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
+def test_without_a_gpu_the_architecture_is_asked_for():
+    with pytest.raises(ValueError, match="expected arch, as no GPU is visible"):
+        flce_ops.warmup(64, 1000)
+
+
+FAILING = """
+import os, sys, tempfile
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+import flce_ops, triton
+compile = triton.compiler.compile
+
+def compile_but_one(source, **options):
+    if source.name == "sum_losses_kernel":
+        raise RuntimeError("no ptxas")
+    return compile(source, **options)
+
+triton.compiler.compile = compile_but_one
+try:
+    flce_ops.warmup(1, 1000, function=flce_ops.cross_entropy, arch=90)
+except RuntimeError as error:
+    print(error, "|", error.__cause__)
+triton.compiler.compile = compile
+for function in flce_ops.triton.rows.sum_losses.sum_losses_kernel,
+flce_ops.triton.rows.valid_tokens.compact_tokens_kernel:
+    function.compile = compile
+    print(sum(kernel is not None for kernel in function.device_caches[-90][0].values()))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="arch is that of the GPU")
+def test_a_kernel_that_does_not_compile_is_named_and_forgotten():
+    done = run_script(FAILING)
+    assert done.returncode == 0, done.stderr
+    said, failed, others = done.stdout.splitlines()
+    assert "Triton could not compile sum_losses_kernel | no ptxas" in said
+    assert failed == "0" and int(others) > 0
+
+
+class OnGpu:
+    """A Triton path whose launches run in the interpreter, on tensors that are taken to be on a GPU."""
+
+    def __init__(self, monkeypatch) -> None:
+        from flce_ops.ops import paths, registration
+        from flce_ops.support.path import Choice
+        from flce_ops.support.vendor import H200
+        from flce_ops.triton.launch import ahead, replay
+
+        self.compiled, self.capturing, self.cached = [], False, False
+        facts = paths.CallFacts("cuda", torch.float32)
+
+        def choice_of(name, call):
+            return Choice(name, paths.KERNELS[name], paths.KERNELS[name][0], facts)
+
+        def compile_side_by_side(chip, what, trace, device):
+            self.compiled.append(what)
+            return self.compile(trace)
+
+        class Done:
+            get_file = staticmethod(lambda name: self.cached or None)
+            put = staticmethod(lambda *_, **__: setattr(self, "marked", True))
+
+        self.marked, self.compile = False, lambda trace: (1, [])
+        monkeypatch.setattr(paths, "choice_of", choice_of)
+        monkeypatch.setattr(replay, "on_gpu", lambda tensor: True)
+        monkeypatch.setattr(replay, "captured", lambda step, tensors: None)
+        monkeypatch.setattr(replay, "_known", {})
+        monkeypatch.setattr(ahead, "_heads", set())
+        monkeypatch.setattr(ahead, "chip_of", lambda device: H200)
+        monkeypatch.setattr(ahead, "compile_side_by_side", compile_side_by_side)
+        monkeypatch.setattr("triton.runtime.cache.get_cache_manager", lambda key: Done)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self.loss_and_gradients = registration.kernel("linear_cross_entropy_with_grad")
+
+    def reset(self) -> None:
+        from flce_ops.triton.launch import ahead, replay
+
+        ahead._heads.clear()
+        replay._known.clear()
+
+    def step(self, tokens: int, hidden: int = 16) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        input, weight = torch.randn(tokens, hidden), torch.randn(33, hidden)
+        target = torch.randint(33, (tokens,))
+        return self.loss_and_gradients(input, weight, target, None, None, None, output_mask=[True, True, False])[:4]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return OnGpu(monkeypatch)
+
+
+def test_a_head_is_compiled_ahead_once_at_its_first_call(gpu):
+    for tokens in (7, 7, 7, 1, 16, 130):
+        gpu.step(tokens)
+    assert gpu.compiled == ["linear_cross_entropy_with_grad"] and gpu.marked
+    gpu.step(7, hidden=32)
+    assert len(gpu.compiled) == 2
+
+
+def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu):
+    gpu.cached = True
+    gpu.step(7)
+    assert not gpu.compiled and not gpu.marked
+
+
+def test_nothing_is_compiled_ahead_while_a_graph_is_captured(gpu):
+    gpu.capturing = True
+    gpu.step(7)
+    assert not gpu.compiled
+    gpu.capturing = False
+    gpu.step(8)
+    assert len(gpu.compiled) == 1
+
+
+def test_a_call_goes_on_where_compiling_ahead_fails(gpu, caplog):
+    expected = gpu.step(7)
+
+    def fail(trace):
+        raise OSError("no space left")
+
+    def fail_for_one(trace):
+        return 3, [("sum_losses_kernel", RuntimeError("no ptxas"))]
+
+    for gpu.compile, said in (
+        (fail, "OSError: no space left"),
+        (fail_for_one, "sum_losses_kernel is not compiled ahead"),
+    ):
+        gpu.marked = False
+        gpu.reset()
+        caplog.clear()
+        assert all(map(torch.equal, gpu.step(7), expected))
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and said in record.getMessage()
+        assert "linear_cross_entropy_with_grad" in record.getMessage() and not gpu.marked
+
+
+def test_calls_of_one_head_differ_in_no_more_than_tokens():
+    """A head whose kernels are compiled is known again, whatever the number of tokens."""
+    from flce_ops.meta.arguments import WithGrad
+    from flce_ops.triton.launch.ahead import head_of
+
+    def head(tokens, hidden=16, **options):
+        operands = torch.randn(tokens, hidden), torch.randn(31, hidden), torch.zeros(tokens, dtype=torch.int64)
+        return head_of(WithGrad.bind(*operands, None, None, None, output_mask=[True, True, False], **options))
+
+    assert head(7) == head(31) == head(16)
+    assert head(7) != head(7, hidden=32)
+    assert head(7) != head(7, softcap=torch.tensor(30.0))

@@ -1,0 +1,253 @@
+"""The two gradient GEMMs of the Triton path and the tokens they stop at, each by itself, in Triton's interpreter."""
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary, S splits of it
+
+import pytest
+import torch
+from reference_loss import error
+
+pytest.importorskip("triton")
+
+import flce_ops
+from flce_ops import aten
+from flce_ops.triton import launch_with_grad
+from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
+from flce_ops.triton.gemm.tiles import INPUT_TILES
+from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from flce_ops.triton.rows.copy_rows import launch_spread_rows
+from flce_ops.triton.rows.target_rows import launch_target_rows
+from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
+from flce_ops.triton.steps.chunking import chunk_tokens
+from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit
+
+MiB = 2**20
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
+
+
+def valid_tokens_of(count, n, start=0, device="cpu"):
+    """The first `count` places of all chunks hold tokens; n of the places are this chunk's."""
+    order = torch.arange(n, dtype=torch.int32, device=device)
+    total = torch.tensor(count, dtype=torch.int32, device=device)
+    return ValidTokens(order, total, start, total)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tokens", [1, 700, 4097])
+def test_valid_tokens_come_first_in_their_order_and_the_ignored_ones_after_them(tokens, share, dtype):
+    target = torch.where(torch.rand(tokens) < share, torch.randint(9, (tokens,)), -100).to(dtype)
+    found, place = compact_tokens(target, -100, 9)
+    valid = target != -100
+    count = int(valid.sum())
+    assert int(found.total) == count
+    assert found.order[:count].tolist() == valid.nonzero().flatten().tolist()
+    assert sorted(found.order.tolist()) == list(range(tokens))
+    assert torch.equal(place >= 0, valid)
+    assert place[valid].tolist() == list(range(count))
+
+
+@interpreter
+@pytest.mark.parametrize("ignore_index, expected", [(9, True), (-100, False)])
+def test_a_target_outside_the_vocabulary_is_seen_unless_it_is_ignored(ignore_index, expected):
+    in_range = torch.tensor(not expected)
+    compact_tokens(torch.tensor([3, 9]), ignore_index, 9, in_range)
+    assert bool(in_range) == expected
+
+
+@interpreter
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
+def test_rows_are_spread_in_place(share):
+    target = torch.where(torch.rand(1100) < share, 1, -100)
+    found, place = compact_tokens(target, -100, 9)
+    count, rows = int(found.total), torch.randn(1100, 70)
+    expected = torch.zeros(1100, 70)
+    expected[target == 1] = rows[:count]
+    rows[count:] = torch.nan
+    launch_spread_rows(rows, found, place)
+    assert torch.equal(rows, expected)
+
+
+@interpreter
+@pytest.mark.parametrize("memory_numbers", [0, 300 * 24, 5 * 300 * 24], ids="{} numbers".format)
+@pytest.mark.parametrize("count", [0, 1, 130, 300])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_the_input_gradient_of_the_valid_rows(pieces, count, memory_numbers):
+    if pieces == 2 and not memory_numbers:
+        pytest.skip("several pieces wait in float32")
+    n, d, v = 300, 24, 67
+    e, w = torch.rand(n, v), torch.randn(v, d)
+    e[count:] = torch.nan
+    column, factor, residual = torch.randint(-1, v, (n,)), torch.randn(n), torch.randn(n)
+    outer = torch.randn(n), torch.randn(d)
+    out = torch.full((n, d), torch.inf)
+    columns = [slice(0, v)] if pieces == 1 else [slice(0, 40), slice(40, v)]
+    memory = torch.full((memory_numbers,), torch.nan)
+    finish = Finish(factor, column, residual, *outer)
+    gradient = InputGradient(out, w, finish, valid_tokens_of(count, n), columns, memory)
+    for cols in columns:
+        gradient.add(cols, e[:, cols])
+    gradient.close()
+    exact = factor[:, None].double() * (e.double() @ w.double()) + outer[0][:, None].double() * outer[1]
+    exact += torch.where(column >= 0, residual, 0.0)[:, None].double() * w[column.clamp(min=0)]
+    assert error(out[:count], exact[:count]) <= 5e-7
+    assert out[count:].isinf().all()
+
+
+@interpreter
+@pytest.mark.parametrize("numbers", [0, 4000, 40000])
+@pytest.mark.parametrize("count", [1, 70, 200])
+def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
+    """Parts that were written: memory that stays nan was not touched."""
+    n, d, v = 200, 24, 400
+    memory = torch.full((numbers,), torch.nan)
+    finish = Finish(None, torch.full((n,), -1), torch.zeros(n))
+    gradient = InputGradient(
+        torch.empty(n, d), torch.randn(v, d), finish, valid_tokens_of(count, n), [slice(0, v)], memory
+    )
+    gradient.add(slice(0, v), torch.rand(n, v))
+    parts = max(int((~memory.isnan()).sum()) // (count * d), 1)
+    tiles = -(-count // 32)
+    steps = {s: -(-tiles * s // 4) * (-(-13 // s) + 8) for s in range(1, 17) if s == 1 or s * count * d <= numbers}
+    assert steps[parts] == min(steps.values())
+    assert (steps[parts], parts) == steps_and_splits(count, d, 13, numbers, 4, INPUT_TILES["interpreter"])
+
+
+@interpreter
+@pytest.mark.parametrize("count", [0, 1, 128, 200, 256])
+def test_the_weight_gradient_over_two_chunks_stops_at_the_valid_rows(count):
+    n, d, v = 128, 70, 67
+    e, x = torch.rand(2 * n, v), torch.randn(2 * n, d)
+    x[count:], outer = 0.0, (torch.rand(v), torch.randn(d))
+    e[-(-count // 32) * 32 :] = torch.nan  # behind the last tile of valid rows nothing is read
+    e[count : -(-count // 32) * 32] = 0.0
+    out = torch.full((v, d), torch.nan)
+    gradient = WeightGradient(out, chunks=2, outer=outer)
+    for start in (0, n):
+        rows = slice(start, start + n)
+        gradient.add(slice(0, v), e[rows], x[rows], valid_tokens_of(count, n, start), first=start == 0, last=start == n)
+    exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
+    assert error(out, exact) <= 5e-7
+
+
+@interpreter
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
+    """What rounding took from c x is a second addend; rows of other classes stay as they are."""
+    n, d, v, count = 150, 70, 67, 140
+    e, x = torch.rand(n, v).half(), torch.randn(n, d)
+    high = x.half()
+    low = (x - high.float()).half()
+    low[count:] = high[count:] = torch.nan  # behind the valid tokens nothing is read
+    column = torch.randint(40, (n,))
+    column[::7] = -1  # on other ranks
+    outer = (torch.rand(v), torch.rand(d)) if smoothed else (None, None)
+    out = torch.full((v, d), 7.0)
+    launch_target_rows(out, e, high, low, column, valid_tokens_of(count, n), outer)
+    exact = e[:count].double().T @ x[:count].double()
+    if smoothed:
+        exact += outer[0][:, None].double() * outer[1]
+    targets = column[:count][column[:count] >= 0].unique()
+    assert error(out[targets], exact[targets]) <= 2.0**-21
+    others = torch.ones(v, dtype=torch.bool)
+    others[targets] = False
+    assert (out[others] == 7.0).all() and others.any()
+
+
+@pytest.mark.parametrize("start", range(8))  # offsets that are odd, rows too few, none
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_float32_memory_lies_in_the_tensor(dtype, start):
+    tensor = torch.zeros(7, 9, dtype=dtype)
+    rows = tensor[start:]
+    memory = float32_memory(rows)
+    assert memory.dtype == torch.float32 and memory.dim() == 1
+    assert memory.nbytes % 16 == 0 and rows.nbytes - memory.nbytes < 64
+    memory.fill_(1.0)
+    assert not tensor[:start].any()
+    assert bool(rows.any()) is (memory.numel() > 0)
+
+
+def test_what_chunks_leave_of_the_workspace_goes_to_the_product():
+    fitting = rows_that_fit(8192, 32000, 2, 0)
+    assert product_bytes(fitting, fitting, 32000, 4096, 2) == 8 * MiB
+    assert product_bytes(fitting, 4096, 32000, 4096, 2) == 8 * MiB + (fitting - 4096) * 64000
+    assert 4096 * 64000 + product_bytes(fitting, 4096, 32000, 4096, 2) <= 512 * MiB
+
+
+def test_a_product_takes_no_more_memory_than_its_most_parts():
+    fitting = rows_that_fit(100, 32000, 2, 0)
+    assert product_bytes(fitting, 100, 32000, 4096, 2) == 16 * 100 * 4096 * 4
+
+
+@pytest.mark.parametrize("workspace", [64, 512], ids="{} MiB".format)
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096, 128256), (16384, 896, 151936), (8192, 2304, 256000), (5000, 3072, 50257)], ids=str
+)
+def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
+    tokens, hidden, vocab = shape
+    input, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, vocab))
+    with flce_ops.workspace(workspace * MiB):
+        chunking = chunk_tokens(input, weight, [True, True, False])
+    places = [0] if chunking.overlay is None else [0, chunking.overlay.rows]
+    for chunk in chunking.chunks:
+        assert chunk.start == places[-1]
+        places.append(chunk.stop)
+    assert places[-1] == tokens
+    if not chunking.recompute and chunking.chunks:
+        rows = chunking.chunks[0].stop - chunking.chunks[0].start
+        assert rows * (vocab + 8) * 2 <= workspace * MiB
+
+
+@interpreter
+@pytest.mark.parametrize("workspace, padded", [(512 * MiB, True), (4096, False)])
+def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies_fit(workspace, padded, monkeypatch):
+    """As on a GPU with tensor maps; the results are those of the operands as they are."""
+    x, w, target = torch.randn(40, 35), torch.randn(67, 35), torch.randint(67, (40,))
+    args = (x, w, target, None, None, torch.rand(40))
+    mask = {"output_mask": [True, True, False]}
+    truth = aten.with_grad(*(t.double() if t is not None and t.is_floating_point() else t for t in args), **mask)
+    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    with flce_ops.workspace(workspace):
+        found = launch_with_grad(*args, **mask)
+    assert ("13 features of zeros added" in flce_ops.last_path().reason) is padded
+    for ours, exact in zip(found[:4], truth[:4]):
+        assert ours.shape == exact.shape and ours.is_contiguous()
+        assert error(ours, exact) <= 2e-6
+
+
+@interpreter
+def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
+    """The steps have their products from the first row that takes the operands, and from nowhere else."""
+    from flce_ops.triton import launch_backward, launch_forward
+    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
+    from flce_ops.triton.gemm import backends
+
+    (own,), made = backends.BACKENDS, []
+
+    def counted(name):
+        def product(*args, **options):
+            made.append(name)
+            return getattr(own, name)(*args, **options)
+
+        return product
+
+    other = own._replace(takes=lambda matrix: False, logits=None, weight_gradient=None, input_gradient=None)
+    row = own._replace(**{name: counted(name) for name in own._fields[1:]})
+    monkeypatch.setattr(backends, "BACKENDS", [other, row, other])
+    x, w, target, per_token = torch.randn(20, 16), torch.randn(67, 16), torch.arange(20), torch.rand(20)
+    every, all_three = {"output_mask": [True, True, False]}, set(own._fields[1:])
+    logits = x @ w.T
+    lse = logits.logsumexp(1)
+
+    _, _, grad_input, *_ = launch_with_grad(x, w, target, None, None, per_token, **every)
+    dense = per_token[:, None] * (logits.softmax(1) - torch.eye(67)[:20])
+    assert set(made) == all_three and error(grad_input, dense @ w) <= 1e-5
+    made.clear()
+    assert error(launch_forward(x, w, target, None, None)[1], lse) <= 1e-5 and set(made) == {"logits"}
+    made.clear()
+    grad_input, _, _ = launch_backward(-per_token, per_token, None, x, w, target, None, None, lse, **every)
+    assert set(made) == all_three and error(grad_input, dense @ w) <= 1e-5
+    made.clear()
+    launch_kl_div_with_grad(x, w, None, x, w, None, None, None, per_token, **every)
+    assert set(made) == all_three

@@ -1,0 +1,79 @@
+"""Kernels that run an objective's functions compile for a GPU where there is none; the interpreter is less strict."""
+
+import pytest
+from fresh_process import run_script
+
+pytest.importorskip("triton")
+
+COMPILED = """
+import os
+os.environ["TRITON_INTERPRET"] = "0"
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Hopper:
+    launcher_cls = lambda *args, **options: None
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *args: 0
+
+triton.runtime.driver.set_active(Hopper())
+from flce_ops.triton.given_logits import cross_entropy
+from flce_ops.triton.divergence import kl_div
+from flce_ops.triton.steps import forward, with_grad
+
+OF_ROWS = "finish_rows_kernel", "finish_forward_kernel", "row_statistics_kernel"
+KERNELS = *OF_ROWS, "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
+compiled = []
+
+def compile_only(kernel, grid):
+    def launch(*args, **options):
+        if kernel.__name__ in KERNELS:
+            assert "cubin" in kernel.warmup(*args, grid=grid, **options).asm
+            compiled.append(kernel.__name__)
+    return launch
+
+triton.runtime.jit.JITFunction.__getitem__ = compile_only
+for launcher in (with_grad, forward, cross_entropy):
+    launcher.assert_in_range = lambda *args: None
+torch.set_default_device("meta")
+tokens, hidden, vocab, slots = 256, 64, 1000, 5
+input, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (tokens, vocab))
+target, targets = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, slots, dtype=torch.int64)
+per_token, per_target, per_class, number = (torch.empty(s) for s in ((tokens,), (tokens, slots), (vocab,), ()))
+every = {"output_mask": [True, True, True]}
+
+def one_pass(target=target, class_weight=None, **options):
+    with_grad.launch_with_grad(input, weight, target, None, class_weight, None, None, **every, **options)
+
+one_pass()
+one_pass(class_weight=per_class, label_smoothing=0.1, z_loss=number)
+one_pass(targets, target_weight=per_target)
+shard = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": vocab}
+with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **shard, **every)
+policy = (input, weight, target, None, per_token, per_token, per_token, None, None)
+clip = {"clip_low": number, "clip_high": number, **every}
+for beta, kl_estimator in ((number, "k1"), (number, "k2"), (number, "k3"), (None, "k3")):
+    for objective, dual_clip in (("ppo", number), ("cispo", None)):
+        options = {"objective": objective, "dual_clip": dual_clip, "beta": beta, "kl_estimator": kl_estimator}
+        with_grad.launch_policy_with_grad(*policy, **options, **clip)
+assert compiled == ["finish_rows_kernel"] * 12, compiled
+compiled.clear()
+one_pass(lse=True, entropy=True, log_sum_sq_probs=True)
+forward.launch_forward(input, weight, target, None, expected_log_prob=True, log_sum_sq_probs=True)
+of_rows = ["row_statistics_kernel", "finish_forward_kernel", "row_statistics_kernel"]
+assert compiled == ["finish_rows_kernel", *of_rows], compiled
+compiled.clear()
+for kind, beta in (("forward", None), ("reverse", None), ("jsd", number), ("tv", None), ("nla", None)):
+    models = (input, weight, None, input, weight, None, None, None)
+    kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every)
+assert compiled.count("divergence_kernel") == 9 and compiled.count("finish_divergence_kernel") == 5, compiled
+logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+cross_entropy.launch_with_grad(logits, target, None, None, None, label_smoothing=0.1, z_loss=number)
+assert compiled[-1] == "rows_kernel"
+"""
+
+
+def test_kernels_of_objectives_compile_for_a_gpu():
+    done = run_script(COMPILED)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,321 @@
+"""The Triton kernels on the CPU, through Triton's interpreter: float32 and float16, against float64 in plain ATen.
+
+bfloat16 is left to the GPU: the interpreter's bfloat16 dot is wrong in Triton 3.6 to 3.9.
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import inputs
+import pytest
+import torch
+from reference_loss import error
+from test_gradient_gemms import valid_tokens_of
+
+import flce_ops
+from flce_ops import aten
+from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
+from flce_ops.triton.rows.column_sums import weighted_column_sum
+from flce_ops.triton.rows.scale_rows import launch_scale_rows
+from flce_ops.triton.rows.set_entries import launch_set_entries
+
+pytestmark = [
+    # conftest.py turns the interpreter on where there is no GPU, before anything imports triton
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+]
+
+# the error seen over the options below, times two
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3}
+
+RAGGED, EVEN = (37, 35, 131), (32, 32, 128)  # tiles are 32x128x32: partial ones on every side, and none
+
+OPTIONS = [
+    {},
+    {"bias": True},
+    {"bias": True, "class_weight": True, "label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "logit_scale": 0.7},
+    {"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2},
+    {"bias": True, "class_weight": True, "softcap": 4.0, "z_loss": 1e-2},
+]
+
+
+def operands(shape, dtype, options):
+    made = inputs.make_inputs(
+        shape,
+        dtype=dtype,
+        bias=options.get("bias", False),
+        weight=options.get("class_weight", False),
+        requires_grad=False,
+    )
+    return *made.args, made.weight
+
+
+def double(*tensors):
+    return [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def assert_close(found, expected, dtype):
+    for ours, truth in zip(found, expected, strict=True):
+        assert ours.shape == truth.shape
+        assert error(ours, truth) <= TOLERANCE[dtype]
+
+
+def logit_options(options):
+    return inputs.scalars({name: options[name] for name in ("softcap", "logit_scale") if name in options})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
+    args = operands(shape, dtype, options)
+    logit_sum = "label_smoothing" in options
+    *found, lse_rest, _ = launch_forward(*args, logit_sum=logit_sum, **logit_options(options))
+    *truth, _, _ = aten.forward(*double(*args), logit_sum=logit_sum, **logit_options(options))
+    assert_close(found, truth, dtype)
+    assert lse_rest.abs().max() < 1e-6  # half a unit in the last place of lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_backward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
+    args = operands(shape, dtype, options)
+    target, lse, *_ = aten.forward(*double(*args), **logit_options(options))
+    # a loss's signs: cotangents of random sign cancel in the sums over tokens and leave the rounding of G
+    cotangents = list((torch.rand(3, shape[0]) + 0.1) * torch.tensor([[-1.0], [1.0], [-1.0]]))
+    if "label_smoothing" not in options:
+        cotangents[2] = None
+    mask = [True, True, args[3] is not None]
+    found = launch_backward(*cotangents, *args, lse.float(), output_mask=mask, **logit_options(options))
+    truth = aten.backward(*double(*cotangents), *double(*args), lse, output_mask=mask, **logit_options(options))
+    assert_close(found, truth, dtype)
+
+
+# label smoothing under a softcap is not of rank 1 and takes the ATen path
+ONE_PASS_OPTIONS = [options for options in OPTIONS if not ("softcap" in options and "label_smoothing" in options)]
+
+
+@pytest.mark.parametrize("shape", [RAGGED, EVEN], ids=str)
+@pytest.mark.parametrize("options", ONE_PASS_OPTIONS, ids=str)
+def test_one_pass_kernels_agree_with_float64(shape, options, poisoned_memory):
+    args = operands(shape, torch.float32, options)
+    assert_one_pass(args, options, [True, True, args[3] is not None])
+
+
+def test_smoothing_reads_no_ignored_token(poisoned_memory):
+    """And its sum over classes is as right as one of float32 logits, where these are far from 0 too."""
+    args = list(operands((97, 35, 1200), torch.float32, {"bias": True, "class_weight": True}))
+    args[1] += 3.0
+    args[0] += 0.5
+    args.append(None)
+    options = {"output_mask": [True, True, True], "label_smoothing": 0.1}
+    exact, plain = aten.with_grad(*double(*args), **options), aten.with_grad(*args, **options)
+    found = launch_with_grad(*args, **options)
+    assert error(found[1], exact[1]) <= 1.2 * error(plain[1], exact[1])  # the losses of tokens; seen: 0.8 to 0.9
+    args[0][args[2] == -100] = torch.nan
+    for ours, same in zip(launch_with_grad(*args, **options), found, strict=True):
+        assert torch.equal(ours, same)
+
+
+@pytest.mark.parametrize("mask", [[False, True, False], [True, False, False]], ids=["dW only", "dX only"])
+def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memory):
+    found = assert_one_pass(operands(RAGGED, torch.float32, {}), {}, mask)
+    assert [grad.numel() > 0 for grad in found[2:5]] == mask
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_one_pass_kernels_agree_with_float64_over_several_chunks(chunks, poisoned_memory, monkeypatch):
+    monkeypatch.setattr("flce_ops.triton.steps.chunking.RECOMPUTE_BELOW", 0)
+    with flce_ops.workspace(1):  # the smallest chunk has 128 rows
+        args = operands((128 * chunks - 106, 20, 67), torch.float32, {"bias": True})
+        assert_one_pass(args, {}, [True, True, True], chunks=chunks)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids=str)
+def test_a_small_workspace_recomputes_and_says_so(options, poisoned_memory):
+    """Slices of the rows and of the vocabulary: 2 and 2."""
+    args = operands((150, 20, 300), torch.float32, options)
+    with flce_ops.workspace(1):
+        assert_one_pass(args, options, [True, True, args[3] is not None], chunks=2, reason="recomputing")
+
+
+@pytest.mark.parametrize(
+    "way, denominator",
+    [(way, None) for way in ("one pass", "smoothed", "recomputing", "aten", "no token")]
+    + [("one pass", torch.tensor(7.0)), ("recomputing", torch.tensor(7)), ("aten", torch.tensor(7))],  # 0-d, any dtype
+    ids=str,
+)
+def test_a_mean_is_the_sum_of_row_scales_over_its_denominator(way, denominator, poisoned_memory):
+    """One division, of the same numbers: the same bits but for the loss, whose sum is divided as a whole."""
+    args = list(operands((150 if way == "recomputing" else 37, 20, 67), torch.float32, {}))
+    if way == "no token":
+        args[2] = torch.full_like(args[2], -100)
+    options = {"output_mask": [True, True, False], **({"label_smoothing": 0.1} if way == "smoothed" else {})}
+    with_grad = aten.with_grad if way == "aten" else launch_with_grad
+    valid = args[2] != -100
+    divisor = valid.sum() if denominator is None else denominator
+    with flce_ops.workspace(1 if way == "recomputing" else 512 << 20):
+        found = with_grad(*args, None, denominator, **options)
+        expected = with_grad(*args, torch.where(valid, 1.0 / divisor, 0.0), **options)
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(one, other)
+    mean = expected[1].double().sum() / divisor
+    assert mean.isnan().item() is (way == "no token" and denominator is None)
+    torch.testing.assert_close(found[0].double(), mean, rtol=3e-7, atol=0.0, equal_nan=True)
+
+
+def assert_one_pass(args, options, mask, chunks=1, reason=""):
+    rows = args[0].shape[0]
+    row_scale = torch.rand(rows) / rows
+    options = {
+        **inputs.scalars({name: options[name] for name in ("label_smoothing", "z_loss") if name in options}),
+        **logit_options(options),
+    }
+    found = launch_with_grad(*args, row_scale, output_mask=mask, **options)
+    assert flce_ops.last_path().chunks == chunks
+    assert reason in flce_ops.last_path().reason
+    assert_close(found, aten.with_grad(*double(*args, row_scale), output_mask=mask, **options), torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("vocab_start", [0, 100, 203])
+def test_a_shard_of_the_vocabulary_counts_only_its_own_targets(vocab_start):
+    *args, _, _ = operands(RAGGED, torch.float32, {})
+    args[2] = torch.randint(0, 406, (RAGGED[0],))
+    *found, _, _ = launch_forward(*args, vocab_start=vocab_start, vocab_size=406)
+    *truth, _, _ = aten.forward(*double(*args), vocab_start=vocab_start, vocab_size=406)
+    assert_close(found, truth, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["logits of magnitude 1e4", "-inf bias", "target at a -inf bias"])
+def test_rows_far_above_their_reference_are_rescued(case):
+    """The target's logit is hundreds of nats under the largest: exp(z - reference) overflows in the first pass."""
+    N, D, V = RAGGED
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    bias = None
+    if case == "logits of magnitude 1e4":
+        x, w = 100 * torch.randn(N, D), 10 * torch.randn(V, D)
+    else:
+        bias = torch.zeros(V)
+        bias[::3] = float("-inf")
+        if case == "-inf bias":
+            bias[target.clamp(min=0)] = 0.0
+    mask = [True, True, False]
+    row_scale = torch.rand(N)
+    found = launch_with_grad(x, w, target, bias, None, row_scale, output_mask=mask)
+    truth = aten.with_grad(*double(x, w, target, bias, None, row_scale), output_mask=mask)
+    assert found[2].isfinite().all() and found[3].isfinite().all()
+    finite = truth[1].isfinite()
+    assert torch.equal(finite, found[1].isfinite())
+    plain = aten.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)  # float32 at these magnitudes
+    # a float32 logit is off by this many nats, and where two classes are that near, so is their probability, either way
+    rounding = torch.finfo(torch.float32).eps * (x.double() @ w.double().T).abs().max()
+    for ours, theirs, exact in zip(found[1:4], plain[1:4], truth[1:4], strict=True):
+        keep = exact.isfinite()
+        assert error(ours[keep], exact[keep]) <= max(1.5 * error(theirs[keep], exact[keep]) + 1e-6, rounding)
+
+
+@pytest.mark.parametrize("expected_log_prob", [False, True])
+def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient(expected_log_prob):
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    bias = torch.full((RAGGED[2],), float("-inf"))
+    shard = {"vocab_start": RAGGED[2]}  # every target lies before it
+    wanted = {"vocab_size": 2 * RAGGED[2], "expected_log_prob": expected_log_prob}
+    _, lse, *_ = launch_forward(x, w, target, bias, **wanted, **shard)
+    assert torch.equal(lse, torch.where(target == -100, 0.0, float("-inf")))
+    zero = torch.zeros_like(lse)  # what flce_ops/ops/autograd.py hands over for lse, and its cotangents
+    expectations = {"grad_expected_log_prob": zero, "expected_log_prob": zero} if expected_log_prob else {}
+    grads = launch_backward(
+        zero, zero, None, x, w, target, bias, None, zero, output_mask=[True, True, True], **shard, **expectations
+    )
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
+def test_the_grad_output_scales_in_place(factor):
+    grad = torch.randn(9001)
+    expected = grad * factor
+    launch_scale_in_place([grad], torch.tensor(factor))
+    assert torch.equal(grad, expected)
+
+
+def test_weighted_column_sums_agree_with_float64():
+    matrix, factor = torch.randn(2100, 131), torch.randn(2100)
+    assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
+    assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6
+    tall = torch.rand(40000, 1)  # two steps, and one more; of one sign, as a sum near 0 has no relative error
+    assert error(weighted_column_sum(tall, None), tall.double().sum(0)) <= 1e-6
+    kept = weighted_column_sum(matrix, factor, valid_tokens_of(1300, 2100))
+    assert error(kept, factor[:1300].double() @ matrix[:1300].double()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_are_scaled_and_rounded_once(dtype):
+    matrix, factor = torch.randn(300, 9).to(dtype)[:, :7], torch.randn(300)
+    out, rest = torch.full((2, 300, 9), float("nan"), dtype=dtype)[:, :, :7]
+    exact = matrix.float() * factor[:, None]
+    launch_scale_rows(matrix, factor, out, valid_tokens_of(130, 300), rest)
+    assert torch.equal(out[:130], exact[:130].to(dtype))
+    assert torch.equal(rest[:130], (exact - exact.to(dtype).float())[:130].to(dtype))
+    assert not out[130:256].any() and out[256:].isnan().all()  # zeros as far as a tile may reach
+
+
+def test_entries_are_set_in_the_columns_of_the_matrix_only():
+    matrix = torch.zeros(200, 12)[:, :10]
+    target = torch.randint(-1, 40, (200,))
+    value = torch.randn(200)
+    expected = torch.zeros(200, 10)
+    for row, column in enumerate((target - 20).tolist()):
+        if 0 <= column < 10:
+            expected[row, column] = value[row]
+    launch_set_entries(matrix, target, value, valid_tokens_of(150, 200), start=20)
+    expected[150:] = 0.0
+    assert torch.equal(matrix, expected)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
+def test_recomputed_rows_add_up_to_zero_at_any_magnitude(offset, poisoned_memory):
+    """One float32 holds an lse of 10^4 to 5e-4; lse_rest holds what it lacks."""
+    args = operands(RAGGED, torch.float32, {"bias": True})
+    args[3].add_(offset)
+    _, lse, *_, lse_rest, _ = launch_forward(*args)
+    valid = (args[2] != -100).float()
+    cotangents = (-valid, valid, None)
+    *_, grad_bias = launch_backward(*cotangents, *args, lse, output_mask=[True] * 3, lse_rest=lse_rest)
+    assert abs(float(grad_bias.double().sum())) / RAGGED[0] < 5e-7
+
+
+@pytest.mark.parametrize("option", ["masked_load", "masked_store"])
+def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
+    """A scalar condition broadcast into a mask is of integers in the interpreter, which took them before 3.9."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    run, seen = getattr(InterpreterBuilder, f"create_{option}"), []
+
+    def checked(builder, pointers, *args):
+        mask = args[0] if option == "masked_load" else args[1]
+        seen.append(mask.data.dtype)
+        return run(builder, pointers, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, f"create_{option}", checked)
+    x, w, target, bias, weight = operands((5, 20, 67), torch.float32, {"bias": True, "class_weight": True})
+    per_row, mask = torch.ones(5), [True, True, True]
+    launch_with_grad(x, w, target, bias, weight, per_row, label_smoothing=0.1, output_mask=mask)
+    launch_with_grad(100 * x, w, target, bias, weight, per_row, output_mask=mask)  # rows are rescued
+    launch_forward(x, w, target, bias, weight, logit_sum=True, expected_log_prob=True, argmax=True)
+    launch_backward(
+        -per_row,
+        per_row,
+        per_row,
+        x,
+        w,
+        target,
+        bias,
+        weight,
+        per_row,
+        output_mask=mask,
+        **logit_options({"softcap": 4.0}),
+    )
+    launch_scale_in_place([x, w], torch.tensor(2.0))
+    assert {str(dtype) for dtype in seen} == {"bool"}

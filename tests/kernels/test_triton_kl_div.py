@@ -1,0 +1,232 @@
+"""The Triton kernels of linear_kl_div, on the CPU through Triton's interpreter, against ATen in float64."""
+
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from inputs import scalars
+from reference_divergence import KINDS, KINKED, make_pair
+from reference_loss import error
+from test_kl_div_operator import inner_args
+from test_triton_interpreter import double
+
+import flce_ops
+from flce_ops.aten import kl_div as aten
+from flce_ops.triton.divergence import kl_div as triton_kl_div
+from flce_ops.triton.divergence.fixed_point import from_fixed_point, to_fixed_point
+from flce_ops.triton.divergence.kl_div_chunking import split_chunk
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+]
+
+SHAPE = (37, 35, 24, 131)  # N, D, E, V: two tiles of rows, three of classes, none of them full
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}
+FLIPPED = 0.05  # of a kinked divergence: the few entries of a gradient that rounding puts on the other side of p = q
+CASES = [(torch.float32, False), (torch.float32, True), (torch.float16, False)]
+
+
+def arguments(dtype, kind, more=None, *, shape=SHAPE, **pair):
+    made = make_pair(shape, dtype=dtype, requires_grad=False, **pair)
+    options = {"kind": kind, "beta": 0.3, "logit_scale": 0.7, "teacher_logit_scale": 1.2, **(more or {})}
+    return inner_args(made), scalars(options, "cpu")
+
+
+def assert_close(found, exact, tolerance):
+    for index, (mine, right) in enumerate(zip(found, exact, strict=True)):
+        assert mine.shape == right.shape
+        if right.numel():
+            assert error(mine, right) <= tolerance, index
+
+
+def shift_sums(results):
+    """divergence, the two lse, student_kl: what is taken for a row's maximum is each path's own."""
+    divergence, shift, teacher_shift, student_kl = results
+    return divergence, shift.double().sum(0), teacher_shift.double().sum(0), student_kl
+
+
+@pytest.mark.parametrize("dtype, probs", CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients(kind, probs, dtype, poisoned_memory):
+    args, options = arguments(dtype, kind, probs=probs, bias=True)
+    row_scale = torch.rand(SHAPE[0])
+    options["output_mask"] = [True, True, True]
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    exact = aten.with_grad(*double(*args), row_scale.double(), **options)
+    assert [result.dtype for result in found] == [torch.float32] * 2 + [dtype] * 3
+    assert_close(found[:2], exact[:2], TOLERANCE[dtype])
+    assert_close(found[2:], exact[2:], FLIPPED if kind in KINKED else TOLERANCE[dtype])
+    for row in (~args[-1]).nonzero():
+        assert not found[1][row] and not found[2][row].any()
+
+
+@pytest.mark.parametrize("dtype, probs", CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
+    args, options = arguments(dtype, kind, probs=probs)
+    found = triton_kl_div.launch_kl_div_forward(*args, **options)
+    exact = aten.forward(*double(*args), **options)
+    assert_close(shift_sums(found), shift_sums(exact), TOLERANCE[dtype])
+    grad = torch.randn(SHAPE[0]).masked_fill(~args[-1], torch.nan)
+    options["output_mask"] = [True, True, False]
+    gradients = triton_kl_div.launch_kl_div_backward(grad, *args, *found[1:], **options)
+    truth = aten.backward(grad.double(), *double(*args), *exact[1:], **options)
+    assert_close(gradients, truth, FLIPPED if kind in KINKED else TOLERANCE[dtype])
+
+
+CAPS = {"softcap": 3.0, "teacher_softcap": 4.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_softcaps(kind, poisoned_memory):
+    dtype = torch.float16
+    args, options = arguments(dtype, kind, CAPS, bias=True)
+    row_scale = torch.rand(SHAPE[0])
+    options["output_mask"] = [True, True, False]
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    exact = aten.with_grad(*double(*args), row_scale.double(), **options)
+    tolerance = 2 * TOLERANCE[dtype]  # what stands before the cap is rounded, its probabilities grow
+    assert_close(found[:2], exact[:2], tolerance)
+    assert_close(found[2:], exact[2:], FLIPPED if kind in KINKED else tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
+def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned_memory):
+    args, options = arguments(dtype, "cross_entropy", {"softcap": softcap}, probs=True, bias=True)
+    args[6][:, ::3] = 0.0
+    args[6][:, 1::5] *= -0.7
+    options["output_mask"] = [True, True, True]
+    row_scale = torch.rand(SHAPE[0])
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    assert_close(found, aten.with_grad(*double(*args), row_scale.double(), **options), 2 * TOLERANCE[dtype])
+    del options["output_mask"]
+    forward = triton_kl_div.launch_kl_div_forward(*args, **options)
+    assert_close(forward[:1], aten.forward(*double(*args), **options)[:1], 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("nbytes, kind, cut", [(1, "reverse", (3, 128)), (250_000, "jsd", (2, 256))])
+def test_chunks_and_their_blocks(nbytes, kind, cut, poisoned_memory):
+    """Of a workspace for no row, and for G of 256 rows beside the teacher's logits of 128."""
+    shape = (300, 40, 24, 131)
+    args, options = arguments(torch.float32, kind, shape=shape, ignored=0.4)
+    row_scale = torch.rand(shape[0])
+    options["output_mask"] = [True, True, True]
+    with flce_ops.workspace(nbytes):
+        found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+        assert (flce_ops.last_path().chunks, flce_ops.last_path().rows_per_chunk) == cut
+    exact = aten.with_grad(*double(*args), row_scale.double(), **options)
+    assert_close(found, exact, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("rows", [100, 128, 1280, 1408, 4000])
+def test_parts_fit_the_memory_of_both_matrices_and_fill_rounds(rows):
+    """Of tiles of 128x256, 132 at a time, at V = 128256; 1408 rows take 42 rounds, 44 in even parts."""
+    for room in sorted({rows + 128, rows + 640, 2 * rows}):
+        blocks = split_chunk(rows, min(room, 2 * rows), 768, 501, 128, 132)
+        assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])] and blocks[
+            -1
+        ].stop == rows
+        assert all(block.start % 128 == 0 and 2 * block.stop - block.start <= min(room, 2 * rows) for block in blocks)
+    blocks = split_chunk(1408, 2048, 900, 501, 128, 132)
+    assert [math.ceil((block.stop - block.start) / 128 * 501 / 132) for block in blocks] == [23, 19]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # whose acceptance underflows
+def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
+    args, options = arguments(torch.float32, kind, bias=True)
+    args = [20 * arg if arg is not None and arg.dim() == 2 else arg for arg in args]
+    for bias in (args[2], args[5]):
+        bias[::3] = -torch.inf
+        bias[64:128] = -torch.inf  # a tile
+    options["output_mask"] = [True, True, False]
+    row_scale = torch.rand(SHAPE[0])
+    call = (*args, row_scale), options
+    found, plain = triton_kl_div.launch_kl_div_with_grad(*call[0], **options), aten.with_grad(*call[0], **options)
+    exact = aten.with_grad(*double(*call[0]), **options)
+    # a saturated "jsd" has gradients of 1e-13: an entry of G is right to a rounding of the row's scale
+    rows = {2: args[1], 3: args[0]}  # that G is multiplied by
+    for k, (mine, theirs, right) in enumerate(zip(found, plain, exact, strict=True)):
+        assert mine.isfinite().all()
+        if right.numel():
+            size = right.norm()
+            if k in rows:
+                size = torch.maximum(size, row_scale.norm() * rows[k].square().sum(1).mean().sqrt())
+            assert (mine - right).norm() <= 4 * (theirs - right).norm() + 1e-6 * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_that_given_probabilities_and_the_student_leave_out(kind, poisoned_memory):
+    """Of one token the student's probability is not 0: "reverse" is inf there, without a gradient."""
+    args, options = arguments(torch.float32, kind, probs=True, bias=True, target=False)
+    args[2][::3] = -torch.inf
+    args[6][:, ::3] = 0.0
+    args[6][4, 1] = 0.0
+    options["output_mask"] = [True, False, False]
+    row_scale = torch.rand(SHAPE[0])
+    _, divergence, grad_input, *_ = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    _, right, right_grad, *_ = aten.with_grad(*double(*args), row_scale.double(), **options)
+    others = torch.arange(SHAPE[0]) != 4
+    if kind == "reverse":
+        assert divergence[4] == right[4] == torch.inf and grad_input[4].isnan().all() and right_grad[4].isnan().all()
+    else:
+        others[4] = True
+    assert right[others].isfinite().all() and right_grad[others].isfinite().all()
+    assert_close((divergence[others], grad_input[others]), (right[others], right_grad[others]), 3e-6)
+
+
+def test_fixed_point_holds_every_logit_below_its_maximum():
+    u = torch.cat([-torch.logspace(-6, 4, 500), torch.tensor([0.0, -1.0, -16.9999, -17.0, -17.1, -torch.inf])])
+    code = torch.empty(u.shape, dtype=torch.int16)
+    found = torch.empty_like(u)
+    round_trip_kernel[(1,)](u, code, found, u.numel(), BLOCK=1024)
+    assert (found - u)[u > -17].abs().max() <= 1.01 * 2.0**-12
+    as_half = (u > -1) | (u <= -17)
+    assert torch.equal(found[as_half], u[as_half].half().float())
+
+
+@triton.jit
+def round_trip_kernel(u_ptr, code_ptr, found_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(code_ptr + i, to_fixed_point(tl.load(u_ptr + i, mask=i < n, other=0.0)), mask=i < n)
+    tl.store(found_ptr + i, from_fixed_point(tl.load(code_ptr + i, mask=i < n, other=0)), mask=i < n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
+    """As of a model that has not learnt: what float16 rounds of them is small, and a tile's maximum is far."""
+    args, options = arguments(torch.float16, kind, shape=(60, 64, 64, 640))
+    args = [None if arg is None else torch.randn(arg.shape).half() if arg.dim() == 2 else arg for arg in args]
+    for weight in (args[1], args[4]):
+        weight *= 0.3 / 8
+    options["output_mask"] = [True, True, False]
+    grad = torch.randn(60)
+    call = (*args, grad)
+    found = triton_kl_div.launch_kl_div_with_grad(*call, **options)[2:4]
+    plain = aten.with_grad(*call, **options)[2:4]  # on a CPU half products are rounded, as dense torch has them
+    exact = aten.with_grad(*double(*call), **options)[2:4]
+    for mine, theirs, right in zip(found, plain, exact, strict=True):
+        assert error(mine, right) <= 1.3 * error(theirs, right) + FLIPPED * (kind in KINKED)
+
+
+@pytest.mark.parametrize("kind, apart", [("forward", False), ("reverse", False), ("jsd", False), ("jsd", True)])
+def test_models_that_agree_or_share_no_class_leave_no_gradient(kind, apart, poisoned_memory):
+    """log q - log p, or log q - log m, is the same for all that count; the stored q add up to 1 within 1e-4 only."""
+    made = make_pair((19, 24, 24, 300), dtype=torch.float16, requires_grad=False, bias=True)
+    made |= {"teacher_input": made["input"], "teacher_weight": made["linear_weight"]}
+    made["linear_bias"] = made["teacher_bias"] = torch.zeros(300, dtype=torch.float16)
+    if apart:
+        switched_off = torch.arange(300) % 2 == 0
+        made["linear_bias"] = made["linear_bias"].masked_fill(switched_off, -torch.inf)
+        made["teacher_bias"] = made["teacher_bias"].masked_fill(~switched_off, -torch.inf)
+    options = scalars({"kind": kind, "beta": 0.3}, "cpu") | {"output_mask": [True, False, False]}
+    row_scale = torch.full((19,), 4096.0)  # G stays above float16's smallest numbers
+    call = (*inner_args(made), row_scale)
+    _, divergence, grad_input, *_ = triton_kl_div.launch_kl_div_with_grad(*call, **options)
+    _, exact, *_ = aten.with_grad(*double(*call), **options)
+    assert grad_input.abs().max() <= 4096 * 5e-7
+    assert (divergence - exact).abs().max() <= 3e-5  # of 0.6, where the stored p are added up

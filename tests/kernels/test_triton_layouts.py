@@ -1,0 +1,166 @@
+"""Operands of the Triton kernels in every memory layout: in Triton's interpreter (float32), on a GPU in bfloat16.
+
+tests/sources/test_layouts.py asks the public function, whose small workspace recomputes; here each way to make a
+gradient runs.
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from reference_loss import error
+from test_layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS, strided
+from test_triton_interpreter import double, operands
+
+import flce_ops
+from flce_ops import aten
+from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
+from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
+
+ON_GPU = torch.cuda.is_available()  # the interpreter stands in where there is none
+GPU = [pytest.mark.gpu] if ON_GPU else []
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+MiB = 2**20
+WAITS = "wait in grad_linear_weight"
+
+pytestmark = [*GPU, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy on log2(0)
+
+# mode: (N, D, V), bytes of workspace, what last_path() says. (On a GPU a float32 sum takes the overlay chunk's place up
+# to a weight gradient of 8 Mi numbers.)
+MODES = {
+    "few tokens": ((12, 24, 67), 512 * MiB, ""),
+    "one chunk": ((130, 24, 67), 512 * MiB, ""),
+    "chunks": ((260 if ON_GPU else 130, 24, 67), 1, ""),
+    "recompute": ((130, 24, 300), 1, "recomputing"),
+    "lead": ((1024, 1024, 8300), 8 * MiB, WAITS) if ON_GPU else ((130, 136, 517), 240 << 10, WAITS),
+}
+MASKS = {"dX and dW": [True, True, True], "dW": [False, True, False], "dX": [True, False, False]}
+OUTPUTS = ("loss", "losses", "grad_input", "grad_linear_weight", "grad_linear_bias")
+
+
+def cross(*lists):
+    return [" | ".join(case) for case in itertools.product(*lists)]
+
+
+# Everything on a GPU; the interpreter takes 4 s for 130 tokens, so there each mode meets the layouts that its buffers
+# could take over, and few tokens all.
+ONE_PASS, SHARD = cross(MODES, MATRIX_LAYOUTS, MASKS), cross(["12", "260"], MATRIX_LAYOUTS, MASKS)
+if not ON_GPU:
+    ONE_PASS = [
+        *cross(["few tokens"], MATRIX_LAYOUTS, ["dX and dW"]),
+        *cross(MODES, ["transposed"], ["dW"]),
+        *cross(["one chunk", "recompute"], ["column_step"], ["dX and dW"]),
+        "lead | transposed | dX and dW",
+    ]
+    SHARD = [*cross(["12"], MATRIX_LAYOUTS, ["dX and dW"]), "130 | transposed | dW"]
+
+
+def laid_out(args, matrices, vectors):
+    """The same values in other layouts; an expanded linear_weight would leave no gradient to judge."""
+    layouts = [matrices if tensor is not None and tensor.dim() == 2 else vectors for tensor in args]
+    if matrices == "expanded":
+        layouts[1] = "both_steps"
+    return [None if tensor is None else strided(tensor, layout) for tensor, layout in zip(args, layouts)]
+
+
+def made(shape, matrices, vectors):
+    """(input, linear_weight, target, linear_bias, weight, row_scale), and in those layouts, which must hold them."""
+    options = {"bias": True, "class_weight": True}
+    args = [*operands(shape, DTYPE, options), torch.rand(shape[0]) / shape[0]]
+    if matrices == "expanded":
+        args[0] = args[0][:1].repeat(shape[0], 1)
+    if vectors == "expanded":
+        args[2:] = [tensor[1:2].repeat(tensor.shape[0]) for tensor in args[2:]]
+    args = [tensor.to("cuda" if ON_GPU else "cpu") for tensor in args]
+    return args, laid_out(args, matrices, vectors)
+
+
+def assert_matches(found, truth, names, largest_logit=0.0):
+    """`largest_logit`, for logits and means of them: equal rows have the same one, which may be near 0."""
+    for name, ours, exact in zip(names, found, truth, strict=True):
+        assert ours.is_contiguous(), name
+        if exact.numel():
+            # a mean of logits of 5 that is 0.1 has the rounding of 5: over 1e-6 in one draw of 50
+            nearly = (ours - exact).abs().max() <= TOLERANCE[torch.float32] * largest_logit
+            assert nearly or error(ours, exact) <= TOLERANCE[DTYPE], name
+
+
+@pytest.mark.parametrize("case", ONE_PASS)
+def test_one_pass_gradients_do_not_depend_on_the_layout(case, poisoned_memory, monkeypatch):
+    mode, matrices, wanted = case.split(" | ")
+    shape, workspace, reason = MODES[mode]
+    if mode == "chunks":
+        monkeypatch.setattr("flce_ops.triton.steps.chunking.RECOMPUTE_BELOW", 0)
+    args, changed = made(shape, matrices, "step")
+    mask = MASKS[wanted]
+    with flce_ops.workspace(workspace):
+        found = launch_with_grad(*changed, output_mask=mask)
+    path = flce_ops.last_path()
+    if mode != "lead" or (mask[1] and matrices in ("transposed", "column_slice", "row_step", "offset")):
+        assert reason in path.reason, path
+    assert (path.chunks > 1) or mode != "chunks", path
+    assert_matches(found[:5], aten.with_grad(*double(*args), output_mask=mask)[:5], OUTPUTS)
+
+
+@pytest.mark.parametrize("vectors", VECTOR_LAYOUTS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_vectors_over_tokens_and_classes_may_be_strided(smoothing, vectors, poisoned_memory):
+    """Targets, bias, class weights and row scales."""
+    args, changed = made((12, 24, 67), "transposed", vectors)
+    options = {"output_mask": [True, True, True], "label_smoothing": smoothing}
+    found = launch_with_grad(*changed, **options)
+    assert_matches(found[:5], aten.with_grad(*double(*args), **options)[:5], OUTPUTS)
+
+
+@pytest.mark.parametrize("matrices", MATRIX_LAYOUTS)
+@pytest.mark.parametrize("workspace", [1, 512 * MiB])
+def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(workspace, matrices, poisoned_memory):
+    """reduction="none", log-probs and their entropy: forward, then backward with strided cotangents."""
+    (*args, row_scale), (*changed, strided_scale) = made((12, 24, 300), matrices, "step")
+    wanted = {"expected_log_prob": True, "argmax": True}
+    options = {"output_mask": [True, True, True]}
+    truth = aten.forward(*double(*args), **wanted)[:6]
+    _, lse, _, expected, *_ = truth
+    with flce_ops.workspace(workspace):
+        *found, _, _, lse_rest, _ = launch_forward(*changed, **wanted)
+        rows = [strided(tensor.float(), "step") for tensor in (lse, expected)]
+        grads = launch_backward(
+            *(-strided_scale, strided_scale, None, *changed, rows[0]),
+            grad_expected_log_prob=strided_scale,
+            expected_log_prob=rows[1],
+            **options,
+        )
+    x, w, _, bias, _ = double(*args)
+    names = ("target_logit", "lse", "logit_sum", "expected_log_prob", "max_logit", "argmax")
+    assert_matches(found, truth, names, largest_logit=F.linear(x, w, bias).abs().max())
+    assert lse_rest.abs().max() < 1e-6
+    scale = row_scale.double()
+    truth = aten.backward(
+        *(-scale, scale, None, *double(*args), lse), grad_expected_log_prob=scale, expected_log_prob=expected, **options
+    )
+    assert_matches(grads, truth, OUTPUTS[2:])
+
+
+@pytest.mark.parametrize("case", SHARD)
+def test_one_pass_over_a_shard_does_not_depend_on_the_layout(case, poisoned_memory):
+    rows, matrices, wanted = case.split(" | ")
+    args, changed = made((int(rows), 24, 67), matrices, "step")
+    options = {"output_mask": MASKS[wanted]}
+    shard = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 67}
+    found = launch_vocab_parallel_with_grad(*changed, **shard, **options)
+    assert_matches(found[:5], aten.with_grad(*double(*args), **options)[:5], OUTPUTS)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "column_slice", "both_steps", "offset"])
+def test_a_gradient_that_a_hook_laid_out_anew_is_scaled_where_it_is(layout):
+    grad = torch.randn(40, 24, device="cuda" if ON_GPU else "cpu", dtype=DTYPE)
+    view = strided(grad, layout)
+    launch_scale_in_place([view], torch.tensor(-2.5, device=grad.device))
+    assert torch.equal(view, grad * -2.5)

@@ -1,0 +1,120 @@
+"""The Triton kernels of linear_policy_loss on the CPU through Triton's interpreter, against float64 in plain ATen."""
+
+# N tokens, D hidden, V vocabulary
+
+import math
+
+import pytest
+import torch
+from reference_loss import error
+from reference_policy import make_policy
+from test_policy import KL, OBJECTIVES, inner_options
+
+import flce_ops
+from flce_ops.aten.with_grad import policy_with_grad
+from flce_ops.math.reduction import Reduction
+
+pytest.importorskip("triton")
+
+from test_overlay_chunk import WAITS, WORKSPACE, quarter  # noqa: F401  a fixture
+
+from flce_ops.triton.steps.with_grad import launch_policy_with_grad
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+]
+
+RAGGED = (37, 35, 131)
+TOLERANCE = 6e-6  # float32, the error seen times two: what a log-probability is off by, its ratio is too
+OPERANDS = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
+
+
+def double(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def check(call, options, *, row_scale=None, denominator=None, mask=(True, True, False), tolerance=TOLERANCE, **logits):
+    """loss, losses, three gradients and log_probs of the launcher, against float64 in ATen."""
+    args = [*(call[name] for name in OPERANDS), row_scale, denominator]
+    keywords = {**inner_options(**options)._asdict(), **logits, "output_mask": list(mask)}
+    exact = policy_with_grad(*map(double, args), **{name: double(value) for name, value in keywords.items()})
+    found = launch_policy_with_grad(*args, **keywords)
+    for ours, truth in zip(found[1:], exact[1:], strict=True):
+        assert ours.shape == truth.shape
+        assert error(ours, truth) <= tolerance
+    valid = call["target"] != -100
+    scale = Reduction(row_scale, denominator).scale_of_tokens(valid, torch.float64)
+    assert (found[0] - exact[0]).abs() <= tolerance * (scale * exact[1]).abs().sum()  # losses of both signs cancel
+    return found
+
+
+CASES = [
+    (OBJECTIVES["clip higher"], KL[1]),
+    (OBJECTIVES["dual clip"], KL[2]),
+    (OBJECTIVES["unbounded"], KL[3]),
+    (OBJECTIVES["cispo"], KL[3]),
+    (OBJECTIVES["cispo of both bounds"], {}),
+]
+
+
+@pytest.mark.parametrize("objective, kl", CASES, ids=str)
+def test_every_objective_and_estimator_agrees_with_float64(objective, kl, poisoned_memory):
+    call = make_policy(RAGGED)
+    check(call, objective | kl, row_scale=torch.rand(RAGGED[0]))
+
+
+@pytest.mark.parametrize(
+    "made, denominator", [({"on_policy": True}, None), ({"bias": True}, torch.tensor(7.0))], ids=["mean", "denominator"]
+)
+def test_means_biases_and_scaled_logits(made, denominator, poisoned_memory):
+    call = make_policy(RAGGED, **made)
+    logits = {"softcap": torch.tensor(4.0), "logit_scale": torch.tensor(0.7)}
+    mask = (True, True, call["linear_bias"] is not None)
+    check(call, {"beta": 0.1}, denominator=denominator, mask=mask, **logits)
+
+
+@pytest.mark.parametrize("mask", [(False, True, False), (True, False, False)], ids=["dW only", "dX only"])
+def test_only_the_gradients_asked_for(mask, poisoned_memory):
+    found = check(make_policy(RAGGED), {}, mask=mask)
+    assert [grad.numel() > 0 for grad in found[2:5]] == list(mask)
+
+
+def test_a_small_workspace_recomputes_and_says_so(poisoned_memory):
+    call = make_policy((130, 12, 140), bias=True)
+    with flce_ops.workspace(1):
+        check(call, {"dual_clip": 3.0, "beta": 0.1}, mask=(True, True, True))
+    assert "recomputing" in flce_ops.last_path().reason and flce_ops.last_path().chunks == 2
+
+
+@pytest.mark.usefixtures("quarter")
+def test_a_lead_chunk_and_the_tokens_after_it_which_recompute(poisoned_memory):
+    call = make_policy((100, 64, 275))
+    with flce_ops.workspace(WORKSPACE):
+        check(call, {"dual_clip": 3.0, "beta": 0.1})
+    assert f"{WAITS}, recomputing" in flce_ops.last_path().reason
+
+
+def test_clipped_tokens_and_what_ignored_ones_hold(poisoned_memory):
+    """Ratios of inf beyond the bound too."""
+    call = make_policy(RAGGED)
+    ignored = call["target"] == -100
+    call["advantages"] = call["advantages"].abs()
+    call["old_log_probs"] = torch.full_like(call["old_log_probs"], -150.0)  # every ratio is inf
+    call["old_log_probs"][::3] = 0.0
+    for name in ("input", "advantages", "old_log_probs", "ref_log_probs"):
+        call[name][ignored] = math.nan
+    found = check(call, {}, row_scale=torch.rand(RAGGED[0]))
+    clipped = torch.ones(RAGGED[0], dtype=torch.bool)
+    clipped[::3] = False
+    assert not found[2][clipped | ignored].any() and found[2][~clipped & ~ignored].any(1).all()
+    assert not found[1][ignored].any() and not found[5][ignored].any()
+
+
+def test_a_row_whose_classes_overflow_against_its_target_is_rescued(poisoned_memory):
+    call = make_policy(RAGGED)
+    call["input"] = 5 * torch.randn(RAGGED[:2])
+    call["linear_weight"] = 5 * torch.randn(RAGGED[2], RAGGED[1])
+    call["old_log_probs"] = None  # ratios would be as wrong as logits of hundreds are in float32
+    found = check(call, {}, tolerance=1e-4)
+    assert found[5].min() < -200

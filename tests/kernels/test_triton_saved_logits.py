@@ -1,0 +1,169 @@
+"""Gradients from saved logits: the Triton kernels in the interpreter, against float64 and logits made again."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error
+from test_triton_interpreter import double, operands
+from test_triton_log_probs import CASES, rescued_operands
+
+import flce_ops
+from flce_ops import aten
+from flce_ops.triton import launch_backward, launch_forward
+from flce_ops.triton.gemm.device import tiles_for
+from flce_ops.triton.steps.backward import gradient_slices
+from flce_ops.triton.steps.quantized_logits import quantized_of
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+]
+
+# Of quantized logits alone, twice what was seen: float32 shows it, float16's own rounding hides it.
+TOLERANCE = {torch.float32: 2.5e-4, torch.float16: 1.5e-3}
+RAGGED = (300, 20, 300)
+MASK = [True, True, True]
+
+
+def gradients(launch_or_aten, rows, args, cotangents, **options):
+    """Of target_logit, lse, logit_sum and expected_log_prob, those that have a cotangent."""
+    *cotangents, of_expected = cotangents
+    if of_expected is not None:
+        options |= {"grad_expected_log_prob": of_expected, "expected_log_prob": rows[3]}
+    return launch_or_aten(*cotangents, *args, rows[1], lse_rest=rows[8], output_mask=MASK, **options)
+
+
+def case(shape, dtype, wanted, ignored=0.3):
+    made = make_inputs(shape, dtype=dtype, bias=True, weight=True, requires_grad=False, ignored=ignored)
+    args = (*made.args, made.weight)
+    # of one sign: nothing cancels in the sums over tokens, where only the rounding of G would be left
+    signs = (-1.0, 1.0, -0.1, 1.0)
+    cotangents = [sign * (torch.rand(shape[0]) + 0.1) if name in wanted else None for name, sign in zip("alms", signs)]
+    truth = aten.forward(*double(*args), logit_sum=True, expected_log_prob=True)
+    return args, cotangents, gradients(aten.backward, truth, double(*args), double(*cotangents))
+
+
+# a log-probability, the entropy's expected logit, all with label smoothing's sum; how many rows
+WANTED = [("al", 300), ("s", 128), ("alms", 128)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("wanted, retain", WANTED)
+def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
+    args, cotangents, truth = case(RAGGED, dtype, wanted)
+    rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=retain)
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    again = gradients(launch_backward, rows, args, cotangents)
+    for ours, made_again, right in zip(found, again, truth, strict=True):
+        assert error(ours, right) <= TOLERANCE[dtype]
+        assert dtype == torch.float32 or error(ours, right) <= 1.3 * error(made_again, right)
+
+
+def test_forward_and_backward_in_slices(poisoned_memory):
+    """Chunks of forward end where the saved rows do; ranges of backward hold rows of both kinds."""
+    args, cotangents, truth = case((450, 20, 600), torch.float32, "alms")
+    with flce_ops.workspace(1):
+        rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=200)
+        found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+        assert flce_ops.last_path().chunks == 4
+    whole = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=450)
+    for part, other in zip(rows[:4], whole[:4], strict=True):
+        torch.testing.assert_close(part, other)
+    for ours, right in zip(found, truth, strict=True):
+        assert error(ours, right) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype, steps", [(torch.float32, 1024), (torch.float16, 2048)], ids=str)
+def test_quantized_logits_are_right_within_half_a_step(dtype, steps, poisoned_memory):
+    x, w, target, bias, _ = operands((70, 24, 300), dtype, {"bias": True})
+    target = target.clamp(min=0)
+    *_, retained = launch_forward(x, w, target, bias, retain=70)
+    quantized, tile = quantized_of(retained, 300), tiles_for(x).block_n
+    q = quantized.numbers.int() & 0xFFFF
+    largest = quantized.largest[:, torch.arange(300) // tile]
+    z2 = torch.log2(torch.exp(torch.nn.functional.linear(x.double(), w.double(), bias.double())))
+    dequantize = largest + (q - 65535) / steps
+    assert (dequantize - z2).abs().max() <= 0.5 / steps + 1e-5
+    assert q.max() == 65535
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_far_above_their_reference(case, poisoned_memory):
+    """A rescue leaves quantized logits as they are: they count from the largest logit of a tile.
+
+    -inf is stored as 0.
+    """
+    args = rescued_operands(case)
+    rows = launch_forward(*args, expected_log_prob=True, retain=128)
+    truth = aten.forward(*double(*args), expected_log_prob=True)
+    valid = args[2] != -100
+    cotangents = [torch.randn(len(valid)).masked_fill(~valid, torch.nan) for _ in range(2)]
+    mask = {"output_mask": [True, True, case != CASES[0]]}
+    found = launch_backward(*cotangents, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], **mask)
+    right = aten.backward(*double(*cotangents), None, *double(*args), truth[1], lse_rest=truth[8], **mask)
+    for ours, exact in zip(found, right, strict=True):
+        assert ours.isfinite().all()
+        assert error(ours, exact) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("cut", [0, 290])
+def test_a_shard_of_the_vocabulary(cut, poisoned_memory):
+    """Most rows have no target there."""
+    x, w, _, bias, _ = operands(RAGGED, torch.float32, {"bias": True})
+    args = (x, w, torch.randint(0, 600, RAGGED[:1]), bias, None)
+    shard = {"vocab_start": cut, "vocab_size": 600}
+    rows, truth = launch_forward(*args, retain=256, **shard), aten.forward(*double(*args), **shard)
+    cotangents = [-torch.rand(RAGGED[0]), torch.rand(RAGGED[0]), None]
+    options = {"vocab_start": cut, "output_mask": MASK}
+    found = launch_backward(*cotangents, *args, rows[1], lse_rest=rows[8], retained=rows[9], **options)
+    right = aten.backward(*double(*cotangents), *double(*args), truth[1], lse_rest=truth[8], **options)
+    for ours, exact in zip(found, right, strict=True):
+        assert error(ours, exact) <= TOLERANCE[torch.float32]
+
+
+def test_nan_in_a_row_stays_in_that_rows_gradient():
+    args, cotangents, _ = case(RAGGED, torch.float32, "al", ignored=0.0)
+    args[0][3] = torch.nan
+    rows = launch_forward(*args, retain=RAGGED[0])
+    grad_input, grad_weight, _ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    of_row = grad_input.isnan().any(1)
+    assert of_row[3] and of_row.sum() == 1 and grad_weight.isnan().all()
+
+
+def test_the_slope_of_a_softcap_is_not_saved():
+    x, w, target, bias, weight = operands((37, 35, 131), torch.float32, {})
+    with pytest.raises(NotImplementedError, match="expected retain=0 under a softcap.* got 32"):
+        launch_forward(x, w, target, bias, weight, softcap=torch.tensor(5.0), retain=32)
+
+
+def test_operands_with_features_of_zeros_leave_saved_logits_whole(monkeypatch, poisoned_memory):
+    """V of them, whatever D is."""
+    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
+    rows = launch_forward(*args, retain=150)
+    assert "11 features of zeros added" in flce_ops.last_path().reason
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    for ours, right in zip(found, truth, strict=True):
+        assert error(ours, right) <= TOLERANCE[torch.float16]
+
+
+def test_what_holds_no_logit_is_zeros(poisoned_memory):
+    """An operator's result does not depend on what memory held."""
+    x, w, target, _, _ = operands((70, 20, 301), torch.float32, {})
+    target[:] = torch.where(torch.arange(70) % 2 == 0, -100, 5)
+    *_, retained = launch_forward(x, w, target, None, None, retain=64)
+    tiles = -(-301 // tiles_for(x).block_n)
+    assert (retained[35:] == 0).all() and (retained[:35, :301] != 0).any(1).all()
+    assert (retained[:35, 301:304] == 0).all() and (retained[:35, 304 + 2 * tiles :] == 0).all()
+
+
+@pytest.mark.parametrize("num_classes", [257, 50257, 128256, 151669])
+def test_slices_of_backward_begin_where_a_tile_of_the_logits_does(num_classes):
+    """Of 256 classes on a GPU, with a maximum for each."""
+    for nbytes in (1 << 20, 64 << 20, 300 << 20, 512 << 20):
+        with flce_ops.workspace(nbytes):
+            for rows in (100, 1000, 8192):
+                _, columns = gradient_slices(rows, 2048, num_classes, 2, 0, want_input=True)
+                assert all(cols.start % 256 == 0 for cols in columns) and columns[-1].stop == num_classes

@@ -1,0 +1,297 @@
+"""DTensors on several mesh dimensions, the recipe without DTensor, and mistakes.
+
+In processes over gloo (CI) and NCCL (marker multigpu), against one float64 process, as the files test_distributed_*.py.
+"""
+
+# B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fresh_process import run_script
+from inputs import make_inputs
+from process_pool import run_in_world, worlds
+from reference_loss import error, run_reference
+from sharded_inputs import (
+    ANY,
+    OPTIONS,
+    SQUARE,
+    TOLERANCE,
+    B,
+    D,
+    R,
+    T,
+    V,
+    batch,
+    check_same_as_one_process,
+    full,
+    mesh_of,
+    place,
+    to_device,
+)
+from test_tensor_kinds import Quantized
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import flce_ops
+from flce_ops.support import rank_check
+
+# ---------------------------------------------------------------- tokens and vocabulary sharded
+
+
+@pytest.mark.parametrize("world", SQUARE)
+def test_two_mesh_dimensions_give_the_loss_and_gradients_of_one_process(world):
+    run_in_world(world, two_dimensions)
+
+
+def two_dimensions(device):
+    mesh = mesh_of(device, 2, dist.get_world_size() // 2)
+    every = {"bias": True, "weight": True, "token_weight": True}
+    for tokens in ([Shard(0), R], [Shard(0), Shard(1)], [Shard(1), R], [R, R], [R, Shard(0)]):
+        inputs = batch(device, **every)
+        placed = place(inputs, mesh, tokens, [R, Shard(0)])
+        check_same_as_one_process(placed, inputs, label_smoothing=0.1, z_loss=1e-2)
+        assert placed.linear_weight.grad.placements == (Partial() if tokens[0] != R else R, Shard(0))
+    for options in OPTIONS:
+        inputs = batch(device, **every, normalizer="reduction" not in options)
+        check_same_as_one_process(place(inputs, mesh, [Shard(0), R], [R, Shard(0)]), inputs, **options)
+    for tokens in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), R]):  # no dimension shards the vocabulary
+        inputs = batch(device, **every)
+        check_same_as_one_process(place(inputs, mesh, tokens, [R, R]), inputs, label_smoothing=0.1, z_loss=1e-2)
+    inputs = batch(device, **every)  # both do
+    check_same_as_one_process(place(inputs, mesh, [R, R], [Shard(0), Shard(0)]), inputs, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("world", worlds(8, gloo=(8,)))
+def test_three_mesh_dimensions_give_the_loss_and_gradients_of_one_process(world):
+    run_in_world(world, three_dimensions)
+
+
+def three_dimensions(device):
+    mesh = mesh_of(device, 2, 2, 2)
+    inputs = batch(device, weight=True, token_weight=True)
+    placed = place(inputs, mesh, [Shard(0), Shard(1), R], [R, R, Shard(0)])
+    check_same_as_one_process(placed, inputs, label_smoothing=0.1)
+
+
+# ---------------------------------------------------------------- without DTensor
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_documented_losses_without_dtensor_are_those_of_one_process(world):
+    run_in_world(world, without_dtensor)
+
+
+def without_dtensor(device):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+    (recipe,) = re.findall(r"```python\n(def vocab_parallel_losses.*?)```", page, re.DOTALL)
+    namespace = {"torch": torch, "dist": dist}
+    exec(recipe, namespace)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = -(-V // size)
+    inputs = to_device(make_inputs((37, D, V)), device)
+    cotangent = torch.linspace(0.5, 1.5, 37, device=device)
+    exact = run_reference(inputs, cotangent, reduction="none")
+    hidden = inputs.input.detach().requires_grad_()
+    shard = inputs.linear_weight.detach()[rank * rows : rank * rows + rows].clone().requires_grad_()
+    losses = namespace["vocab_parallel_losses"](hidden, shard, inputs.target, V)
+    losses.backward(cotangent)
+    dist.all_reduce(hidden.grad)
+    assert error(losses, exact["loss"]) < TOLERANCE
+    assert error(hidden.grad, exact["input"]) < TOLERANCE
+    assert error(shard.grad, exact["linear_weight"][rank * rows : rank * rows + rows]) < TOLERANCE
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_mistakes_are_refused_with_what_to_do(world):
+    run_in_world(world, mistakes)
+
+
+def learnt_scale_is_refused(device):
+    inputs = batch(device)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="tensor as logit_scale.*DTensors.*number"):
+        flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale)
+
+
+def mistakes(device):
+    learnt_scale_is_refused(device)
+    mesh = mesh_of(device, dist.get_world_size())
+    other = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
+    inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer=True)
+    whole = place(inputs, mesh, [R], [Shard(0)])
+    loss = flce_ops.linear_cross_entropy
+
+    with pytest.raises(ValueError, match="input is a plain tensor.*register_fsdp_forward_method.*VocabParallel"):
+        loss(inputs.input, whole.linear_weight, inputs.target)
+    with pytest.raises(ValueError, match="linear_weight is a plain tensor.*distribute_tensor"):
+        loss(whole.input, inputs.linear_weight, inputs.target)
+    with pytest.raises(ValueError, match="another argument is a DTensor.*to_local"):
+        loss(inputs.input, inputs.linear_weight, whole.target)
+    with pytest.raises(ValueError, match=r"sharded along its features \(D\).*VocabParallel"):
+        loss(whole.input, distribute_tensor(inputs.linear_weight.detach(), mesh, [Shard(1)]), inputs.target)
+    elsewhere = distribute_tensor(inputs.linear_weight.detach(), other, [R, Shard(0)])
+    with pytest.raises(ValueError, match="both must be on one mesh"):
+        loss(whole.input, elsewhere, inputs.target)
+    for name in ("target", "linear_bias", "weight", "token_weight", "normalizer"):
+        on_other_mesh = distribute_tensor(getattr(inputs, name).detach(), other, [R, R])
+        arguments = {"target": inputs.target, name: on_other_mesh}
+        with pytest.raises(ValueError, match=rf": {name} is .* but input is .*{name}\.full_tensor"):
+            loss(whole.input, whole.linear_weight, **arguments)
+    tokens = place(inputs, mesh, [Shard(1)], [R])
+    with pytest.raises(ValueError, match="the tokens of this rank only.*from_local"):
+        loss(tokens.input, tokens.linear_weight, tokens.target.to_local())
+    for metrics in (False, True):
+        short = distribute_tensor(inputs.target[:, 0].contiguous(), mesh, [R])
+        with pytest.raises(ValueError, match="expected target of shape"):
+            loss(tokens.input, tokens.linear_weight, short, return_metrics=metrics)
+    for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
+        with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
+            loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_shards_that_are_quantized_are_refused_by_name(world):
+    run_in_world(world, quantized_shards)
+
+
+def quantized_shards(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for rows in (Shard(0), R):
+        whole = place(batch(device), mesh, [R], [rows])
+        weight = whole.linear_weight.detach()
+        shard = Quantized(weight.to_local())
+        shards = DTensor.from_local(shard, mesh, [rows], run_check=False, shape=weight.shape, stride=weight.stride())
+        words = "linear_weight to be a dense tensor, got a quantized one"
+        for function in (flce_ops.linear_cross_entropy, flce_ops.linear_log_probs):
+            with pytest.raises(TypeError, match=f"{function.__name__}: expected {words}"):
+                function(whole.input, shards, whole.target)
+        with pytest.raises(TypeError, match=f"linear_kl_div: expected {words}"):
+            flce_ops.linear_kl_div(whole.input, shards, whole.input.detach(), weight)
+        with pytest.raises(TypeError, match="linear_kl_div: expected teacher_weight to be a dense tensor"):
+            flce_ops.linear_kl_div(whole.input, weight, whole.input.detach(), shards)
+
+
+@pytest.mark.parametrize("world", worlds(4))
+def test_a_process_outside_the_mesh_is_told_so(world):
+    run_in_world(world, outside_the_mesh)
+
+
+def outside_the_mesh(device):
+    pair = DeviceMesh(device.type, [0, 1], mesh_dim_names=("pair",))
+    inputs = batch(device)
+    for tokens, rows in ((Shard(0), R), (R, Shard(0))):
+        operands = (distribute_tensor(inputs.input.detach(), pair, [tokens], src_data_rank=None),)
+        operands += (distribute_tensor(inputs.linear_weight.detach(), pair, [rows], src_data_rank=None),)
+        if dist.get_rank() < 2:
+            loss = flce_ops.linear_cross_entropy(*operands, inputs.target)
+            assert error(full(loss), run_reference(inputs)["loss"]) < TOLERANCE
+            continue
+        with pytest.raises(ValueError, match="not part of the mesh"):
+            flce_ops.linear_cross_entropy(*operands, inputs.target)
+
+
+# By function: options of rank 0 and of the other ranks, and what the message says of them.
+DIFFERENT = {
+    "linear_cross_entropy": [
+        ({"reduction": "mean"}, {"reduction": "sum"}, r"reduction is 'mean' on rank 0 but 'sum' on rank 1"),
+        ({"softcap": 5.0}, {}, r"softcap is 5.0 on rank 0 but None on rank 1"),
+        ({"label_smoothing": 0.1, "z_loss": 1e-2}, {}, r"label_smoothing is 0.1 .*; z_loss is 0.01 on rank 0 but 0.0"),
+        ({"shift": True}, {}, "shift is True on rank 0 but False"),
+        ({"return_metrics": True}, {}, "return_metrics is True on rank 0 but False"),
+        ({"normalizer": torch.tensor(3.0)}, {"normalizer": torch.tensor(4.0)}, r"normalizer is .*, 3.0 on .*, 4.0 on"),
+        ({"weight": torch.ones(V)}, {"weight": 2 * torch.ones(V)}, "weight is torch.float32 .* values .* on rank 1"),
+    ],
+    "linear_log_probs": [({"entropy": True}, {}, "entropy is True on rank 0 but False")],
+    "linear_policy_loss": [({"objective": "cispo"}, {}, "objective is 'cispo' on rank 0 but 'ppo' on rank 1")],
+    "linear_kl_div": [({"kind": "jsd"}, {"kind": "reverse"}, "kind is 'jsd' on rank 0 but 'reverse' on rank 1")],
+    "cross_entropy": [({}, {"ignore_index": 2}, "ignore_index is -100 on rank 0 but 2 on rank 1")],
+}
+
+
+@pytest.mark.parametrize("world", worlds(2, 4, gloo=(2, 4)))
+def test_ranks_whose_arguments_differ_are_told_so_where_it_is_asked_for(world):
+    run_in_world(world, different_arguments)
+
+
+def different_arguments(device):
+    ranks = dist.get_world_size()
+    meshes = [mesh_of(device, ranks)] + ([mesh_of(device, 2, ranks // 2)] if ranks > 2 else [])
+    for mesh in meshes:
+        inputs = batch(device)
+        tokens, rows = [R] * mesh.ndim, [*[R] * (mesh.ndim - 1), Shard(0)]
+        head = place(inputs, mesh, tokens, rows)
+        logits = distribute_tensor(torch.randn(B, T, V, device=device), mesh, tokens)
+        advantages = distribute_tensor(torch.ones(B, T, device=device), mesh, tokens)
+        of_head = (head.input, head.linear_weight, head.target)
+        calls = {
+            "linear_cross_entropy": of_head,
+            "linear_log_probs": of_head,
+            "linear_policy_loss": (*of_head, advantages),
+            "linear_kl_div": (*of_head[:2], head.input.detach(), head.linear_weight.detach()),
+            "cross_entropy": (logits, head.target),
+        }
+        with mock.patch.object(rank_check, "ENABLED", True):
+            for name, args in calls.items():
+                function = getattr(flce_ops, name)
+                function(*args)  # the same everywhere
+                for of_first, of_others, words in DIFFERENT[name]:
+                    options = of_first if dist.get_rank() == 0 else of_others
+                    options = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+                    with pytest.raises(
+                        ValueError, match=f"{name}: expected the same arguments on every rank .*{words}"
+                    ):
+                        function(*args, **options)
+            with flce_ops.workspace((1 + dist.get_rank()) << 20), pytest.raises(ValueError, match="set_workspace is"):
+                flce_ops.linear_cross_entropy(*of_head)
+            last = dist.get_rank() == ranks - 1
+            weight = head.linear_weight.detach().requires_grad_(not last)
+            with pytest.raises(ValueError, match=f"linear_weight is .* with requires_grad, .* on rank {ranks - 1}"):
+                flce_ops.linear_cross_entropy(head.input, weight, head.target)
+            with pytest.raises(ValueError, match="the function is"):
+                if last:
+                    flce_ops.linear_log_probs(*of_head)
+                else:
+                    flce_ops.linear_cross_entropy(*of_head)
+            compiled = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+            assert error(full(compiled(*of_head)), run_reference(inputs)["loss"]) < TOLERANCE
+    with mock.patch.object(rank_check, "ENABLED", True):
+        module = nn.ModuleDict({"head": flce_ops.LinearCrossEntropyHead(D, V, device=device)})
+        parallelize_module(module, meshes[0], {"head": flce_ops.VocabParallel()})
+        target = inputs.target.roll(dist.get_rank(), 1)  # of a plain target VocabParallel takes the ranks' word
+        with pytest.raises(ValueError, match="target is a DTensor, torch.int64 of shape .* values .* on rank 0 but"):
+            module["head"](inputs.input, target)
+
+
+def test_an_environment_variable_turns_on_the_check_of_ranks():
+    script = "from flce_ops.support import rank_check; print(rank_check.ENABLED)"
+    for value, wanted in (("1", True), ("0", False), (None, False)):
+        given = "" if value is None else f"import os; os.environ['FLCE_CHECK_RANKS'] = '{value}'; "
+        assert run_script(given + script).stdout.strip() == str(wanted)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_import_of_the_package_leaves_dtensor_alone(world):
+    run_in_world(world, import_is_lazy)
+
+
+def import_is_lazy(device):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, flce_ops; assert 'torch.distributed.tensor' not in sys.modules; "
+        "flce_ops.VocabParallel(); assert 'torch.distributed.tensor' in sys.modules"
+    )
+    if dist.get_rank() == 0:
+        subprocess.run([sys.executable, "-c", code], check=True)

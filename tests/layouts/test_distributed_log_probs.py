@@ -1,0 +1,258 @@
+"""linear_log_probs and return_metrics on DTensors, over gloo (CI) and NCCL (marker multigpu), against one process."""
+
+# B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import RecordCollectives
+from inputs import Inputs
+from process_pool import run_in_world, worlds
+from reference_loss import error
+from sharded_inputs import (
+    ANY,
+    EVERY_SPLIT,
+    FLOAT,
+    SQUARE,
+    TOLERANCE,
+    B,
+    D,
+    R,
+    T,
+    V,
+    batch,
+    full,
+    mesh_of,
+    place,
+)
+from test_log_probs import BOTH, FLOATS, dense
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+
+OPTIONS = [{}, {"softcap": 5.0, "logit_scale": 0.7}]
+
+
+def check_same_as_one_process(placed: Inputs, inputs: Inputs, names=FLOATS, tolerance=TOLERANCE, **options):
+    """The results named, their gradients under cotangents of both signs, and the argmax."""
+    N = inputs.target.numel()
+    cotangents = {
+        name: torch.linspace(-1, 1, N, device=inputs.target.device).roll(5 * i).view(inputs.target.shape)
+        for i, name in enumerate(names)
+    }
+    exact = inputs.clone(torch.float64)
+    truth = dense(*exact.args, **options)
+    torch.autograd.backward([getattr(truth, n) for n in names], [c.double() for c in cotangents.values()])
+    found = flce_ops.linear_log_probs(*placed.args, entropy="entropy" in names, argmax=True, **options)
+    rows = [getattr(found, name) for name in names]
+    grad_output = [
+        distribute_tensor(c.to(row.dtype), row.device_mesh, row.placements) for c, row in zip(cotangents.values(), rows)
+    ]
+    torch.autograd.backward(rows, grad_output)
+    for name, row in zip(names, rows, strict=True):
+        assert isinstance(row, DTensor) and row.shape == inputs.target.shape
+        assert error(full(row), getattr(truth, name)) < tolerance, name
+    for name, leaf in exact.leaves.items():
+        assert error(full(placed.leaves[name].grad), leaf.grad) < tolerance, name
+    assert torch.equal(full(found.argmax), truth.argmax)
+    assert found.argmax.placements == found.lse.placements
+    return found
+
+
+# ---------------------------------------------------------------- vocabulary sharded
+
+
+@pytest.mark.parametrize("world", ANY)
+@EVERY_SPLIT
+def test_sharded_vocabulary_gives_the_rows_and_gradients_of_one_process(world, vocab):
+    run_in_world(world, sharded_vocabulary, vocab)
+
+
+def sharded_vocabulary(device, vocab):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in OPTIONS:
+        for names in (FLOATS, *([name] for name in FLOATS if not options)):
+            inputs = batch(device, vocab=vocab, bias=True)
+            placed = place(inputs, mesh, [R], [Shard(0)])
+            found = check_same_as_one_process(placed, inputs, names, **options)
+            assert found.lse.placements == (R,)
+            assert placed.linear_weight.grad.placements == (Shard(0),)
+            assert placed.input.grad.placements == (R,)
+    inputs = batch(device, vocab=vocab, dtype=torch.float64)
+    check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs, tolerance=1e-13)
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_sharded_vocabulary_takes_tokens_in_any_layout_and_plain_targets(world):
+    run_in_world(world, token_layouts)
+
+
+def token_layouts(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for tokens in (Shard(0), Shard(1)):
+        for rows in (Shard(0), R):
+            for plain in ((), ("target", "linear_bias")):
+                inputs = batch(device, bias=True)
+                placed = place(inputs, mesh, [tokens], [rows], plain=plain)
+                found = check_same_as_one_process(placed, inputs)
+                assert found.lse.placements == ((R,) if rows == Shard(0) else (tokens,))
+
+
+@pytest.mark.parametrize("world", SQUARE)
+def test_tokens_and_vocabulary_sharded(world):
+    run_in_world(world, both_sharded)
+
+
+def both_sharded(device):
+    mesh = mesh_of(device, dist.get_world_size() // 2, 2)
+    for vocab in (V, 64, 1):
+        inputs = batch(device, vocab=vocab, bias=True)
+        placed = place(inputs, mesh, [Shard(1), R], [R, Shard(0)])
+        found = check_same_as_one_process(placed, inputs)
+        assert found.lse.placements == (Shard(1), R)
+        assert placed.linear_weight.grad.placements == (Partial(), Shard(0))
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_the_first_of_equal_logits_wins_across_ranks(world):
+    run_in_world(world, ties)
+
+
+def ties(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    weight = torch.randint(-1, 2, (V, 3)).float().to(device)
+    hidden = torch.randint(-1, 2, (B, T, 3)).float().to(device)
+    logits = hidden @ weight.T
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    target = torch.randint(V, (B, T), device=device)
+    placed = [distribute_tensor(t, mesh, [p]) for t, p in ((hidden, R), (weight, Shard(0)), (target, R))]
+    assert torch.equal(full(flce_ops.linear_log_probs(*placed, argmax=True).argmax), first)
+    for needs in (True, False):
+        placed[0].requires_grad_(needs)
+        _, metrics = flce_ops.linear_cross_entropy(*placed, return_metrics=True)
+        assert torch.equal(full(metrics.argmax), first)
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_one_exchange_of_what_was_asked_for(world):
+    run_in_world(world, traffic)
+
+
+def traffic(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options, numbers in (({}, 2), ({"entropy": True}, 3), ({"argmax": True}, 4), (BOTH, 5)):
+        inputs = batch(device, tokens=16)
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        with RecordCollectives() as recorded:
+            found = flce_ops.linear_log_probs(*placed.args, **options)
+        assert recorded.calls == [("all_gather", FLOAT * numbers * B * 16)], recorded.calls
+        rows = found.log_probs if found.entropy is None else found.log_probs + found.entropy
+        with RecordCollectives() as recorded:
+            full(rows).sum().backward()
+        assert recorded.calls == [("all_reduce", FLOAT * B * 16 * D)], recorded.calls
+        placed = place(inputs, mesh, [Shard(1)], [R])
+        with RecordCollectives() as recorded:
+            flce_ops.linear_log_probs(*placed.args, **options)
+        assert recorded.calls == []
+
+
+@pytest.mark.parametrize("world", worlds(2, 4))
+def test_three_gemm_passes_over_the_shard(world):
+    run_in_world(world, count_flops)
+
+
+def count_flops(device):
+    inputs = batch(device, vocab=64)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    with FlopCounterMode(display=False) as counter:
+        found = flce_ops.linear_log_probs(*placed.args, **BOTH)
+        full(found.log_probs + found.entropy).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * B * T * D * 64 // dist.get_world_size()
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_ignored_tokens_give_zero_and_get_no_gradient(world):
+    run_in_world(world, ignored_tokens)
+
+
+def ignored_tokens(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for rows in (Shard(0), R):
+        inputs = batch(device)
+        ignored = inputs.target == -100
+        placed = place(inputs, mesh, [R if rows == Shard(0) else Shard(1)], [rows])
+        found = flce_ops.linear_log_probs(*placed.args, entropy=True)
+        full(found.log_probs + found.lse + found.entropy).sum().backward()
+        for row in found[:3]:
+            assert not full(row)[ignored].any()
+        assert not full(placed.input.grad)[ignored].any()
+        assert full(placed.input.grad)[~ignored].any(-1).all()
+
+
+@pytest.mark.parametrize("world", ANY)
+def test_padded_classes_behind_a_low_bias_do_not_count(world):
+    run_in_world(world, padded_classes)
+
+
+def padded_classes(device):
+    """So many that the last rank holds nothing else: its share of the softmax is 0."""
+    size = dist.get_world_size()
+    inputs = batch(device)
+    rows = -(-V // (size - 1)) * size if size > 2 else 2 * V
+    for low in (-1e30, -1e4, -torch.inf):
+        weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
+        bias = torch.zeros(rows, device=device)
+        bias[V:] = low
+        padded = Inputs(inputs.input.detach().requires_grad_(), weight.requires_grad_(), inputs.target, bias)
+        placed = place(padded, mesh_of(device, size), [R], [Shard(0)])
+        found = check_same_as_one_process(placed, padded)
+        assert full(found.entropy).isfinite().all()
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_compiled_in_one_graph(world):
+    run_in_world(world, compiled)
+
+
+def compiled(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device)
+
+    def objective(*args):
+        found = flce_ops.linear_log_probs(*args, **BOTH)
+        return found.log_probs, found.entropy, found.argmax
+
+    results = []
+    for function in (objective, torch.compile(objective, fullgraph=True, backend="aot_eager")):
+        placed = place(inputs, mesh, [R], [Shard(0)])
+        log_probs, entropy, argmax = function(*placed.args)
+        (full(log_probs) + 0.1 * full(entropy)).sum().backward()
+        results.append([full(t) for t in (log_probs, entropy, argmax, placed.input.grad, placed.linear_weight.grad)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_refusals_name_the_function(world):
+    run_in_world(world, refusals)
+
+
+def refusals(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    inputs = batch(device)
+    placed = place(inputs, mesh, [R], [Shard(0)])
+    features = distribute_tensor(inputs.linear_weight.detach(), mesh, [Shard(1)])
+    for args, words in (
+        ((inputs.input, placed.linear_weight, inputs.target), "linear_weight is a DTensor"),
+        ((placed.input, inputs.linear_weight, inputs.target), "linear_weight is a plain tensor"),
+        ((inputs.input, inputs.linear_weight, placed.target), "plain tensors"),
+        ((placed.input, features, placed.target), "sharded along its features"),
+        ((placed.input, placed.linear_weight, inputs.target[:1]), "plain target to hold all tokens"),
+    ):
+        with pytest.raises(ValueError, match=f"linear_log_probs: .*{words}"):
+            flce_ops.linear_log_probs(*args)
+    found = flce_ops.linear_log_probs(*placed.args, entropy=True)
+    (first,) = torch.autograd.grad(full(found.entropy).sum(), placed.input, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_log_probs: second derivatives through the entropy"):
+        first.sum().backward()

@@ -1,0 +1,151 @@
+"""linear_policy_loss: which path runs and its cost; derivatives, torch.func, compile, autocast, opcheck, export."""
+
+# N tokens, D hidden, V vocabulary; B sequences of T tokens
+
+import pytest
+import torch
+from reference_loss import error
+from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy
+from test_policy import OBJECTIVES, RAGGED, UNIT, inner_options
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import flce_ops
+from flce_ops import explain
+
+
+def test_three_gemm_passes_and_what_explain_says(device):
+    call = make_policy((256, 16, 61), device=device)
+    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
+    with FlopCounterMode(display=False) as flops:
+        flce_ops.linear_policy_loss(**leaves).loss.backward()
+    assert flops.get_total_flops() == 3 * 2 * 256 * 16 * 61
+    said = explain(flce_ops.linear_policy_loss, **leaves)
+    assert "a scalar loss of a policy\n  one pass      runs" in said
+    assert flce_ops.last_path().op == "linear_policy_loss_with_grad" and f"flce::{flce_ops.last_path().op}" in said
+    said = explain(flce_ops.linear_policy_loss, **leaves, reduction="none")
+    assert "flce::linear_cross_entropy_forward" in said and "of 256 tokens saved" in said
+    half = {name: t.half() if name in ("input", "linear_weight") else t for name, t in leaves.items()}
+    assert "one pass      ruled out: expects another dtype than float16" in explain(flce_ops.linear_policy_loss, **half)
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        flce_ops.linear_policy_loss(**leaves)
+    assert flops.get_total_flops() == 2 * 256 * 16 * 61
+
+
+def test_a_retained_graph_and_a_grad_output(device):
+    call = make_policy(RAGGED, device=device, token_weight=True)
+    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
+    wanted = leaves["input"], leaves["linear_weight"]
+    loss = flce_ops.linear_policy_loss(**leaves).loss
+    once = torch.autograd.grad(loss, wanted, retain_graph=True)
+    thrice = torch.autograd.grad(3.0 * loss, wanted)
+    for one, three in zip(once, thrice):
+        torch.testing.assert_close(3.0 * one, three)
+
+
+@pytest.mark.parametrize("objective", ["dual clip", "cispo"])
+def test_second_derivatives_are_the_plain_formulas(device, objective):
+    call = make_policy((11, 5, 13), device=device, dtype=torch.float64, token_weight=True)
+    options = OBJECTIVES[objective] | {"beta": 0.3}
+    names = ("input", "linear_weight", "token_weight")
+    results = []
+    for function in (plain_policy_loss, flce_ops.linear_policy_loss):
+        leaves = {n: t if t is None else t.clone().requires_grad_(n in names) for n, t in call.items()}
+        wanted = [leaves[name] for name in names]
+        gradients = torch.autograd.grad(function(**leaves, **options)[0], wanted, create_graph=True)
+        results.append([*gradients, *torch.autograd.grad(sum(g.square().sum() for g in gradients), wanted)])
+    for plain, ours in zip(*results, strict=True):
+        assert error(ours, plain) < 1e-12
+
+
+def test_torch_func(device):
+    call = make_policy((3, 7, 5, 13)[1:], device=device, dtype=torch.float64)
+    x, w = call.pop("input"), call.pop("linear_weight")
+
+    def of(function):
+        return lambda x, w: function(input=x, linear_weight=w, **call, beta=0.1)[0]
+
+    found = torch.func.grad(of(flce_ops.linear_policy_loss), argnums=(0, 1))(x, w)
+    exact = torch.func.grad(of(plain_policy_loss), argnums=(0, 1))(x, w)
+    for ours, plain in zip(found, exact):
+        assert error(ours, plain) < 1e-13
+    xs = torch.stack([x, x + 0.1])
+    found = torch.vmap(of(flce_ops.linear_policy_loss), in_dims=(0, None))(xs, w)
+    assert error(found, torch.stack([of(plain_policy_loss)(x, w) for x in xs])) < 1e-13
+
+
+def test_compiled_in_one_graph_for_any_numbers(device):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(clip_high, beta, **fresh):
+        return flce_ops.linear_policy_loss(**fresh, clip_high=clip_high, beta=beta)
+
+    for clip_high, beta in ((0.28, 0.04), (0.3, 0.05), (0.35, 0.06), (0.4, 0.07)):
+        call = make_policy(RAGGED, device=device)
+        expected = run_policy(flce_ops.linear_policy_loss, call, clip_high=clip_high, beta=beta)
+        found = run_policy(step, call, clip_high=clip_high, beta=beta)
+        for name, result in found.items():
+            torch.testing.assert_close(result, expected[name])
+    assert counter.frame_count <= 2  # numbers that changed are inputs of the second
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_dynamic_compilation_knows_whether_there_is_a_kl_term(device, beta):
+    """dynamic=True makes variables of numbers, defaults too."""
+    call = make_policy(RAGGED, device=device) | {"ref_log_probs": None}
+    step = torch.compile(flce_ops.linear_policy_loss, fullgraph=True, dynamic=True, backend="eager")
+    if beta:
+        with pytest.raises(Exception, match="beta weighs the KL term, which needs ref_log_probs"):
+            step(**call, beta=beta)
+    else:
+        found, expected = (f(**call, beta=beta).loss for f in (step, flce_ops.linear_policy_loss))
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_is_that_of_the_plain_formula(device, half):
+    call = make_policy(RAGGED, device=device)
+
+    def under(function):
+        def run(**fresh):
+            with torch.autocast(device, half):
+                return function(**fresh)
+
+        return run
+
+    exact = run_policy(plain_policy_loss, call, dtype=torch.float64)
+    plain, ours = (run_policy(under(f), call) for f in (plain_policy_loss, flce_ops.linear_policy_loss))
+    for name, found in ours.items():
+        assert found.dtype == torch.float32
+        unit = 0.5 * UNIT[half] * (cancellation(call) if name == "loss" else 1.0)
+        assert error(found, exact[name]) <= 1.25 * error(plain[name], exact[name]) + unit, name
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "cispo", "beta": 0.1, "softcap": 5.0}], ids=["plain", "options"])
+def test_opcheck(device, options):
+    call = make_policy((12, 11, 31), device=device, bias=bool(options), token_weight=bool(options))
+    # a positive loss: opcheck's grad_output is its sign, by which the gradients among the results are multiplied
+    call["advantages"] = -call["advantages"].abs()
+    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
+    names = ("input", "linear_weight", "target", "advantages", "old_log_probs", "ref_log_probs", "linear_bias")
+    args = [leaves[name] for name in names]
+    opcheck(torch.ops.flce.linear_policy_loss.default, args, options | {"token_weight": leaves.get("token_weight")})
+    clip, beta = torch.tensor([0.2, 0.1], device=device).unbind()
+    numbers = {"clip_low": clip, "clip_high": clip, "dual_clip": None, "beta": beta, "kl_estimator": "k1"}
+    inner = {"objective": "ppo", **numbers, "output_mask": [True, True, False]}
+    row_scale = torch.rand(12, device=device) if options else None
+    args = [*args[:3], None, *args[3:6], row_scale]
+    opcheck(torch.ops.flce.linear_policy_loss_with_grad.default, args, inner)
+
+
+@pytest.mark.parametrize("name", ["dual clip", "cispo"])
+def test_an_exported_programs_decomposition_gives_the_operators_results(name):
+    call = make_policy((12, 11, 31), dtype=torch.float64, bias=True)
+    operands = [call[n] for n in ("input", "linear_weight", "target", "linear_bias")]
+    args = [*operands, *(call[n] for n in ("advantages", "old_log_probs", "ref_log_probs"))]
+    options = inner_options(**OBJECTIVES[name], beta=0.1)._asdict() | {"output_mask": [True, True, True]}
+    found = flce_ops.decompositions.policy_with_grad(*args, None, **options)
+    for ours, truth in zip(found, torch.ops.flce.linear_policy_loss_with_grad(*args, None, **options), strict=True):
+        assert error(ours, truth) < 1e-13

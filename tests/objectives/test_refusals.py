@@ -1,0 +1,52 @@
+"""Each row of flce_ops/entry/refusals.py is raised by name for a call that has its features."""
+
+import pytest
+import torch
+
+import flce_ops
+from flce_ops.entry.refusals import FEATURES, REFUSED
+
+# those of several processes are tested there: test_kl_div_distributed.py, test_sparse_distributed.py and others
+ROWS = [(feature, *others) for feature, rows in REFUSED.items() for others in rows]
+OF_RANKS = {"DTensors", "sharded vocabulary", "recomputing shards", "recomputing always"}
+HERE = [row for row in ROWS if not OF_RANKS & set(row)]
+N, D, V = 6, 8, 12
+
+
+def test_every_feature_of_a_row_is_known():
+    assert {feature for row in ROWS for feature in row} <= set(FEATURES)
+
+
+def arguments(features: tuple[str, ...]) -> dict:
+    call = {"input": torch.randn(N, D), "linear_weight": torch.randn(V, D), "target": torch.arange(N) % V}
+    changes = {
+        "positions": {"linear_weight": torch.randn(V, 3, D), "target": torch.zeros(N, 3, dtype=torch.int64)},
+        "class probabilities": {"target": torch.full((N, V), 1 / V)},
+        "target_weight": {"target": torch.zeros(N, 2, dtype=torch.int64), "target_weight": torch.ones(N, 2)},
+        "topk": {"target": torch.zeros(N, 2, dtype=torch.int64), "target_weight": torch.ones(N, 2)},
+        "main_grad": {"main_grad": torch.zeros(V, D)},
+        "sparse gradient": {"gradient_threshold": 1e-3, "gradient_seed": torch.tensor(5)},
+        "tiles": {"gradient_mode": "tiles"},
+        "argmax": {"return_metrics": True},
+        "metrics": {"return_metrics": ["lse"]},
+        "z_loss": {"z_loss": 1e-3},
+    }
+    for feature in features:
+        call |= changes.get(feature, {})
+    call["linear_weight"].requires_grad_()
+    return call
+
+
+@pytest.mark.parametrize("row", HERE, ids=" and ".join)
+def test_a_combination_that_nobody_wrote_is_refused(row):
+    call = arguments(row)
+    feature, *others = row
+    expected = REFUSED[feature][tuple(others)].format(linear_weight=tuple(call["linear_weight"].shape))
+    input = call.pop("input")
+
+    def loss(input):
+        return flce_ops.linear_cross_entropy(input, **call)
+
+    with pytest.raises(NotImplementedError) as refused:
+        torch.func.grad(loss)(input) if "torch.func" in row else loss(input)
+    assert str(refused.value) == f"linear_cross_entropy: {expected}"

@@ -1,0 +1,211 @@
+"""The pages of docs/ build without a warning, their code runs, their messages exist, their figures can be drawn."""
+
+import ast
+import csv
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flce_ops
+from flce_ops.support import workspace as budgets
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+VALUE = "..."
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    # a proxy that nobody answers: a build that fetches something fails
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return out
+
+
+def page(site: Path, name: str) -> str:
+    return (site / name / "index.html").read_text()
+
+
+def test_the_reference_documents_every_public_name(site):
+    api = page(site, "api")
+    for name in flce_ops.__all__:
+        if not name.startswith("_"):
+            assert re.search(rf'id="flce_ops\.([\w.]+\.)?{name}"', api), name
+    assert "label_smoothing" in api and "Composability" in api
+
+
+def test_pages_load_nothing_from_the_network(site):
+    for html in site.rglob("*.html"):
+        text = html.read_text()
+        loads = re.findall(r'<(?:script|img|iframe)[^>]+src="(https?://[^"]+)', text)
+        loads += re.findall(r'<link[^>]+rel="(?:stylesheet|preconnect)"[^>]+href="(https?://[^"]+)', text)
+        assert not loads, (html, loads)
+
+
+def test_design_changelog_and_error_tables_are_on_their_pages(site):
+    assert "Four axes" in page(site, "design") and "Keep a Changelog" in page(site, "changelog")
+    numerics = page(site, "numerics")
+    for path in ROOT.glob("benchmarks/results/*/numerics.csv"):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                assert f"{float(row['err_dw']):.1e}" in numerics, path
+
+
+def test_no_directive_and_no_link_to_a_file_of_the_repository_is_left(site):
+    for html in site.rglob("*.html"):
+        text = html.read_text()
+        assert not re.search(r"<!-- (include|error tables|remaining names)", text), html
+        assert not re.findall(r'href="[^"]*\.(?:py|csv)(?:#[^"]*)?"', text), html
+
+
+def hooks():
+    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("origin", "url"),
+    [
+        ("git@example.org:owner/name.git", "https://example.org/owner/name"),
+        ("https://user:word@example.org/owner/name", "https://example.org/owner/name"),
+        ("/srv/name.git", None),
+    ],
+)
+def test_the_repository_is_where_the_checkout_came_from(origin, url, tmp_path, monkeypatch):
+    git = shutil.which("git") or pytest.skip("no git")
+    subprocess.run([git, "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([git, "-C", str(tmp_path), "remote", "add", "origin", origin], check=True)
+    pages = hooks()
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.repository_url() == url
+
+
+def test_a_section_of_a_file_is_included_with_links_that_the_page_can_follow(tmp_path, monkeypatch):
+    pages = hooks()
+    monkeypatch.setattr(pages, "ROOT", ROOT)
+    text = pages.on_page_markdown("<!-- include README.md#what-composes -->", page=None)
+    assert "| DTensor |" in text and "(paths.md)" in text and "## " not in text
+
+
+def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
+    pages = hooks()
+    text = "[a](../tests/test_docs.py) [`b`](../DESIGN.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
+    code = "\n\n```python\nlayers[0](x.py)\n```\n"
+    expected = "`a` [`b`](design.md#memory) [c](planner.md) [d](https://e.org/x.py) `f[0](g.py)`"
+    assert pages.on_page_markdown(text + code, page=None) == expected + code
+
+
+@pytest.mark.parametrize("name", ["quickstart", "paths", "policy_loss"])
+def test_code_of_the_page_runs(name):
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    assert blocks
+    try:
+        for block in blocks:
+            exec(block, names)
+    finally:
+        budgets._temporary.set(budgets.DEFAULT_WORKSPACE_BYTES)
+        budgets._retained.set(None)
+
+
+def test_the_plan_on_the_page_is_what_the_command_prints(capsys):
+    pytest.importorskip("triton")
+    from flce_ops.plan.__main__ import main
+
+    text = (DOCS / "planner.md").read_text()
+    main(re.search(r"python -m flce_ops\.plan (--tokens 16384.*)", text)[1].split())
+    assert re.search(r"```text\n(.*?)```", text, re.DOTALL)[1] == capsys.readouterr().out
+
+
+@functools.cache
+def messages_of_the_source() -> set[str]:
+    """Every string of flce_ops/ that is no docstring, with `...` for what is filled in."""
+    texts = set()
+    for path in (ROOT / "flce_ops").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                texts.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.add("".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values))
+    return texts
+
+
+OF_OTHERS = ("device-side assert triggered", "Unsupported types (<class '...LogitsNotComputed'>) passed to ...")
+
+
+def quoted_messages() -> list[str]:
+    """The page's headings that are messages, and what its prose quotes of our own."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### (`.*)$", text, re.MULTILINE)
+    messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
+    quoted = ["got a class index outside", "the workspace is small"]
+    return [message for message in messages if message not in OF_OTHERS] + quoted
+
+
+def parts_of(message: str) -> list[str]:
+    """Between the values, which the source may write out: `(..., D)` is a shape, `...` alone a value."""
+    return [part for part in (piece.strip() for piece in re.split(r"(?<!\()\.\.\.", message)) if part]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_message_of_the_troubleshooting_page_is_in_the_source(message):
+    def says(text: str) -> bool:
+        position = 0
+        for part in parts_of(message):
+            position = text.find(part, position)
+            if position < 0:
+                return False
+            position += len(part)
+        return True
+
+    assert any(says(text) for text in messages_of_the_source())
+
+
+def test_a_message_nobody_raises_would_be_noticed():
+    sources = messages_of_the_source()
+    assert not any("expected linear_weight to be a potato" in text for text in sources)
+    assert len(quoted_messages()) > 130
+
+
+def test_figures_of_the_pages_are_drawn_by_the_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("triton")
+    from benchmarks.docs_figures import main
+
+    drawn = {path.name: path.read_text() for path in main(["--out", str(tmp_path)])}
+    assert set(drawn) == {path.name for path in (DOCS / "figures").iterdir()}
+    used = {name for text in DOCS.glob("*.md") for name in re.findall(r"\(figures/([^)]+)\)", text.read_text())}
+    assert used == set(drawn)
+    assert all("<svg" in text and len(text) > 5000 for text in drawn.values())
+
+
+def test_the_numerics_command_writes_a_row_per_dtype_and_implementation(tmp_path):
+    from benchmarks.numerics_table import PROVIDERS, main
+
+    with main(["--device", "cpu", "--shape", "60x33x501", "--out", str(tmp_path)]).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["dtype"], row["provider"]) for row in rows] == [
+        (dtype, provider) for dtype in ("float32", "bfloat16", "float16") for provider in PROVIDERS
+    ]
+    largest = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+    for row in rows:
+        assert 0 < float(row["err_dx"]) < largest[row["dtype"]] and 0 < float(row["err_dw"]) < largest[row["dtype"]]

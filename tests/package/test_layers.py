@@ -1,0 +1,61 @@
+"""Imports of the package go one way: the layers of DESIGN.md, without an exception, and no circle of files."""
+
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+grimp = pytest.importorskip("grimp")
+
+# From the user down. A layer imports those below it; those in one line do not import each other.
+LAYERS = (
+    {"check", "integrations", "parallel", "plan"},
+    {"decompositions", "explain", "modules", "warmup"},
+    {"functional"},
+    {"entry"},
+    {"distributed"},
+    {"ops"},
+    {"aten", "triton"},
+    {"meta"},
+    {"objectives"},
+    {"math"},
+    {"support"},
+    {"version"},
+)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph("flce_ops", cache_dir=None)
+
+
+def test_every_module_has_a_layer(graph):
+    assert graph.find_children("flce_ops") == {f"flce_ops.{name}" for layer in LAYERS for name in layer}
+
+
+def test_the_diagram_of_the_design_is_these_layers():
+    text = (Path(__file__).resolve().parents[2] / "DESIGN.md").read_text()
+    (diagram,) = re.findall(r"do not import each other:\n\n(.*?)\n\n", text, re.DOTALL)
+    rows = re.findall(r"^ {4}(\w+(?: \| \w+)*)", diagram, re.MULTILINE)
+    assert [set(row.split(" | ")) for row in rows] == [layer for layer in LAYERS if layer != {"version"}]
+
+
+def test_the_map_of_the_design_is_short():
+    assert len((Path(__file__).resolve().parents[2] / "DESIGN.md").read_text().splitlines()) <= 120
+
+
+def test_imports_only_go_down(graph):
+    """Those inside functions count too."""
+    found = graph.find_illegal_dependencies_for_layers(layers=LAYERS, containers={"flce_ops"})
+    assert not [f"{route.heads} -> {route.tails}" for dependency in found for route in dependency.routes]
+
+
+def test_no_circle_of_files(graph):
+    """A package's own __init__ gathers its files and is left out."""
+    packages = {module for module in graph.modules if graph.find_children(module)}
+    files = {
+        module: {found for found in graph.find_modules_directly_imported_by(module) if found not in packages}
+        for module in graph.modules - packages
+    }
+    graphlib.TopologicalSorter(files).prepare()  # raises CycleError, with the circle

@@ -1,0 +1,307 @@
+"""The wheel and the sdist: what they hold, that they install, import and type-check by themselves."""
+
+import importlib.metadata
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import typing
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import flce_ops
+from flce_ops.functional import keywords
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"]
+FOLDERS = ["flce_ops", "tests", "examples", "benchmarks", "docs"]
+
+
+def version_of(distribution: str) -> int:
+    try:
+        return int(importlib.metadata.version(distribution).split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+
+
+# the setuptools that pyproject.toml asks for; imported in the build's own process alone
+pytestmark = pytest.mark.skipif(
+    version_of("setuptools") < 77 or not version_of("pip"), reason="needs setuptools >= 77 and pip"
+)
+
+
+def build(hook: str, tree: Path, out: Path) -> Path:
+    """setuptools' own build hook in a fresh process, as a frontend without isolation calls it."""
+    script = f"from setuptools import build_meta; import sys; build_meta.{hook}(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", script, str(out)], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the checkout, as setuptools leaves a build folder behind."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, tree)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree, tmp_path_factory):
+    """(wheel, sdist, wheel made from the sdist)"""
+    wheel = build("build_wheel", tree, tmp_path_factory.mktemp("wheel"))
+    shutil.rmtree(tree / "build")
+    sdist = build("build_sdist", tree, tmp_path_factory.mktemp("sdist"))
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (root,) = unpacked.iterdir()
+    return wheel, sdist, build("build_wheel", root, tmp_path_factory.mktemp("again"))
+
+
+def names_and_contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def package_files() -> set[str]:
+    files = (ROOT / "flce_ops").rglob("*")
+    return {str(f.relative_to(ROOT)) for f in files if f.suffix == ".py" or f.name == "py.typed"}
+
+
+def test_the_wheel_holds_the_package_its_licence_and_nothing_else(built):
+    names = set(names_and_contents(built[0]))
+    info = f"flce_ops-{flce_ops.__version__}.dist-info/"
+    assert "flce_ops/py.typed" in names
+    assert {name for name in names if not name.startswith(info)} == package_files()
+    assert {name.removeprefix(info) for name in names if name.startswith(info)} == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "licenses/LICENSE",
+        "top_level.txt",
+    }
+
+
+def test_the_sdist_holds_what_builds_the_wheel_and_no_tests(built):
+    with tarfile.open(built[1]) as archive:
+        files = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    made = {name for name in files if name.startswith("flce_ops.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert files - made == package_files() | set(SOURCES)
+
+
+def test_the_wheel_from_the_sdist_is_the_same(built):
+    assert names_and_contents(built[0]) == names_and_contents(built[2])
+
+
+def test_the_metadata_has_the_version_the_extras_and_no_dependency_but_torch(built):
+    metadata = next(text for name, text in names_and_contents(built[0]).items() if name.endswith("METADATA")).decode()
+    assert re.search(r"^Version: (.*)$", metadata, re.MULTILINE)[1] == flce_ops.__version__
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
+    extras = set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE))
+    assert {"bench", "demo", "docs", "test", "triton"} <= extras
+
+
+def test_the_installed_wheel_trains_in_a_fresh_process(built, tmp_path):
+    target = tmp_path / "installed"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    done = subprocess.run([*command, str(built[0])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    script = f"""
+import torch, flce_ops
+assert flce_ops.__file__.startswith({str(target)!r}), flce_ops.__file__
+x, w = torch.randn(20, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True)
+t = torch.randint(31, (20,))
+loss = flce_ops.linear_cross_entropy(x, w, t)
+loss.backward()
+expected = torch.nn.functional.cross_entropy(x @ w.T, t)
+torch.testing.assert_close(loss, expected)
+torch.testing.assert_close(w.grad, torch.autograd.grad(expected, w)[0])
+print(flce_ops.__version__)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [flce_ops.__version__]
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tree, tmp_path):
+    """No finder, which mypy and Pylance do not run."""
+    files = names_and_contents(build("build_editable", tree, tmp_path))
+    (path,) = (text for name, text in files.items() if name.endswith(".pth"))
+    assert path.decode().strip() == str(tree)
+    assert not [name for name in files if name.endswith(".py")]
+
+
+# ---------------------------------------------------------------- types
+
+PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/paths.md", "docs/policy_loss.md")
+
+# around a block that is no program by itself
+FRAGMENT = """
+from typing import Any
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+def fragment(model: Any, mesh: DeviceMesh) -> None:
+"""
+
+# `type: ignore` marks what must be an error: one that is not needed is an error too
+CALLS = """
+from collections.abc import Sequence
+from torch import Tensor, nn, ones
+from torch.distributed.tensor.parallel import ParallelStyle
+from typing_extensions import assert_type
+import flce_ops
+from flce_ops import LinearCrossEntropyMetrics, LinearLogProbs
+from flce_ops.integrations import transformers
+from transformers import LlamaForCausalLM
+
+x, w, y = ones(3, 2), ones(4, 2), ones(3).long()
+names: Sequence[str] = ["entropy"]
+
+def flags(flag: bool, either: bool | Sequence[str], maybe: Sequence[str] | None) -> None:
+    by_flag = flce_ops.linear_cross_entropy(x, w, y, return_metrics=flag)
+    assert_type(by_flag, Tensor | tuple[Tensor, LinearCrossEntropyMetrics])
+    flce_ops.linear_cross_entropy(x, w, y, return_metrics=either)
+    flce_ops.linear_log_probs(x, w, y, return_metrics=maybe)
+    flce_ops.cross_entropy(x, y, return_metrics=flag)
+
+assert_type(flce_ops.linear_cross_entropy(x, w, y, reduction="sum", z_loss=0.1), Tensor)
+assert_type(flce_ops.linear_cross_entropy(x, w, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(flce_ops.linear_cross_entropy(x, w, y, return_metrics=names), tuple[Tensor, dict[str, Tensor]])
+assert_type(flce_ops.cross_entropy(x, y, inplace_backward=True), Tensor)
+assert_type(flce_ops.cross_entropy(x, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(flce_ops.linear_log_probs(x, w, y, tail=True), LinearLogProbs)
+assert_type(flce_ops.linear_log_probs(x, w, y, return_metrics=names), tuple[LinearLogProbs, dict[str, Tensor]])
+found = flce_ops.linear_log_probs(x, w, y, entropy=True, argmax=True, tail=True)
+(found.entropy.mean() + found.tail_log_prob.mean()).item(), found.argmax.eq(y)
+assert_type(flce_ops.linear_kl_div(x, w, x, w, kind="jsd"), Tensor)
+assert_type(flce_ops.linear_policy_loss(x, w, y, ones(3), objective="cispo", kl_estimator="k1").loss, Tensor)
+
+head, loss = flce_ops.LinearCrossEntropyHead(2, 4, gradient_mode="drop"), flce_ops.LinearCrossEntropyLoss(2, 4)
+assert_type(head.forward(x), Tensor)
+assert_type(head.forward(x, y, reduction="none"), Tensor)
+assert_type(head.forward(x, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(head.forward(x, y, return_metrics=names), tuple[Tensor, dict[str, Tensor]])
+assert_type(loss.forward(x, y, shift=True), Tensor)
+assert_type(loss.forward(x, y, return_metrics=True), tuple[Tensor, LinearCrossEntropyMetrics])
+assert_type(loss.forward(x, y, return_metrics=names), tuple[Tensor, dict[str, Tensor]])
+
+def patches(model: LlamaForCausalLM, any_model: nn.Module) -> None:
+    assert_type(transformers.patch(model), LlamaForCausalLM)
+    assert_type(transformers.unpatch(any_model), nn.Module)
+    assert_type(transformers.patch(LlamaForCausalLM), type[LlamaForCausalLM])
+    with transformers.patched(model) as inside:
+        assert_type(inside, LlamaForCausalLM)
+
+plan: ParallelStyle = flce_ops.VocabParallel(use_local_output=False)
+
+flce_ops.linear_cross_entropy(x, w, y, reduction="average")  # type: ignore
+flce_ops.linear_cross_entropy(x, w, y, gradient_mode="top")  # type: ignore
+flce_ops.linear_cross_entropy(x, w, labels=y)  # type: ignore
+flce_ops.linear_log_probs(x, w, y, gradient_sparse="weight")  # type: ignore
+flce_ops.cross_entropy(x, y, temperature=x)  # type: ignore
+flce_ops.linear_kl_div(x, w, x, w, kind="backward")  # type: ignore
+flce_ops.linear_policy_loss(x, w, y, ones(3), objective="grpo")  # type: ignore
+flce_ops.VocabParallel(input_layouts="Shard(1)")  # type: ignore
+flce_ops.linear_cross_entropie  # type: ignore
+head.forward(x, labels=y)  # type: ignore
+"""
+
+
+@pytest.fixture(scope="module")
+def typed_programs(built, tmp_path_factory):
+    """A folder with the code of the pages and with CALLS, and the Python of an environment where the wheel is."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("typed")
+    environment = folder / "environment"
+    venv.create(environment)
+    (site,) = environment.glob("[lL]ib/**/site-packages")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    for page in PAGES:
+        program = ""
+        for kind, block in re.findall(
+            r"^```(py|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+        ):
+            program += block if kind == "python" else FRAGMENT + textwrap.indent(block, "    ")
+        (folder / f"{Path(page).stem.lower()}_page.py").write_text(program)
+    (folder / "calls.py").write_text(CALLS)
+    (folder / "pyrightconfig.json").write_text(
+        '{"include": ["*.py"], "typeCheckingMode": "standard", "reportUnnecessaryTypeIgnoreComment": "error"}'
+    )
+    (python,) = [path for path in environment.glob("*/python*") if path.stem == "python"]
+    return folder, python
+
+
+def check_types(folder: Path, *command: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where the checkout is
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pages_and_typed_calls_pass_mypy_against_the_wheel(typed_programs):
+    pytest.importorskip("mypy")
+    folder, python = typed_programs
+    options = ("--strict", "--untyped-calls-exclude=torch", "--config-file=", "--cache-dir=cache")
+    files = [path.name for path in folder.glob("*.py")]
+    check_types(folder, "-m", "mypy", *options, "--python-executable", str(python), *files)
+
+
+def test_the_pages_and_typed_calls_pass_pyright_against_the_wheel(typed_programs):
+    pytest.importorskip("pyright")
+    folder, python = typed_programs
+    check_types(folder, "-m", "pyright", "--pythonpath", str(python))
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (flce_ops.linear_cross_entropy, keywords.CrossEntropyKeywords),
+        (flce_ops.linear_log_probs, keywords.LogProbsKeywords),
+        (flce_ops.cross_entropy, keywords.LogitsKeywords),
+        (flce_ops.LinearCrossEntropyLoss.forward, keywords.ForwardKeywords),
+        (flce_ops.LinearCrossEntropyHead.forward, keywords.HeadKeywords),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", None),
+)
+def test_overloads_take_the_keywords_of_the_function(function, taken):
+    parameters = inspect.signature(function).parameters.values()
+    options = {one.name: one.annotation for one in parameters if one.kind is one.KEYWORD_ONLY}
+    del options["return_metrics"]
+    assert typing.get_type_hints(taken) == options
+
+
+def test_the_version_is_written_once_and_the_changelog_knows_it():
+    assert f'"{flce_ops.__version__}"' not in (ROOT / "pyproject.toml").read_text()
+    assert f'"{flce_ops.__version__}"' not in (ROOT / "setup.py").read_text()
+    written = [f for f in (ROOT / "flce_ops").rglob("*.py") if f'"{flce_ops.__version__}"' in f.read_text()]
+    assert written == [ROOT / "flce_ops" / "version.py"]
+    released = re.findall(r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == flce_ops.__version__
+
+
+def test_pre_commit_runs_the_ruff_of_the_requirements():
+    pinned = re.search(r"^ruff==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+    assert re.findall(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text()) == [pinned]
+
+
+def test_the_newest_triton_that_is_allowed_is_the_one_that_make_newest_runs():
+    newest = re.search(r"^triton==(\d+)\.(\d+)\.", (ROOT / "requirements-newest.txt").read_text(), re.MULTILINE)
+    below = re.search(r'"triton>=[\d.]+,<(\d+)\.(\d+);', (ROOT / "pyproject.toml").read_text())
+    assert (int(below[1]), int(below[2])) == (int(newest[1]), int(newest[2]) + 1)

@@ -1,0 +1,93 @@
+"""README.md: its code runs in order as one program, its swap gives the same loss, its first sentence is the CSV's."""
+
+import csv
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce_ops
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FIRST_SCREENS = {"README.md": README, "docs/index.md": (ROOT / "docs" / "index.md").read_text()}
+
+
+def test_the_swap_of_the_first_screen_gives_the_same_loss():
+    (swap,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    losses = []
+    for sign in "-+":
+        names = {"F": F, "hidden": torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(1))}
+        names |= {"weight": torch.randn(7, 5, generator=torch.Generator().manual_seed(2))}
+        names |= {"target": torch.arange(18).view(2, 9) % 7}
+        exec("\n".join(line[1:] for line in swap.splitlines() if line.startswith(sign)), names)
+        losses.append(names["loss"])
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("document", FIRST_SCREENS)
+def test_code_of_the_first_screens_runs(document):
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", FIRST_SCREENS[document], re.DOTALL)
+    assert blocks
+    for block in blocks:
+        if "transformers" in block and importlib.util.find_spec("transformers") is None:
+            continue  # an extra; CI has it
+        exec(block, names)
+
+
+@pytest.mark.parametrize("document", FIRST_SCREENS)
+def test_figures_of_the_first_sentence_are_those_of_the_csv(document):
+    with (ROOT / "benchmarks/results/nvidia-h200/fwd_bwd.csv").open(newline="") as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file) if row["N"] + row["V"] == "8192128256"}
+    ratio = {
+        column: float(rows["torch_eager"][column]) / float(rows["ours"][column])
+        for column in ("ms", "beyond_gradients_MiB", "err_dx", "err_dw")
+    }
+    sentence = " ".join(FIRST_SCREENS[document].split("\n\n")[1].split())
+    assert f"{ratio['beyond_gradients_MiB']:.0f} times less temporary memory" in sentence
+    assert f"{ratio['ms']:.2f} times faster than eager PyTorch" in sentence
+    assert "a quarter to a third of its gradient error" in sentence
+    assert ratio["err_dx"] > 4 and ratio["err_dw"] > 3
+
+
+def test_the_distance_from_torch_compile_is_that_of_the_csv():
+    from benchmarks.tables import steps
+    from benchmarks.tables.markdown import rows_of
+
+    timed = steps.found(rows_of("fwd_bwd"))
+    pairs = [(timed[shape, "torch_compile"], timed[shape, "ours"]) for shape in steps.SHAPES]
+    memory, time = (
+        [float(compiled[column]) / float(ours[column]) for compiled, ours in pairs]
+        for column in ("beyond_gradients_MiB", "ms")
+    )
+    text = " ".join(README.split())
+    assert f"{min(memory):.0f} to {max(memory):.0f} times less memory" in text
+    assert f"{100 * min(time) - 100:.0f} to {100 * max(time) - 100:.0f} % faster at four large heads" in text
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 180
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        flce_ops.linear_cross_entropy,
+        flce_ops.linear_log_probs,
+        flce_ops.linear_policy_loss,
+        flce_ops.linear_kl_div,
+        flce_ops.cross_entropy,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_the_docstring_of_a_public_function_has_every_argument(function):
+    """The API page is made of these."""
+    arguments = inspect.getdoc(function).split("Args:\n")[1].split("\n\nReturns:")[0]
+    listed = re.findall(r"^    (\w+(?:, \w+)*):", arguments, re.MULTILINE)
+    names = [name for line in listed for name in line.split(", ")]
+    assert sorted(names) == sorted(inspect.signature(function).parameters)

@@ -1,0 +1,148 @@
+"""The factor that comes from above the loss is applied once, every time."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import make_inputs
+from reference_loss import error, plain_loss, run, run_reference
+
+import flce_ops
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float64: 1e-15, torch.float32: 8e-7, torch.bfloat16: 9e-3}  # rounded at another magnitude
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("factor", [3.0, -0.7, 0.0, 65536.0])  # 65536: a loss scale
+def test_grad_output_is_applied_once(device, factor, reduction, dtype):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True, token_weight=True, normalizer=reduction != "none")
+
+    def scaled(*args, **options):
+        return factor * flce_ops.linear_cross_entropy(*args, **options)
+
+    once, found = (
+        run(flce_ops.linear_cross_entropy, inputs, reduction=reduction),
+        run(scaled, inputs, reduction=reduction),
+    )
+    for name in once:
+        assert error(found[name], factor * once[name]) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_retained_graph_gives_the_same_gradients_again(device, reduction, dtype):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    leaves = list(inputs.leaves.values())
+    loss = flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction)
+    # a factor other than 1 first: gradients rescaled in place would come back rescaled
+    first, second, third = (
+        torch.autograd.grad(loss, leaves, torch.full_like(loss, factor), retain_graph=True)
+        for factor in (5.0, 1.0, 5.0)
+    )
+    last = torch.autograd.grad(loss, leaves, torch.full_like(loss, 1.0))
+    for a, b, c, d in zip(first, second, third, last, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d)
+        assert error(a, 5.0 * b) <= TOLERANCE[dtype]
+
+
+def test_gradients_of_two_backwards_are_separate_tensors(device):
+    """A caller may scale one result in place (gradient clipping) without touching the other."""
+    inputs = make_inputs(device=device)
+    leaves = list(inputs.leaves.values())
+    loss = flce_ops.linear_cross_entropy(*inputs.args)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.zero_()
+    for g, expected in zip(torch.autograd.grad(loss, leaves), kept, strict=True):
+        assert torch.equal(g, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_second_backward_without_retain_graph_is_refused(device, reduction):
+    inputs = make_inputs(device=device)
+    loss = flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_gradients_accumulate_in_grad(device, reduction):
+    inputs = make_inputs(device=device, dtype=torch.float64)
+    once = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
+    for _ in range(3):
+        flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction).sum().backward()
+    assert error(inputs.input.grad, 3 * once["input"]) < 1e-15
+    assert error(inputs.linear_weight.grad, 3 * once["linear_weight"]) < 1e-15
+
+
+def test_input_changed_in_place_before_backward_is_noticed(device):
+    """Autograd's version counter guards what backward still needs (reduction="none" recomputes from the input)."""
+    inputs = make_inputs(device=device)
+    hidden = inputs.input * 1.0
+    loss = flce_ops.linear_cross_entropy(hidden, *inputs.args[1:], reduction="none")
+    hidden.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_used_twice(device, reduction):
+    """loss + loss.square() (a penalty on the loss): the factor is known only in backward."""
+    inputs = make_inputs(device=device, dtype=torch.float64)
+
+    def penalised(function):
+        def call(*args, **options):
+            loss = function(*args, **options)
+            return loss + loss.square()
+
+        return call
+
+    expected = run(penalised(plain_loss), inputs, reduction=reduction)
+    found = run(penalised(flce_ops.linear_cross_entropy), inputs, reduction=reduction)
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-14, name
+
+
+def test_micro_batches_with_a_normalizer_add_up_to_the_whole_batch(device):
+    """A mean per micro-batch is not the mean; the count of all their tokens as normalizer is."""
+    inputs = make_inputs((240, 16, 61), device=device, dtype=torch.float64)
+    inputs.target[:50] = -100  # unequal counts
+    whole = run_reference(inputs)
+    count = (inputs.target != -100).sum()  # an integer tensor, as transformers' num_items_in_batch is
+    loss = 0.0
+    for rows in torch.arange(240, device=device).chunk(4):
+        part = flce_ops.linear_cross_entropy(
+            inputs.input[rows], inputs.linear_weight, inputs.target[rows], normalizer=count
+        )
+        part.backward()
+        loss += part.detach()
+    assert error(loss, whole["loss"]) < 1e-14
+    assert error(inputs.input.grad, whole["input"]) < 1e-14
+    assert error(inputs.linear_weight.grad, whole["linear_weight"]) < 1e-14
+
+
+@pytest.mark.parametrize("normalizer", [64, 64.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_normalizer_may_be_a_number(device, reduction, normalizer):
+    inputs = make_inputs(device=device, dtype=torch.float64)
+    expected = run_reference(inputs, reduction="sum")
+    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, normalizer=normalizer)
+    for name in expected:
+        assert error(found[name], expected[name] / 64) < 1e-14, name
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.7])
+def test_row_scale_alone_may_want_a_gradient(device, factor):
+    """Of the operator itself."""
+    inputs = make_inputs((24, 8, 10), device=device, dtype=torch.float32, requires_grad=False)
+    row_scale = torch.rand(24, device=device, requires_grad=True)
+    operands = inputs.input, inputs.linear_weight, inputs.target, None, None
+    loss, losses, *_ = torch.ops.flce.linear_cross_entropy_with_grad(
+        *operands, row_scale, output_mask=[False, False, False]
+    )
+    (factor * loss).backward()
+    assert error(row_scale.grad, factor * losses) < 1e-6
