@@ -122,8 +122,8 @@ try:
 except RuntimeError as error:
     print(error, "|", error.__cause__)
 triton.compiler.compile = compile
-for function in flce_ops.triton.rows.sum_losses.sum_losses_kernel,
-flce_ops.triton.rows.valid_tokens.compact_tokens_kernel:
+rows = flce_ops.triton.rows
+for function in rows.sum_losses.sum_losses_kernel, rows.valid_tokens.compact_tokens_kernel:
     function.compile = compile
     print(sum(kernel is not None for kernel in function.device_caches[-90][0].values()))
 """
