@@ -97,6 +97,13 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def only_what_is_launched_is_compiled(request, monkeypatch):
+    """The first call of a head compiles its kernels for every number of tokens, of which a test launches a few."""
+    if torch.cuda.is_available() and request.module.__name__ != "test_compilations":
+        monkeypatch.setattr("flce_ops.triton.launch.replay.compile_first", lambda: None)
+
+
 @pytest.fixture(scope="module")
 def quick_collections():
     """Each row starts with a gc.collect(), which costs a quarter of a second where earlier tests have left a heap."""

@@ -98,6 +98,43 @@ def test_kernels_are_compiled_into_tritons_cache_for_a_gpu_that_is_not_there():
     assert "kernels of cross_entropy, 1 x 1000 in torch.bfloat16 compiled" in line
 
 
+IN_TURN = """
+import os, pathlib, sys, tempfile
+os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
+import torch, flce_ops
+
+weight = torch.randn(8000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+def kernels():
+    return len(list(pathlib.Path(folder).rglob("*.cubin")))
+
+def step(tokens):
+    hidden = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(8000, (tokens,), device="cuda")
+    if sys.argv[1] == "loss":
+        flce_ops.linear_cross_entropy(hidden, weight, target).backward()
+    else:
+        found = flce_ops.linear_log_probs(hidden, weight, target, entropy=True)
+        (found.log_probs.sum() + found.entropy.sum()).backward()
+    torch.cuda.synchronize()
+
+step(512)
+first = kernels()
+for tokens in (2048, 2047, 1000, 128, 100, 17, 1, 20000):
+    step(tokens)
+print(first, kernels())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["loss", "log_probs"])
+def test_steps_of_any_number_of_tokens_compile_nothing_after_the_first(what):
+    done = run_script(IN_TURN, what)
+    assert done.returncode == 0, done.stderr
+    first, in_the_end = map(int, done.stdout.split())
+    assert 0 < first == in_the_end
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
 def test_without_a_gpu_the_architecture_is_asked_for():
     with pytest.raises(ValueError, match="expected arch, as no GPU is visible"):
