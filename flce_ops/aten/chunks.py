@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_ops.aten.valid_tokens import RowsByChunk
+from flce_ops.aten.valid_tokens import RowsByChunk, tokens_of
 from flce_ops.math.precision import accumulation_dtype
 from flce_ops.math.sparse_gradient import LIVE
 from flce_ops.meta.call import Arguments
 from flce_ops.support.path import record_run
 from flce_ops.support.readable import readable, readable_rows
-from flce_ops.support.workspace import VECTOR_BYTES_PER_TOKEN, get_workspace
+from flce_ops.support.workspace import matrix_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -62,7 +62,7 @@ def chunk_product(
         for rows in (slice(n - n % ROWS_OF_EQUAL_BITS), slice(n - ROWS_OF_EQUAL_BITS, n)):
             chunk_product(input[rows], linear_weight, linear_bias, out[rows])
         return out
-    if linear_weight.is_contiguous() or readable(linear_weight):
+    if readable(linear_weight):
         return product(input, linear_weight.T, dtype, linear_bias, out)
     if out is None:
         out = input.new_empty(n, linear_weight.shape[0], dtype=dtype)
@@ -86,8 +86,7 @@ def product(
 
 
 def block_bytes(input: Tensor) -> int:
-    tokens = input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
-    share = max(get_workspace() - VECTOR_BYTES_PER_TOKEN * tokens, 1) // BLOCK_SHARE
+    share = matrix_bytes(tokens_of(input)) // BLOCK_SHARE
     return min(share, CPU_BLOCK_BYTES) if input.device.type == "cpu" else share
 
 
@@ -104,11 +103,10 @@ def rows_per_chunk(
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
     # chunks are rows of input itself on a CPU, where no token is ignored (valid_tokens.py) and BLAS can read them
     in_place = input.device.type == "cpu" and not isinstance(input, RowsByChunk)
-    if not in_place or not (input.is_contiguous() or readable(input)):
+    if not in_place or not readable(input):
         row_bytes += input.shape[1] * input.dtype.itemsize
     beside = reserved + (matrices_in_block * block_bytes(input) if matrices_in_block else 0)
-    tokens = input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
-    rows = (max(get_workspace() - VECTOR_BYTES_PER_TOKEN * tokens, 1) - beside) // row_bytes
+    rows = (matrix_bytes(tokens_of(input)) - beside) // row_bytes
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))

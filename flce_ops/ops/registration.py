@@ -94,6 +94,8 @@ def kernel(name: str) -> Callable:
         if retains and (getattr(call, "retain", 1)):
             call.notes += saved_notes(choice, call)
         launch = paths.function(choice.path.kernel)
+        if choice.implementation != "triton":
+            return launch(call)
         running.launch, running.call = launches_of(name, choice.path.kernel), call
         try:
             return launch(call)

@@ -11,9 +11,7 @@ from flce_ops.ops.call_facts import CallFacts, loss_facts
 from flce_ops.ops.paths import PRODUCT_SAVED, SAVE_LOGITS, UNCAPPED
 from flce_ops.support.path import Choice
 from flce_ops.support.table import choose
-from flce_ops.support.workspace import get_retained
-
-ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are saved together
+from flce_ops.support.workspace import rows_to_retain
 
 
 def saved_rows(call: Forward) -> int:
@@ -48,5 +46,4 @@ def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
     (paths,) = SAVE_LOGITS.values()
     if choose(paths, facts).name == "recompute":
         return 0
-    fitting = get_retained() // (2 * saved_columns(num_classes, facts.dtype))
-    return torch.sym_min(tokens, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
+    return torch.sym_min(tokens, rows_to_retain(saved_columns(num_classes, facts.dtype)))

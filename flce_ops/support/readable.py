@@ -15,6 +15,8 @@ VECTORS_AT_LEAST = 16  # rows or columns of a slice, however small the workspace
 
 
 def readable(matrix: Tensor) -> bool:
+    if matrix.is_contiguous():
+        return True
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return not matrix.numel() or (across == 1 and down >= columns) or (down == 1 and across >= rows)
 
@@ -23,7 +25,7 @@ def copy_bytes(*matrices: Tensor | None) -> int:
     """What the slices of those matrices that are not readable take at a time."""
     largest = 0
     for matrix in matrices:
-        if matrix is not None and not matrix.is_contiguous() and not readable(matrix):
+        if matrix is not None and not readable(matrix):
             largest = max(largest, matrix.numel() * matrix.element_size())
     return min(get_workspace() // COPY_SHARE, largest) if largest else 0
 

@@ -39,6 +39,7 @@ SUSPICIOUS_BYTES = 32 << 10
 
 # What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
 VECTOR_BYTES_PER_TOKEN = 128
+ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are saved together
 
 
 class Block:
@@ -99,6 +100,11 @@ def get_retained() -> int:
     """Bytes of logits that a forward operator may keep for its backward one."""
     retained = _retained.get()
     return SAVED_WORKSPACES * get_workspace() if retained is None else retained
+
+
+def rows_to_retain(columns: int) -> int:
+    """Rows of so many 16-bit logits that get_retained() holds: whole tiles of rows."""
+    return get_retained() // (2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from flce_ops.support.compile_cache import code_key
 from flce_ops.support.running import running
 from flce_ops.support.torch_private import UncompiledDispatchMode
 from flce_ops.support.vendor import Chip, Compiling, compiling
-from flce_ops.support.workspace import get_retained, get_workspace
+from flce_ops.support.workspace import get_retained, get_workspace, rows_to_retain
 from flce_ops.triton.gemm.device import chip_of
 
 logger = logging.getLogger("flce_ops")
@@ -45,7 +45,6 @@ OF_CLASSES = {
     *("teacher_weight", "teacher_bias"),
 }
 OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)
-ROW_MULTIPLE = 128  # rows that are saved together
 
 aten = torch.ops.aten
 WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # which have no such tag
@@ -160,14 +159,14 @@ class WithoutData(UncompiledDispatchMode):
 def on_meta(call: Any, tokens: int) -> Any:
     def changed(name: str, value: Any) -> Any:
         if name == "retain" and value:
-            return rows_to_save(tokens, call.operands.saved_columns)
+            return min(tokens, rows_to_retain(call.operands.saved_columns))
         if not isinstance(value, Tensor):
             return value
         shape, stride = list(value.shape), value.stride()
         if name in OF_PAIRS:
             shape, stride = [2, tokens], (tokens, 1)
         elif name == "retained":
-            shape[0] = rows_to_save(tokens, shape[1])
+            shape[0] = min(tokens, rows_to_retain(shape[1]))
         elif shape and name not in OF_CLASSES:
             shape[0] = tokens
         offset = value.data_ptr() % 16 // value.element_size()
@@ -175,10 +174,6 @@ def on_meta(call: Any, tokens: int) -> Any:
         return torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, stride, offset)
 
     return call.changed(changed)
-
-
-def rows_to_save(tokens: int, columns: int) -> int:
-    return min(tokens, get_retained() // (2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def head_of(call: Arguments) -> Hashable:
