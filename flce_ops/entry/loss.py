@@ -135,11 +135,11 @@ def loss_of_tokens(
             loss, total = None, losses.sum() if scalar_loss else losses
         else:
             factor = row_factor(problem.valid, token_weight, denominator, dtype)
-            kept = without_weightless(layout, problem, token_weight, factor)
+            counting = without_weightless(layout, problem, token_weight, factor)
             if scalar_loss and with_grad is not None:
-                loss, losses, found = with_grad(kept, Reduction(factor))
+                loss, losses, found = with_grad(counting, Reduction(factor))
             else:
-                losses, found = from_forward(kept)
+                losses, found = from_forward(counting)
                 loss = (factor * losses).sum() if wants_gradient else None
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)

@@ -57,7 +57,7 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.DoubleBackwardFunction,
     with_grad_autograd.WithGradFunction,
     with_grad_autograd.LowRankWithGradFunction,
-    *with_grad_autograd.ROW_LOSS_FORMULAS,
+    *with_grad_autograd.ROW_LOSS_FUNCTIONS,
     kl_div_autograd.ForwardFunction,
     kl_div_autograd.BackwardFunction,
     kl_div_autograd.WithGradFunction,

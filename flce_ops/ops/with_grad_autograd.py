@@ -53,7 +53,7 @@ class RowLossFunction(MadeInForward):
         return differentiable_gradients(call, grad_loss)
 
 
-ROW_LOSS_FORMULAS = tuple(
+ROW_LOSS_FUNCTIONS = tuple(
     type(f"{arguments.__name__}Function", (RowLossFunction,), {"arguments": arguments, "function": name})
     for name, arguments in ROW_LOSSES.items()
 )
