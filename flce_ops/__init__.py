@@ -8,9 +8,9 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
-from flce_ops.decompositions import export_decompositions
-from flce_ops.explain import explain
-from flce_ops.functional import (
+from .decompositions import export_decompositions
+from .explain import explain
+from .functional import (
     LinearCrossEntropyMetrics,
     LinearLogProbs,
     LinearPolicyResult,
@@ -20,14 +20,14 @@ from flce_ops.functional import (
     linear_log_probs,
     linear_policy_loss,
 )
-from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from flce_ops.support.path import Path, last_path
-from flce_ops.support.workspace import get_workspace, set_workspace, workspace
-from flce_ops.version import __version__
-from flce_ops.warmup import warmup
+from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
+from .support.path import Path, last_path
+from .support.workspace import get_workspace, set_workspace, workspace
+from .version import __version__
+from .warmup import warmup
 
 if TYPE_CHECKING:
-    from flce_ops.parallel import VocabParallel
+    from .parallel import VocabParallel
 
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
 SAC_SAVE_OPS = [
@@ -66,7 +66,7 @@ if not TYPE_CHECKING:  # which would take any name to be one of the package's
     def __getattr__(name):
         """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
         if name == "VocabParallel":
-            from flce_ops.parallel import VocabParallel
+            from .parallel import VocabParallel
 
             return VocabParallel
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_ops.functional import linear_cross_entropy, linear_log_probs
-from flce_ops.support.path import last_path
-from flce_ops.support.workspace import get_workspace
-from flce_ops.version import __version__
+from .functional import linear_cross_entropy, linear_log_probs
+from .support.path import last_path
+from .support.workspace import get_workspace
+from .version import __version__
 
 # N tokens, D hidden, V vocabulary; no size is a multiple of a tile
 SHAPES = {"cpu": (200, 72, 4099), "cuda": (1000, 1032, 32003)}

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flce_ops.aten import chunks
-from flce_ops.aten.logits import (
+from .aten import chunks
+from .aten.logits import (
     activate,
     activate_with_slope,
     add_sum,
@@ -38,19 +38,19 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.aten.valid_tokens import check_target_range
-from flce_ops.entry import BODIES
-from flce_ops.math.options import TokenStatistics
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.shards import target_columns
-from flce_ops.math.topk import tokens_that_count
-from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
-from flce_ops.meta.call import takes
-from flce_ops.meta.outputs import Gradients, Outputs
-from flce_ops.ops.grad_output import multiply
-from flce_ops.ops.with_grad_autograd import concatenated, of_pair, recomputed_step
-from flce_ops.support.holes import refuse_hole
-from flce_ops.support.torch_private import functional
+from .aten.valid_tokens import check_target_range
+from .entry import BODIES
+from .math.options import TokenStatistics
+from .math.precision import accumulation_dtype
+from .math.shards import target_columns
+from .math.topk import tokens_that_count
+from .meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
+from .meta.call import takes
+from .meta.outputs import Gradients, Outputs
+from .ops.grad_output import multiply
+from .ops.with_grad_autograd import concatenated, of_pair, recomputed_step
+from .support.holes import refuse_hole
+from .support.torch_private import functional
 
 # N tokens, D hidden, V vocabulary, v classes of a block
 

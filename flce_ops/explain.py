@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.entry.logits import rows_of
-from flce_ops.entry.low_rank import operands_of
-from flce_ops.entry.metrics import metric_names, statistics_for
-from flce_ops.entry.schemas import LowRankCrossEntropy
-from flce_ops.functional import (
+from .entry.logits import rows_of
+from .entry.low_rank import operands_of
+from .entry.metrics import metric_names, statistics_for
+from .entry.schemas import LowRankCrossEntropy
+from .functional import (
     cross_entropy,
     linear_cross_entropy,
     linear_kl_div,
     linear_log_probs,
     linear_policy_loss,
 )
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.arguments import ROW_LOSSES
-from flce_ops.ops.call_facts import (
+from .math.sparse_gradient import SparseGradient
+from .meta.arguments import ROW_LOSSES
+from .ops.call_facts import (
     CallFacts,
     given_logits_facts,
     loss_facts,
@@ -32,10 +32,10 @@ from flce_ops.ops.call_facts import (
     pair_facts,
     sharding_of,
 )
-from flce_ops.ops.paths import KERNELS, LOSS, SAVE_LOGITS
-from flce_ops.ops.saved_logits import rows_to_save
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.table import Path, choose
+from .ops.paths import KERNELS, LOSS, SAVE_LOGITS
+from .ops.saved_logits import rows_to_save
+from .support.dtensor import any_dtensor
+from .support.table import Path, choose
 
 
 def explain(function: Callable, *args, **kwargs) -> str:
@@ -170,7 +170,7 @@ def facts_of_call(call: dict) -> CallFacts:
     input = call["input"]
     sharding = {}
     if any_dtensor(input, call["linear_weight"]):
-        from flce_ops.distributed.layout import layout_of
+        from .distributed.layout import layout_of
 
         layout = layout_of(input, call["linear_weight"])
         sharding = sharding_of(layout.vocabulary, layout.mesh.shape, call["linear_weight"].shape[0])
@@ -221,8 +221,8 @@ def learnt(call: dict) -> bool:
 
 def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
     """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
-    from flce_ops.triton.rows.row_statistics import sum_pairs
-    from flce_ops.triton.steps.chunking import CHUNKINGS, problem_of
+    from .triton.rows.row_statistics import sum_pairs
+    from .triton.steps.chunking import CHUNKINGS, problem_of
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flce_ops.entry.argument_types import refuse_misnamed, typed
-from flce_ops.entry.arguments import (
+from .entry.argument_types import refuse_misnamed, typed
+from .entry.arguments import (
     ReductionName,
     check_ignore_index,
     check_ranges,
     check_reduction,
     check_torch_options,
 )
-from flce_ops.functional import LinearCrossEntropyMetrics, linear_cross_entropy
-from flce_ops.functional.keywords import ForwardKeywords, HeadKeywords
-from flce_ops.math.sparse_gradient import Mode, Operand, SparseGradient
-from flce_ops.meta.checks import check_per_class
-from flce_ops.meta.sparse_checks import check_sparse_options
+from .functional import LinearCrossEntropyMetrics, linear_cross_entropy
+from .functional.keywords import ForwardKeywords, HeadKeywords
+from .math.sparse_gradient import Mode, Operand, SparseGradient
+from .meta.checks import check_per_class
+from .meta.sparse_checks import check_sparse_options
 
 # D in_features, V classes
 

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from flce_ops.entry.argument_types import typed
-from flce_ops.functional import LinearCrossEntropyMetrics
-from flce_ops.modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
+from .entry.argument_types import typed
+from .functional import LinearCrossEntropyMetrics
+from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 

@@ -13,9 +13,9 @@ low_rank.py                            with_grad of a frozen head with a low-ran
 second_order.py, backward_tangent.py   what second derivatives share; their derivative along a vector
 """
 
-from flce_ops.aten.backward import backward, backward_in_place
-from flce_ops.aten.double_backward import double_backward
-from flce_ops.aten.forward import forward
-from flce_ops.aten.with_grad import with_grad
+from .backward import backward, backward_in_place
+from .double_backward import double_backward
+from .forward import forward
+from .with_grad import with_grad
 
 __all__ = ["backward", "backward_in_place", "double_backward", "forward", "with_grad"]

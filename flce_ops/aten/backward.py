@@ -5,10 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
-from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.logits import (
+from .. import meta
+from ..math.shards import target_columns
+from ..math.sparse_gradient import Draws
+from ..meta.arguments import Backward, BackwardInPlace
+from ..meta.call import takes
+from ..meta.outputs import Gradients
+from ..support.readable import copy_bytes
+from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
+from .gradients import GradientAccumulator, rows_beside_gradients
+from .logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
@@ -16,19 +22,13 @@ from flce_ops.aten.logits import (
     softmax_gradient,
     upcast,
 )
-from flce_ops.aten.sparse_gradients import (
+from .sparse_gradients import (
     SparseAccumulator,
     draws_of,
     needs_exact,
     whole_tiles,
 )
-from flce_ops.aten.valid_tokens import on_valid_tokens
-from flce_ops.math.shards import target_columns
-from flce_ops.math.sparse_gradient import Draws
-from flce_ops.meta.arguments import Backward, BackwardInPlace
-from flce_ops.meta.call import takes
-from flce_ops.meta.outputs import Gradients
-from flce_ops.support.readable import copy_bytes
+from .valid_tokens import on_valid_tokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_ops.aten.logits import add_target_and_sum, apply_slope
-from flce_ops.aten.second_order import SecondOrder, slope_derivative
-from flce_ops.aten.valid_tokens import on_valid_tokens
-from flce_ops.math.options import Cotangents
-from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import DoubleBackward
-from flce_ops.meta.outputs import Outputs, allocate
+from ..math.options import Cotangents
+from ..math.shards import target_columns
+from ..meta.arguments import DoubleBackward
+from ..meta.outputs import Outputs, allocate
+from .logits import add_target_and_sum, apply_slope
+from .second_order import SecondOrder, slope_derivative
+from .valid_tokens import on_valid_tokens
 
 # N tokens, D hidden, V vocabulary
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_ops.aten.valid_tokens import RowsByChunk, tokens_of
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.sparse_gradient import LIVE
-from flce_ops.meta.call import Arguments
-from flce_ops.support.path import record_run
-from flce_ops.support.readable import readable, readable_rows
-from flce_ops.support.workspace import matrix_bytes
+from ..math.precision import accumulation_dtype
+from ..math.sparse_gradient import LIVE
+from ..meta.call import Arguments
+from ..support.path import record_run
+from ..support.readable import readable, readable_rows
+from ..support.workspace import matrix_bytes
+from .valid_tokens import RowsByChunk, tokens_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -11,9 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, row_chunks, rows_of
-from flce_ops.aten.logits import (
+from .. import meta
+from ..math.options import TokenStatistics
+from ..math.precision import accumulation_dtype
+from ..math.shards import target_columns
+from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from ..meta.call import takes
+from .chunks import block_bytes, row_chunks, rows_of
+from .logits import (
     SoftmaxFactors,
     activate,
     activate_with_slope,
@@ -25,13 +30,8 @@ from flce_ops.aten.logits import (
     upcast,
     weighted_logits,
 )
-from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
-from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call
-from flce_ops.math.options import TokenStatistics
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.meta.call import takes
+from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
+from .with_grad import loss_and_gradients, rows_of_call
 
 # N tokens, n rows of a block, V vocabulary
 

@@ -25,13 +25,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
-from flce_ops.aten.second_order import SecondOrder, slope_derivative
-from flce_ops.aten.valid_tokens import on_valid_tokens
-from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import DoubleBackward
-from flce_ops.meta.call import takes
+from .. import meta
+from ..math.shards import target_columns
+from ..meta.arguments import DoubleBackward
+from ..meta.call import takes
+from .logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
+from .second_order import SecondOrder, slope_derivative
+from .valid_tokens import on_valid_tokens
 
 # N tokens, D hidden, V vocabulary
 

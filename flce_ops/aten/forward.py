@@ -5,9 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows_per_chunk, save_product
-from flce_ops.aten.logits import (
+from .. import meta
+from ..math.shards import target_columns
+from ..meta.arguments import Forward
+from ..meta.call import takes
+from ..support.readable import copy_bytes
+from .chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows_per_chunk, save_product
+from .logits import (
     activate,
     at_columns,
     exponentiate_rows,
@@ -16,11 +20,7 @@ from flce_ops.aten.logits import (
     two_sum,
     weighted_logits,
 )
-from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
-from flce_ops.math.shards import target_columns
-from flce_ops.meta.arguments import Forward
-from flce_ops.meta.call import takes
-from flce_ops.support.readable import copy_bytes
+from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

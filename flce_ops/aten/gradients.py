@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import product_is_rounded, rows_of, rows_per_chunk
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.support.readable import readable, readable_columns
-from flce_ops.support.workspace import float32_sum_fits
+from ..math.precision import accumulation_dtype
+from ..support.readable import readable, readable_columns
+from ..support.workspace import float32_sum_fits
+from .chunks import product_is_rounded, rows_of, rows_per_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -16,22 +16,22 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
-from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
-from flce_ops.aten.valid_tokens import on_valid_tokens, tokens_of
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import LogitOptions
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.shards import log_denominator
-from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from flce_ops.meta.call import takes
-from flce_ops.meta.outputs import allocate
-from flce_ops.objectives.divergence import DIVERGENCES, Divergence
-from flce_ops.support.exchange import all_reduce
-from flce_ops.support.readable import copy_bytes
-from flce_ops.support.workspace import float32_sum_fits, matrix_bytes
+from .. import meta
+from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ..math.options import LogitOptions
+from ..math.precision import accumulation_dtype
+from ..math.shards import log_denominator
+from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from ..meta.call import takes
+from ..meta.outputs import allocate
+from ..objectives.divergence import DIVERGENCES, Divergence
+from ..support.exchange import all_reduce
+from ..support.readable import copy_bytes
+from ..support.workspace import float32_sum_fits, matrix_bytes
+from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
+from .gradients import GradientAccumulator
+from .logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
+from .valid_tokens import on_valid_tokens, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
 

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import chunk_product
-from flce_ops.math.options import Cotangents, LogitOptions, changed
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.topk import in_columns
-from flce_ops.meta.arguments import Backward
+from ..math.options import Cotangents, LogitOptions, changed
+from ..math.precision import accumulation_dtype
+from ..math.topk import in_columns
+from ..meta.arguments import Backward
+from .chunks import chunk_product
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 

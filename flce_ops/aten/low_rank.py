@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.chunks import chunk_products
-from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.aten.logits import upcast
-from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens
-from flce_ops.aten.with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
-from flce_ops.math.options import TokenStatistics
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.arguments import LowRankWithGrad
-from flce_ops.meta.call import takes
-from flce_ops.support.readable import copy_bytes
+from .. import meta
+from ..math.options import TokenStatistics
+from ..math.precision import accumulation_dtype
+from ..meta.arguments import LowRankWithGrad
+from ..meta.call import takes
+from ..support.readable import copy_bytes
+from .chunks import chunk_products
+from .gradients import GradientAccumulator
+from .logits import upcast
+from .valid_tokens import check_target_range, on_valid_tokens
+from .with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 

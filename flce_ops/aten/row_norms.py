@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import chunk_product
-from flce_ops.math.precision import accumulation_dtype
+from ..math.precision import accumulation_dtype
+from .chunks import chunk_product
 
 # D hidden, V vocabulary, r rank
 

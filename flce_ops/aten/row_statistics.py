@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from flce_ops.aten.logits import exponentiate_rows, log_sum_of_squares, row_moments
-from flce_ops.math.options import Statistics, TokenStatistics
+from ..math.options import Statistics, TokenStatistics
+from .logits import exponentiate_rows, log_sum_of_squares, row_moments
 
 # N tokens, n rows of a chunk or of a block of one, V vocabulary, v of them here
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import chunk_product, row_chunks, rows_per_chunk
-from flce_ops.aten.logits import chunk_logits_with_slope, probabilities
-from flce_ops.math.options import LogitOptions
-from flce_ops.math.topk import tokens_that_count
-from flce_ops.meta.arguments import DoubleBackward
+from ..math.options import LogitOptions
+from ..math.topk import tokens_that_count
+from ..meta.arguments import DoubleBackward
+from .chunks import chunk_product, row_chunks, rows_per_chunk
+from .logits import chunk_logits_with_slope, probabilities
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

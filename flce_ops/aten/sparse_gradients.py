@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.aten.chunks import product_dtype
-from flce_ops.aten.gradients import GradientAccumulator
-from flce_ops.math.sparse_gradient import LIVE, Draws, Shard, keep_entries, keep_tiles
-from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ..math.sparse_gradient import LIVE, Draws, Shard, keep_entries, keep_tiles
+from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from .chunks import product_dtype
+from .gradients import GradientAccumulator
 
 # N tokens, n rows of a chunk, V vocabulary
 

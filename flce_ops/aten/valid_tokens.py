@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.math.topk import tokens_that_count
-from flce_ops.meta.call import Arguments
-from flce_ops.meta.results import AtIgnored
-from flce_ops.objectives.row import RowObjective
-from flce_ops.support.target_range import assert_in_range, in_range
+from ..math.topk import tokens_that_count
+from ..meta.call import Arguments
+from ..meta.results import AtIgnored
+from ..objectives.row import RowObjective
+from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n of them that are not ignored, K classes of a target, D hidden, V vocabulary
 

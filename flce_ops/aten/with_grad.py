@@ -10,32 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.aten.chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
-from flce_ops.aten.gradients import GradientAccumulator, rows_beside_gradients
-from flce_ops.aten.logits import (
-    activate_with_slope,
-    add_target_and_sum,
-    apply_slope,
-    two_sum,
-    upcast,
-    weighted_logits,
-)
-from flce_ops.aten.row_statistics import exponentiate_with_statistics, extra_matrices
-from flce_ops.aten.sparse_gradients import (
-    SparseAccumulator,
-    draws_of,
-    needs_exact,
-    whole_tiles,
-)
-from flce_ops.aten.valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
-from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import LogitOperands, Operands, TokenStatistics, changed
-from flce_ops.math.reduction import Reduction
-from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
-from flce_ops.math.sparse_gradient import Draws, Shard
-from flce_ops.math.topk import beside_topk
-from flce_ops.meta.arguments import (
+from .. import meta
+from ..math.log_probs import surprisal
+from ..math.options import LogitOperands, Operands, TokenStatistics, changed
+from ..math.reduction import Reduction
+from ..math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
+from ..math.sparse_gradient import Draws, Shard
+from ..math.topk import beside_topk
+from ..meta.arguments import (
     LogitsWithGrad,
     LowRankWithGrad,
     PolicyWithGrad,
@@ -43,10 +25,28 @@ from flce_ops.meta.arguments import (
     VocabParallelWithGrad,
     WithGrad,
 )
-from flce_ops.meta.call import takes
-from flce_ops.objectives.cross_entropy import cross_entropy_of, topk_weights
-from flce_ops.objectives.row import RowObjective
-from flce_ops.support.readable import copy_bytes
+from ..meta.call import takes
+from ..objectives.cross_entropy import cross_entropy_of, topk_weights
+from ..objectives.row import RowObjective
+from ..support.readable import copy_bytes
+from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
+from .gradients import GradientAccumulator, rows_beside_gradients
+from .logits import (
+    activate_with_slope,
+    add_target_and_sum,
+    apply_slope,
+    two_sum,
+    upcast,
+    weighted_logits,
+)
+from .row_statistics import exponentiate_with_statistics, extra_matrices
+from .sparse_gradients import (
+    SparseAccumulator,
+    draws_of,
+    needs_exact,
+    whole_tiles,
+)
+from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flce_ops.distributed.local import SumOverRanks, globalize, localize
-from flce_ops.distributed.one_rank import OneRank
-from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.checks import check_dense
-from flce_ops.support.holes import refuse_hole
+from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
+from ..math.sparse_gradient import SparseGradient
+from ..meta.checks import check_dense
+from ..support.holes import refuse_hole
+from .local import SumOverRanks, globalize, localize
+from .one_rank import OneRank
 
 # N tokens of this rank, K classes of a target, V vocabulary, v of them on this rank, D hidden
 

@@ -15,17 +15,17 @@ therefore has to be the same on all ranks.
 import torch
 from torch import Tensor
 
-from flce_ops.distributed.layout import Layout
-from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
-from flce_ops.math.options import TokenLosses, TokenStatistics
-from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import VocabParallelWithGrad
-from flce_ops.objectives.cross_entropy import losses_of_rows
-from flce_ops.ops.call_facts import needs_gradient, options_in_facts, sharding_of
-from flce_ops.ops.function import OPERANDS
-from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.support.holes import refuse_hole
+from ..math.options import TokenLosses, TokenStatistics
+from ..math.reduction import Reduction
+from ..meta.arguments import VocabParallelWithGrad
+from ..objectives.cross_entropy import losses_of_rows
+from ..ops.call_facts import needs_gradient, options_in_facts, sharding_of
+from ..ops.function import OPERANDS
+from ..ops.made_in_forward import MadeInForward
+from ..ops.paths import gradients_in_the_same_pass
+from ..support.holes import refuse_hole
+from .layout import Layout
+from .vocab_parallel import vocab_parallel_rows
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 

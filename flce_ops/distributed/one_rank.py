@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.math import reduction
-from flce_ops.math.options import Operands
+from ..math import reduction
+from ..math.options import Operands
 
 # N tokens of this rank, K classes of a target, D hidden, V vocabulary, v of them on this rank
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
-from flce_ops.aten.logits import activate_with_slope
-from flce_ops.distributed.layout import Layout
-from flce_ops.math.options import LogitOperands, TokenLosses
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.shards import argmax_of_shards, lse_of_shards
-from flce_ops.math.statistics import Rows, asked_of_forward
-from flce_ops.math.topk import in_columns
-from flce_ops.ops.autograd import finite_in_empty_rows
+from ..aten.logits import activate_with_slope
+from ..math.options import LogitOperands, TokenLosses
+from ..math.precision import accumulation_dtype
+from ..math.shards import argmax_of_shards, lse_of_shards
+from ..math.statistics import Rows, asked_of_forward
+from ..math.topk import in_columns
+from ..ops.autograd import finite_in_empty_rows
+from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 

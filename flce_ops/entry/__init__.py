@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from flce_ops import ops as ops  # registers the inner operators
-from flce_ops.entry import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
-from flce_ops.meta.call import Arguments
-from flce_ops.objectives.row import RowObjective
-from flce_ops.ops.autocast import autocast_kernel
-from flce_ops.ops.library import library
-from flce_ops.support.holes import refuse_hole
+from .. import ops as ops  # registers the inner operators
+from ..meta.call import Arguments
+from ..objectives.row import RowObjective
+from ..ops.autocast import autocast_kernel
+from ..ops.library import library
+from ..support.holes import refuse_hole
+from . import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
 
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from flce_ops.support.holes import refuse_hole
+from ..support.holes import refuse_hole
 
 Function = TypeVar("Function", bound=Callable)
 

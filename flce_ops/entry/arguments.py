@@ -10,14 +10,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from flce_ops.entry.refusals import wants_gradient
-from flce_ops.entry.schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, RowLoss
-from flce_ops.math import options
-from flce_ops.math.kl_div_arguments import KlDivOperands
-from flce_ops.math.options import Number
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.checks import (
+from ..math import options
+from ..math.kl_div_arguments import KlDivOperands
+from ..math.options import Number
+from ..math.precision import accumulation_dtype
+from ..math.sparse_gradient import SparseGradient
+from ..meta.checks import (
     SUPPORTED_DTYPES,
     TARGET_DTYPES,
     check_constants,
@@ -29,12 +27,14 @@ from flce_ops.meta.checks import (
     check_target_dtype,
     refuse_dtype,
 )
-from flce_ops.meta.kl_div_checks import check_no_teacher_gradient, check_teacher
-from flce_ops.meta.sparse_checks import check_sparse, check_sparse_options
-from flce_ops.objectives import class_probabilities, cross_entropy
-from flce_ops.objectives.row import RowObjective
-from flce_ops.support.holes import refuse_hole
-from flce_ops.support.torch_private import has_tangent
+from ..meta.kl_div_checks import check_no_teacher_gradient, check_teacher
+from ..meta.sparse_checks import check_sparse, check_sparse_options
+from ..objectives import class_probabilities, cross_entropy
+from ..objectives.row import RowObjective
+from ..support.holes import refuse_hole
+from ..support.torch_private import has_tangent
+from .refusals import wants_gradient
+from .schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, RowLoss
 
 OP = "linear_cross_entropy"
 RANGES = options.RANGES | cross_entropy.RANGES

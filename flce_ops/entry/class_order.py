@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce_ops.entry.schemas import CrossEntropy
-from flce_ops.math.options import TokenStatistics
-from flce_ops.meta.checks import check_device
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.torch_private import check_value
+from ..math.options import TokenStatistics
+from ..meta.checks import check_device
+from ..support.dtensor import any_dtensor
+from ..support.torch_private import check_value
+from .schemas import CrossEntropy
 
 # N tokens, V vocabulary
 

@@ -8,15 +8,15 @@ class weights are not in its denominator.
 import torch
 from torch import Tensor
 
-from flce_ops.distributed.one_rank import OneRank
-from flce_ops.entry.arguments import check_arguments
-from flce_ops.entry.kl_div import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
-from flce_ops.entry.schemas import CrossEntropy
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import logit_options, scalar
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import quotient, row_factor
-from flce_ops.objectives.class_probabilities import smoothed_and_weighted
+from ..distributed.one_rank import OneRank
+from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ..math.options import logit_options, scalar
+from ..math.precision import accumulation_dtype
+from ..math.reduction import quotient, row_factor
+from ..objectives.class_probabilities import smoothed_and_weighted
+from .arguments import check_arguments
+from .kl_div import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
+from .schemas import CrossEntropy
 
 # N tokens, D hidden, V vocabulary
 

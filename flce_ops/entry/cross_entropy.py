@@ -10,20 +10,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce_ops.entry.arguments import OP, check_arguments, check_main_grad
-from flce_ops.entry.class_order import check_class_order, in_class_order, in_order_of_ids
-from flce_ops.entry.class_probabilities import loss_of_probabilities
-from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
-from flce_ops.entry.metrics import accuracy_and_top1
-from flce_ops.entry.positions import losses_of_positions
-from flce_ops.entry.refusals import features_of, refuse
-from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics
-from flce_ops.math.options import Statistics, TokenLosses, TokenStatistics
-from flce_ops.math.reduction import Reduction
-from flce_ops.meta.main_grad import check_main_grad as check_buffer
-from flce_ops.ops.call_facts import needs_gradient, options_in_facts
-from flce_ops.ops.paths import gradients_in_the_same_pass
-from flce_ops.support.dtensor import any_dtensor
+from ..math.options import Statistics, TokenLosses, TokenStatistics
+from ..math.reduction import Reduction
+from ..meta.main_grad import check_main_grad as check_buffer
+from ..ops.call_facts import needs_gradient, options_in_facts
+from ..ops.paths import gradients_in_the_same_pass
+from ..support.dtensor import any_dtensor
+from .arguments import OP, check_arguments, check_main_grad
+from .class_order import check_class_order, in_class_order, in_order_of_ids
+from .class_probabilities import loss_of_probabilities
+from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
+from .metrics import accuracy_and_top1
+from .positions import losses_of_positions
+from .refusals import features_of, refuse
+from .schemas import CrossEntropy, CrossEntropyMetrics
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 
@@ -66,7 +66,7 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     problem = token_losses(call, operands, asked, **others)
     with_grad: WithGrad | None = None
     if layout.splits_vocabulary:
-        from flce_ops.distributed import one_pass
+        from ..distributed import one_pass
 
         if call.reduction != "none" and one_pass.applies(cast(Any, layout), problem):
             with_grad = partial(one_pass.loss, cast(Any, layout))

@@ -7,17 +7,17 @@ logits nor weights move. The teacher's weight is laid out like the student's.
 import torch
 from torch import Tensor
 
-from flce_ops.distributed.one_rank import OneRank
-from flce_ops.entry.arguments import check_divergence, check_ranges
-from flce_ops.entry.loss import layout_of_call, weightless
-from flce_ops.entry.schemas import KlDiv
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import LogitNumbers, Number, logit_options, scalar
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, row_factor, weighted_sum
-from flce_ops.meta.kl_div_checks import check_kind
-from flce_ops.ops.call_facts import needs_gradient
-from flce_ops.ops.paths import gradients_in_the_same_pass
+from ..distributed.one_rank import OneRank
+from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ..math.options import LogitNumbers, Number, logit_options, scalar
+from ..math.precision import accumulation_dtype
+from ..math.reduction import mean_denominator, row_factor, weighted_sum
+from ..meta.kl_div_checks import check_kind
+from ..ops.call_facts import needs_gradient
+from ..ops.paths import gradients_in_the_same_pass
+from .arguments import check_divergence, check_ranges
+from .loss import layout_of_call, weightless
+from .schemas import KlDiv
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

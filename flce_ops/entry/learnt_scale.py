@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from flce_ops.math.options import Number
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.checks import check_device
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.holes import refuse_hole
-from flce_ops.support.torch_private import check_value, forward_mode_is_active
+from ..math.options import Number
+from ..math.precision import accumulation_dtype
+from ..meta.checks import check_device
+from ..support.dtensor import any_dtensor
+from ..support.holes import refuse_hole
+from ..support.torch_private import check_value, forward_mode_is_active
 
 
 def apply_learnt_scale(

@@ -9,13 +9,13 @@ With K classes a token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log
 
 from torch import Tensor
 
-from flce_ops.entry.arguments import check_head
-from flce_ops.entry.loss import layout_of_call, rows_of
-from flce_ops.entry.schemas import LogProbs
-from flce_ops.math.log_probs import log_probs_of_rows
-from flce_ops.math.options import Statistics, TokenLosses, logit_options
-from flce_ops.math.statistics import asked_of_forward
-from flce_ops.objectives.cross_entropy import LossOptions
+from ..math.log_probs import log_probs_of_rows
+from ..math.options import Statistics, TokenLosses, logit_options
+from ..math.statistics import asked_of_forward
+from ..objectives.cross_entropy import LossOptions
+from .arguments import check_head
+from .loss import layout_of_call, rows_of
+from .schemas import LogProbs
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 

@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flce_ops.entry.arguments import check_logits
-from flce_ops.entry.loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
-from flce_ops.entry.metrics import accuracy_and_top1
-from flce_ops.entry.schemas import LogitsCrossEntropy
-from flce_ops.math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
-from flce_ops.math.reduction import Reduction
-from flce_ops.ops.cross_entropy_autograd import remember_handed_over
-from flce_ops.ops.paths import path_of_given_logits
+from ..math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
+from ..math.reduction import Reduction
+from ..ops.cross_entropy_autograd import remember_handed_over
+from ..ops.paths import path_of_given_logits
+from .arguments import check_logits
+from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
+from .metrics import accuracy_and_top1
+from .schemas import LogitsCrossEntropy
 
 # N tokens, V vocabulary
 

@@ -26,10 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce_ops.distributed.one_rank import OneRank
-from flce_ops.entry.refusals import features_of, refuse
-from flce_ops.entry.schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
-from flce_ops.math.options import (
+from ..distributed.one_rank import OneRank
+from ..math.options import (
     LogitOperands,
     Operands,
     Statistics,
@@ -38,14 +36,16 @@ from flce_ops.math.options import (
     logit_options,
     scalar,
 )
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from flce_ops.math.statistics import Rows, asked_of_forward
-from flce_ops.math.topk import beside_topk
-from flce_ops.meta.call import Arguments
-from flce_ops.objectives.cross_entropy import loss_options, losses_of_rows
-from flce_ops.ops.autocast import autocast_call
-from flce_ops.support.torch_private import autocast_is_active, differentiated
+from ..math.precision import accumulation_dtype
+from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
+from ..math.statistics import Rows, asked_of_forward
+from ..math.topk import beside_topk
+from ..meta.call import Arguments
+from ..objectives.cross_entropy import loss_options, losses_of_rows
+from ..ops.autocast import autocast_call
+from ..support.torch_private import autocast_is_active, differentiated
+from .refusals import features_of, refuse
+from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
 
 # N tokens, V vocabulary
 
@@ -64,7 +64,7 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
     refuse(op, call, features)
     layout = OneRank()
     if "DTensors" in features:
-        from flce_ops.distributed.layout import layout_of_arguments  # torch.distributed.tensor: only for its users
+        from ..distributed.layout import layout_of_arguments  # torch.distributed.tensor: only for its users
 
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
@@ -84,7 +84,7 @@ def token_losses(
 
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if layout.splits_vocabulary:
-        from flce_ops.distributed.vocab_parallel import vocab_parallel_rows
+        from ..distributed.vocab_parallel import vocab_parallel_rows
 
         return vocab_parallel_rows(cast(Any, layout), problem)
     softcap, logit_scale = problem.logits

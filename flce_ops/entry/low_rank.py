@@ -14,15 +14,15 @@ import functools
 import torch
 from torch import Tensor
 
-from flce_ops.entry.arguments import OP, check_arguments
-from flce_ops.entry.cross_entropy import composite as composite_of_head
-from flce_ops.entry.loss import Found, layout_of_call, loss_of_tokens, token_losses
-from flce_ops.entry.schemas import CrossEntropy, LowRankCrossEntropy
-from flce_ops.math.options import LowRankOperands, Statistics, TokenLosses
-from flce_ops.math.reduction import Reduction
-from flce_ops.meta.checks import check_device, check_per_class, check_target_dtype
-from flce_ops.ops.call_facts import needs_gradient, options_in_facts
-from flce_ops.ops.paths import path_of_pair
+from ..math.options import LowRankOperands, Statistics, TokenLosses
+from ..math.reduction import Reduction
+from ..meta.checks import check_device, check_per_class, check_target_dtype
+from ..ops.call_facts import needs_gradient, options_in_facts
+from ..ops.paths import path_of_pair
+from .arguments import OP, check_arguments
+from .cross_entropy import composite as composite_of_head
+from .loss import Found, layout_of_call, loss_of_tokens, token_losses
+from .schemas import CrossEntropy, LowRankCrossEntropy
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 

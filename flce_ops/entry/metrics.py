@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_ops.math.options import Number, Statistics
-from flce_ops.math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from flce_ops.support.dtensor import any_dtensor
+from ..math.options import Number, Statistics
+from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
+from ..support.dtensor import any_dtensor
 
 # of torch.ops.flce.linear_cross_entropy_metrics, behind the loss
 RESULTS = ("token_accuracy", "is_top1", *Statistics._fields)
@@ -51,7 +51,7 @@ def by_name(names: Sequence[str], results: Sequence[Tensor], z_loss: Number) -> 
 def accuracy_and_top1(argmax: Any, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:  # (), (...)
     """The first of all tokens; DTensors where the argmax is one, whose rank has the tokens of `target` beside it."""
     if any_dtensor(argmax):
-        from flce_ops.distributed.layout import accuracy_and_top1 as of_ranks
+        from ..distributed.layout import accuracy_and_top1 as of_ranks
 
         return of_ranks(argmax, target, ignore_index)
     is_top1 = target_is_argmax(argmax, target, ignore_index)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_ops.meta.checks import check_dense, check_per_class
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.holes import refuse_hole
+from ..meta.checks import check_dense, check_per_class
+from ..support.dtensor import any_dtensor
+from ..support.holes import refuse_hole
 
 # D and E hidden sizes of student and teacher, V classes of one of them, padding included
 

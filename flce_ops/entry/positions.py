@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_ops.entry.arguments import OP, check_normalizer, check_reduction
-from flce_ops.entry.schemas import CrossEntropy
-from flce_ops.math.options import Statistics, TokenStatistics, scalar
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import mean_denominator, nan_for_nothing
-from flce_ops.meta.checks import check_dense, check_device, check_per_class
+from ..math.options import Statistics, TokenStatistics, scalar
+from ..math.precision import accumulation_dtype
+from ..math.reduction import mean_denominator, nan_for_nothing
+from ..meta.checks import check_dense, check_device, check_per_class
+from .arguments import OP, check_normalizer, check_reduction
+from .schemas import CrossEntropy
 
 # D hidden, V vocabulary; (...) tokens, (d...) positions
 

@@ -11,11 +11,11 @@ All other combinations are implemented. What is new and does not go with everyth
 import sys
 from typing import Any
 
-from flce_ops.entry.schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
-from flce_ops.ops.call_facts import needs_gradient
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.holes import not_implemented
-from flce_ops.support.torch_private import functorch_is_active
+from ..ops.call_facts import needs_gradient
+from ..support.dtensor import any_dtensor
+from ..support.holes import not_implemented
+from ..support.torch_private import functorch_is_active
+from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
 

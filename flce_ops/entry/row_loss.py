@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.distributed.one_rank import OneRank
-from flce_ops.entry.arguments import check_row_loss
-from flce_ops.entry.loss import layout_of_call, loss_of_tokens, rows_of
-from flce_ops.entry.schemas import RowLoss
-from flce_ops.math.log_probs import log_probs_of_targets
-from flce_ops.math.options import TokenLosses, changed, logit_options
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import ROW_LOSSES
-from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.row import RowObjective
-from flce_ops.ops.call_facts import needs_gradient
-from flce_ops.ops.paths import gradients_in_the_same_pass
+from ..distributed.one_rank import OneRank
+from ..math.log_probs import log_probs_of_targets
+from ..math.options import TokenLosses, changed, logit_options
+from ..math.precision import accumulation_dtype
+from ..math.reduction import Reduction
+from ..meta.arguments import ROW_LOSSES
+from ..objectives.cross_entropy import LossOptions
+from ..objectives.row import RowObjective
+from ..ops.call_facts import needs_gradient
+from ..ops.paths import gradients_in_the_same_pass
+from .arguments import check_row_loss
+from .loss import layout_of_call, loss_of_tokens, rows_of
+from .schemas import RowLoss
 
 # N tokens, D hidden, V vocabulary
 

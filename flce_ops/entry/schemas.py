@@ -4,11 +4,11 @@ import types
 
 from torch import Tensor
 
-from flce_ops.math.options import LogitNumbers, OptionalScalar, Scalar, Statistics
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.call import Arguments
-from flce_ops.objectives.cross_entropy import LossNumbers
-from flce_ops.objectives.row import Nothing, RowObjective
+from ..math.options import LogitNumbers, OptionalScalar, Scalar, Statistics
+from ..math.sparse_gradient import SparseGradient
+from ..meta.call import Arguments
+from ..objectives.cross_entropy import LossNumbers
+from ..objectives.row import Nothing, RowObjective
 
 # N tokens, K classes of a target, D and E hidden sizes of student and teacher, V vocabulary
 

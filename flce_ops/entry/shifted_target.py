@@ -11,10 +11,10 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_ops.entry.arguments import resolve_ignore_index
-from flce_ops.meta.checks import check_dense
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.holes import refuse_hole
+from ..meta.checks import check_dense
+from ..support.dtensor import any_dtensor
+from ..support.holes import refuse_hole
+from .arguments import resolve_ignore_index
 
 # T tokens of a sequence, D hidden, V vocabulary
 
@@ -45,7 +45,7 @@ def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
     """Of a DTensor whose ranks hold whole sequences; where input's tokens are does not matter here."""
     from torch.distributed.tensor import DTensor, Shard  # only for its users
 
-    from flce_ops.distributed.layout import describe, globalize, splits
+    from ..distributed.layout import describe, globalize, splits
 
     assert isinstance(labels, DTensor)
     for ranks, placement in zip(labels.device_mesh.shape, labels.placements):

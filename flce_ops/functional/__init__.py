@@ -11,11 +11,11 @@ public.py       a public function, made of its signature; the operator that it c
 keywords.py     their keyword arguments, for overloads
 """
 
-from flce_ops.functional.kl_div import linear_kl_div
-from flce_ops.functional.log_probs import LinearLogProbs, linear_log_probs
-from flce_ops.functional.logits import cross_entropy
-from flce_ops.functional.loss import LinearCrossEntropyMetrics, linear_cross_entropy
-from flce_ops.functional.policy import LinearPolicyResult, linear_policy_loss
+from .kl_div import linear_kl_div
+from .log_probs import LinearLogProbs, linear_log_probs
+from .logits import cross_entropy
+from .loss import LinearCrossEntropyMetrics, linear_cross_entropy
+from .policy import LinearPolicyResult, linear_policy_loss
 
 __all__ = [
     "LinearCrossEntropyMetrics",

@@ -4,8 +4,8 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from flce_ops.entry.arguments import ReductionName
-from flce_ops.math.sparse_gradient import Mode, Operand
+from ..entry.arguments import ReductionName
+from ..math.sparse_gradient import Mode, Operand
 
 # K classes of a token, D hidden, V vocabulary
 

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_ops.entry.arguments import ReductionName
-from flce_ops.entry.kl_div import OP
-from flce_ops.entry.padded_vocabulary import first_classes
-from flce_ops.functional.public import call_entry, public
-from flce_ops.objectives.divergence import Kind
+from ..entry.arguments import ReductionName
+from ..entry.kl_div import OP
+from ..entry.padded_vocabulary import first_classes
+from ..objectives.divergence import Kind
+from .public import call_entry, public
 
 # N tokens, D and E hidden, V vocabulary
 

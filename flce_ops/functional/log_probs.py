@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_ops.entry import metrics
-from flce_ops.entry.log_probs import OP
-from flce_ops.functional.keywords import LogProbsKeywords
-from flce_ops.functional.public import call_entry, public
-from flce_ops.math.sparse_gradient import Mode, Operand
+from ..entry import metrics
+from ..entry.log_probs import OP
+from ..math.sparse_gradient import Mode, Operand
+from .keywords import LogProbsKeywords
+from .public import call_entry, public
 
 # N tokens, K classes of a token, D hidden, V vocabulary
 

@@ -5,11 +5,11 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_ops.entry.arguments import ReductionName
-from flce_ops.entry.logits import OP
-from flce_ops.functional.keywords import LogitsKeywords
-from flce_ops.functional.loss import LinearCrossEntropyMetrics
-from flce_ops.functional.public import call_entry, public
+from ..entry.arguments import ReductionName
+from ..entry.logits import OP
+from .keywords import LogitsKeywords
+from .loss import LinearCrossEntropyMetrics
+from .public import call_entry, public
 
 # N tokens, V vocabulary
 

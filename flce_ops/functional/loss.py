@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_ops.entry import metrics
-from flce_ops.entry.arguments import OP, ReductionName, check_torch_options
-from flce_ops.functional.keywords import CrossEntropyKeywords
-from flce_ops.functional.public import call_entry, public
-from flce_ops.math.sparse_gradient import Mode, Operand
+from ..entry import metrics
+from ..entry.arguments import OP, ReductionName, check_torch_options
+from ..math.sparse_gradient import Mode, Operand
+from .keywords import CrossEntropyKeywords
+from .public import call_entry, public
 
 # N tokens, D hidden, V vocabulary
 

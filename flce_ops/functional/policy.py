@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_ops.entry.arguments import ReductionName
-from flce_ops.functional.public import call_entry, public
-from flce_ops.math.sparse_gradient import Mode, Operand
-from flce_ops.objectives.policy import KlEstimator, Objective
+from ..entry.arguments import ReductionName
+from ..math.sparse_gradient import Mode, Operand
+from ..objectives.policy import KlEstimator, Objective
+from .public import call_entry, public
 
 # N tokens, D hidden, V vocabulary
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flce_ops.entry import BODIES, ENTRIES
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import resolve_ignore_index
-from flce_ops.entry.learnt_scale import apply_learnt_scale
-from flce_ops.entry.shifted_target import shifted_target
-from flce_ops.math.options import normalizer_tensor
-from flce_ops.support import rank_check
-from flce_ops.support.dtensor import any_dtensor
+from ..entry import BODIES, ENTRIES
+from ..entry.argument_types import typed
+from ..entry.arguments import resolve_ignore_index
+from ..entry.learnt_scale import apply_learnt_scale
+from ..entry.shifted_target import shifted_target
+from ..math.options import normalizer_tensor
+from ..support import rank_check
+from ..support.dtensor import any_dtensor
 
 Function = TypeVar("Function", bound=Callable)
 REQUIRED = object()

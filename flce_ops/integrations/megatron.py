@@ -1,6 +1,6 @@
 """Megatron's gradient_accumulation_fusion: the head's gradient goes to `weight.main_grad`, inside the GEMM.
 
-    from flce_ops.integrations.megatron import linear_cross_entropy
+    from .megatron import linear_cross_entropy
 
     loss = linear_cross_entropy(hidden, output_layer.weight, labels, reduction="sum")
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops import functional
+from .. import functional
 
 # D hidden, V vocabulary
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.sparse_checks import check_sparse_options
+from ..math.sparse_gradient import SparseGradient
+from ..meta.sparse_checks import check_sparse_options
 
 
 def check_threshold(op: str, gradient_threshold: float) -> None:

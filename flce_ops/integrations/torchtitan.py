@@ -1,6 +1,6 @@
 """torchtitan: a loss for its Trainer, in place of ChunkedLossWrapper.
 
-    from flce_ops.integrations.torchtitan import LinearCrossEntropyLoss
+    from .torchtitan import LinearCrossEntropyLoss
 
     config = llama3_8b()
     config.loss = LinearCrossEntropyLoss.Config()
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 
-from flce_ops.functional import linear_cross_entropy
+from ..functional import linear_cross_entropy
 
 # B batch, T tokens, D hidden, V vocabulary
 

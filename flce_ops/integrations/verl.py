@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.functional import linear_log_probs
-from flce_ops.integrations.places import Place, Replacements
+from ..functional import linear_log_probs
+from .places import Place, Replacements
 
 # B batch, T tokens, D hidden, V vocabulary
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from flce_ops.math.topk import repeats
+from .topk import repeats
 
 # K classes of a target (..., K)
 

@@ -20,8 +20,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import SymFloat, Tensor
 
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.sparse_gradient import SparseGradient
+from .precision import accumulation_dtype
+from .sparse_gradient import SparseGradient
 
 # N tokens, K classes, D hidden, V vocabulary (a rank's part of it where it is sharded)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from flce_ops.support.torch_private import apply_function, functorch_is_active
+from ..support.torch_private import apply_function, functorch_is_active
 
 # N tokens, V vocabulary
 

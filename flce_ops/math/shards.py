@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Statistics, TokenStatistics, changed
-from flce_ops.math.statistics import statistics_of_shards
-from flce_ops.math.topk import in_columns, tokens_that_count
-from flce_ops.support.exchange import all_gather
+from ..support.exchange import all_gather
+from .options import Statistics, TokenStatistics, changed
+from .statistics import statistics_of_shards
+from .topk import in_columns, tokens_that_count
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it
 

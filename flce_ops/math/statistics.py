@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Statistics, TokenStatistics, changed
+from .options import Statistics, TokenStatistics, changed
 
 # N tokens, R ranks that share the vocabulary
 

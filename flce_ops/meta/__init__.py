@@ -12,7 +12,7 @@ main_grad.py, sparse_checks.py   of a buffer that a gradient is added to; of a s
 kl_div_checks.py                 of a divergence's operands
 """
 
-from flce_ops.math.options import saved_columns
-from flce_ops.meta.outputs import Gradients, Outputs, outputs
+from ..math.options import saved_columns
+from .outputs import Gradients, Outputs, outputs
 
 __all__ = ["Gradients", "Outputs", "outputs", "saved_columns"]

@@ -7,8 +7,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import (
+from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ..math.options import (
     Cotangents,
     LogitOperands,
     LogitOptions,
@@ -16,10 +16,12 @@ from flce_ops.math.options import (
     Operands,
     Statistics,
 )
-from flce_ops.math.reduction import Reduction
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta.call import Arguments
-from flce_ops.meta.results import (
+from ..math.reduction import Reduction
+from ..math.sparse_gradient import SparseGradient
+from ..objectives.cross_entropy import LossOptions
+from ..objectives.row import Nothing, RowObjective
+from .call import Arguments
+from .results import (
     ZERO_COLUMN,
     Result,
     class_index,
@@ -28,8 +30,6 @@ from flce_ops.meta.results import (
     token,
     topk,
 )
-from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.row import Nothing, RowObjective
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from flce_ops.meta.results import AtIgnored, Result
-from flce_ops.support.path import Choice
+from ..support.path import Choice
+from .results import AtIgnored, Result
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Operands
-from flce_ops.math.reduction import Reduction
-from flce_ops.support.holes import refuse_hole
+from ..math.options import Operands
+from ..math.reduction import Reduction
+from ..support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from flce_ops.math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
-from flce_ops.meta.checks import check_dense, check_device, check_linear
-from flce_ops.objectives.divergence import KINDS
-from flce_ops.support.holes import refuse_hole
+from ..math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
+from ..objectives.divergence import KINDS
+from ..support.holes import refuse_hole
+from .checks import check_dense, check_device, check_linear
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

@@ -2,9 +2,9 @@
 
 from torch import SymInt, Tensor
 
-from flce_ops.math.options import Operands
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.meta.checks import check_dense
+from ..math.options import Operands
+from ..math.precision import accumulation_dtype
+from .checks import check_dense
 
 # D hidden, V vocabulary
 

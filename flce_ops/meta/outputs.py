@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import KlDivOperands
-from flce_ops.math.options import Cotangents, LogitOperands, LowRankOperands, Operands
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.sparse_gradient import SparseGradient
-from flce_ops.meta import kl_div_checks
-from flce_ops.meta.arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
-from flce_ops.meta.call import Arguments
-from flce_ops.meta.checks import (
+from ..math.kl_div_arguments import KlDivOperands
+from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands
+from ..math.precision import accumulation_dtype
+from ..math.sparse_gradient import SparseGradient
+from ..objectives.row import RowObjective
+from ..support.holes import refuse_hole
+from . import kl_div_checks
+from .arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
+from .call import Arguments
+from .checks import (
     SUPPORTED_DTYPES,
     check_denominator,
     check_dense,
@@ -31,11 +33,9 @@ from flce_ops.meta.checks import (
     check_target_dtype,
     refuse_dtype,
 )
-from flce_ops.meta.main_grad import check_main_grad
-from flce_ops.meta.results import Result
-from flce_ops.meta.sparse_checks import check_sparse
-from flce_ops.objectives.row import RowObjective
-from flce_ops.support.holes import refuse_hole
+from .main_grad import check_main_grad
+from .results import Result
+from .sparse_checks import check_sparse
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
 

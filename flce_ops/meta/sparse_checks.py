@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import MODES, OPERANDS, SparseGradient
-from flce_ops.meta.checks import check_device
-from flce_ops.support.holes import refuse_hole
+from ..math.sparse_gradient import MODES, OPERANDS, SparseGradient
+from ..support.holes import refuse_hole
+from .checks import check_device
 
 
 def check_sparse_options(op: str, sparse: SparseGradient) -> None:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
-from flce_ops.math.reduction import class_weight_of
-from flce_ops.objectives.language import RowFunction, number, times
-from flce_ops.objectives.row import RowObjective
+from ..math.log_probs import surprisal
+from ..math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
+from ..math.reduction import class_weight_of
+from .language import RowFunction, number, times
+from .row import RowObjective
 
 # N tokens, K classes of each, V vocabulary
 

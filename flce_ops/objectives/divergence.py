@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from flce_ops.objectives.language import RowFunction, log, where
+from .language import RowFunction, log, where
 
 Kind = Literal["forward", "reverse", "jsd", "tv", "nla"]  # what linear_kl_div takes
 KINDS = get_args(Kind)

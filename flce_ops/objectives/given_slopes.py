@@ -1,7 +1,7 @@
 """An objective whose slopes are given: what backward brings for the numbers of a row, whatever made a loss of them."""
 
-from flce_ops.objectives.language import RowFunction, of_tokens, where
-from flce_ops.objectives.row import RowObjective
+from .language import RowFunction, of_tokens, where
+from .row import RowObjective
 
 
 class GivenSlopes(RowObjective):

@@ -59,7 +59,7 @@ class RowFunction:
         if self._jit is None:  # who runs kernels has imported Triton
             import triton
 
-            from flce_ops.objectives import in_triton
+            from . import in_triton
 
             source = self.source
             words = {word: getattr(in_triton, name) for word, name in (("tl", "tl"), *self.words.items())}

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from flce_ops.math.options import OptionalScalar, Ranges, Scalar, scalar, scalar_unless
-from flce_ops.objectives.language import RowFunction, clamp, constant, exp, expm1, number, of_tokens, where
-from flce_ops.objectives.row import RowObjective
+from ..math.options import OptionalScalar, Ranges, Scalar, scalar, scalar_unless
+from .language import RowFunction, clamp, constant, exp, expm1, number, of_tokens, where
+from .row import RowObjective
 
 # N tokens, D hidden, V vocabulary
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Cotangents, Ranges, changed, scalar
-from flce_ops.math.topk import beside_topk
-from flce_ops.objectives.language import RowFunction, times
+from ..math.options import Cotangents, Ranges, changed, scalar
+from ..math.topk import beside_topk
+from .language import RowFunction, times
 
 # N tokens, K classes of each
 

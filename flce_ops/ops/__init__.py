@@ -12,4 +12,4 @@ grad_output.py                   gradients that forward made, times the factor t
 autocast.py, flops.py            kernels on autocast's keys; formulas for torch.utils.flop_counter
 """
 
-from flce_ops.ops import flops as flops  # registers the operators, and their formulas
+from . import flops as flops  # registers the operators, and their formulas

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import TEACHER
-from flce_ops.meta.call import Arguments
-from flce_ops.meta.checks import is_dense
-from flce_ops.support.torch_private import without_autocast
+from ..math.kl_div_arguments import TEACHER
+from ..meta.call import Arguments
+from ..meta.checks import is_dense
+from ..support.torch_private import without_autocast
 
 OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank_weight", *TEACHER[:3]}
 

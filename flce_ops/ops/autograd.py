@@ -11,25 +11,25 @@ double_backward    saves its arguments but the first three, in which         <- 
 import torch
 from torch import Tensor
 
-from flce_ops.aten.backward_tangent import Direction, backward_tangent
-from flce_ops.math.options import Cotangents
-from flce_ops.meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
-from flce_ops.ops.call_facts import facts_of
-from flce_ops.ops.function import (
-    OPERANDS,
-    OperatorFunction,
-    wanted,
-    where_wanted,
-)
-from flce_ops.ops.paths import choice_of
-from flce_ops.ops.saved_logits import saved_rows
-from flce_ops.support.holes import refuse_hole
-from flce_ops.support.torch_private import (
+from ..aten.backward_tangent import Direction, backward_tangent
+from ..math.options import Cotangents
+from ..meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
+from ..support.holes import refuse_hole
+from ..support.torch_private import (
     differentiated,
     runs_in_this_backward,
     save_without_version_check,
     traced_input,
 )
+from .call_facts import facts_of
+from .function import (
+    OPERANDS,
+    OperatorFunction,
+    wanted,
+    where_wanted,
+)
+from .paths import choice_of
+from .saved_logits import saved_rows
 
 # N tokens, D hidden, V vocabulary
 

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import LogitOperands, LogitOptions, LowRankOperands
-from flce_ops.math.shards import shard_rows
-from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
-from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.support.torch_private import (
+from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ..math.options import LogitOperands, LogitOptions, LowRankOperands
+from ..math.shards import shard_rows
+from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ..objectives.cross_entropy import LossOptions
+from ..support.torch_private import (
     comes_from_outside_a_traced_graph,
     functorch_is_active,
     root_of,
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
-from flce_ops.support.vendor import device_type
+from ..support.vendor import device_type
 
 
 class CallFacts(NamedTuple):

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import Cotangents, LogitOptions
-from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.ops.function import OperatorFunction, save, wanted, where_wanted
-from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.support.holes import refuse_hole
-from flce_ops.support.torch_private import functorch_is_active, root_of
+from ..math.options import Cotangents, LogitOptions
+from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from ..support.holes import refuse_hole
+from ..support.torch_private import functorch_is_active, root_of
+from .function import OperatorFunction, save, wanted, where_wanted
+from .made_in_forward import MadeInForward
 
 # N tokens, V vocabulary
 

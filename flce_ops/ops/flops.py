@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from flce_ops.meta.arguments import DoubleBackward, LowRankWithGrad
-from flce_ops.meta.call import Arguments
-from flce_ops.ops.registration import OPERATORS
+from ..meta.arguments import DoubleBackward, LowRankWithGrad
+from ..meta.call import Arguments
+from .registration import OPERATORS
 
 # N tokens, D hidden, V vocabulary; shapes arrive in place of tensors
 

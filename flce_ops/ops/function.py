@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from flce_ops.math.kl_div_arguments import KlDivOptions
-from flce_ops.math.options import LogitOptions, numbers_of
-from flce_ops.meta.call import Arguments
-from flce_ops.objectives.cross_entropy import LossOptions
-from flce_ops.objectives.row import RowObjective
-from flce_ops.support.holes import refuse_hole
-from flce_ops.support.torch_private import (
+from ..math.kl_div_arguments import KlDivOptions
+from ..math.options import LogitOptions, numbers_of
+from ..meta.call import Arguments
+from ..objectives.cross_entropy import LossOptions
+from ..objectives.row import RowObjective
+from ..support.holes import refuse_hole
+from ..support.torch_private import (
     apply_function,
     below_autograd,
     forward_mode_is_active,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.support.torch_private import (
+from ..support.torch_private import (
     graph_is_kept_after_this_backward,
     is_batched,
     written_over_where_donated,
 )
-from flce_ops.support.vendor import device_type, has_triton, made_by_nvidia
+from ..support.vendor import device_type, has_triton, made_by_nvidia
 
 MULTIPLY = "linear_cross_entropy_upstream"
 
@@ -48,7 +48,7 @@ def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
     """On NVIDIA a kernel that leaves at once where the factor is 1."""
     nvidia = bool(made) and device_type(made[0]) == "cuda" and made_by_nvidia()
     if nvidia and made[0].dtype != torch.float64 and has_triton():
-        from flce_ops.triton import launch_scale_in_place
+        from ..triton import launch_scale_in_place
 
         launch_scale_in_place(made, factor)
     else:

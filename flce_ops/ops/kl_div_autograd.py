@@ -7,13 +7,13 @@
 The teacher is constant: it gets no gradient, and asking for one is refused.
 """
 
-from flce_ops.math.kl_div_arguments import TEACHER
-from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from flce_ops.meta.kl_div_checks import check_no_teacher_gradient
-from flce_ops.objectives.divergence import DIVERGENCES
-from flce_ops.ops.function import OPERANDS, OperatorFunction, wanted, where_wanted
-from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.support.holes import refuse_hole
+from ..math.kl_div_arguments import TEACHER
+from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from ..meta.kl_div_checks import check_no_teacher_gradient
+from ..objectives.divergence import DIVERGENCES
+from ..support.holes import refuse_hole
+from .function import OPERANDS, OperatorFunction, wanted, where_wanted
+from .made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
 

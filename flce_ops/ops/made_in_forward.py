@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flce_ops.ops.function import OperatorFunction, wanted, where_wanted
-from flce_ops.ops.grad_output import multiply_by_grad_output
-from flce_ops.support.holes import refuse_hole
+from ..support.holes import refuse_hole
+from .function import OperatorFunction, wanted, where_wanted
+from .grad_output import multiply_by_grad_output
 
 # N tokens
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LowRankOperands
-from flce_ops.meta.arguments import ROW_LOSSES
-from flce_ops.ops.call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
-from flce_ops.support.path import Choice
-from flce_ops.support.table import Condition, Path, choose
-from flce_ops.support.vendor import made_by_nvidia
+from ..math.options import LowRankOperands
+from ..meta.arguments import ROW_LOSSES
+from ..support.path import Choice
+from ..support.table import Condition, Path, choose
+from ..support.vendor import made_by_nvidia
+from .call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
 HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -30,25 +30,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flce_ops import meta
-from flce_ops.meta.arguments import Backward, Forward, VocabParallelWithGrad
-from flce_ops.meta.call import Arguments, takes
-from flce_ops.ops import (
+from .. import meta
+from ..meta.arguments import Backward, Forward, VocabParallelWithGrad
+from ..meta.call import Arguments, takes
+from ..support.compile_cache import keyed
+from ..support.running import running
+from . import (
     autograd,
     cross_entropy_autograd,
     kl_div_autograd,
     paths,
     with_grad_autograd,
 )
-from flce_ops.ops.autocast import autocast_kernel
-from flce_ops.ops.call_facts import facts_of
-from flce_ops.ops.function import OperatorFunction
-from flce_ops.ops.grad_output import MULTIPLY, multiply, multiply_in_place
-from flce_ops.ops.library import library
-from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.ops.saved_logits import saved_notes
-from flce_ops.support.compile_cache import keyed
-from flce_ops.support.running import running
+from .autocast import autocast_kernel
+from .call_facts import facts_of
+from .function import OperatorFunction
+from .grad_output import MULTIPLY, multiply, multiply_in_place
+from .library import library
+from .made_in_forward import MadeInForward
+from .saved_logits import saved_notes
 
 FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.ForwardFunction,

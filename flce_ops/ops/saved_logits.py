@@ -4,14 +4,14 @@ bytes.
 
 import torch
 
-from flce_ops.meta import saved_columns
-from flce_ops.meta.arguments import Backward, BackwardInPlace, Forward
-from flce_ops.meta.call import Arguments
-from flce_ops.ops.call_facts import CallFacts, loss_facts
-from flce_ops.ops.paths import PRODUCT_SAVED, SAVE_LOGITS, UNCAPPED
-from flce_ops.support.path import Choice
-from flce_ops.support.table import choose
-from flce_ops.support.workspace import rows_to_retain
+from ..meta import saved_columns
+from ..meta.arguments import Backward, BackwardInPlace, Forward
+from ..meta.call import Arguments
+from ..support.path import Choice
+from ..support.table import choose
+from ..support.workspace import rows_to_retain
+from .call_facts import CallFacts, loss_facts
+from .paths import PRODUCT_SAVED, SAVE_LOGITS, UNCAPPED
 
 
 def saved_rows(call: Forward) -> int:

@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flce_ops.math.log_probs import log_probs_of_targets, surprisal
-from flce_ops.math.options import Operands, Statistics, changed
-from flce_ops.math.precision import accumulation_dtype
-from flce_ops.math.reduction import Reduction
-from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
-from flce_ops.math.topk import tokens_that_count
-from flce_ops.meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
-from flce_ops.meta.checks import check_constants
-from flce_ops.objectives.cross_entropy import cross_entropy_of, topk_weights
-from flce_ops.objectives.row import RowObjective
-from flce_ops.ops.made_in_forward import MadeInForward
-from flce_ops.support.holes import refuse_hole
+from ..math.log_probs import log_probs_of_targets, surprisal
+from ..math.options import Operands, Statistics, changed
+from ..math.precision import accumulation_dtype
+from ..math.reduction import Reduction
+from ..math.statistics import asked_of_forward, statistics_of_forward
+from ..math.topk import tokens_that_count
+from ..meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
+from ..meta.checks import check_constants
+from ..objectives.cross_entropy import cross_entropy_of, topk_weights
+from ..objectives.row import RowObjective
+from ..support.holes import refuse_hole
+from .made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 

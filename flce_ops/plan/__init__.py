@@ -8,10 +8,11 @@ rates (seconds.py, devices.py). A step makes the loss and the gradients of the h
 
 from dataclasses import dataclass, replace
 
-from flce_ops.plan.chunk_sizes import chunk_sizes_of_kernels
-from flce_ops.plan.devices import Device, device_of
-from flce_ops.plan.seconds import all_reduce_seconds, exchange_seconds, seconds
-from flce_ops.plan.step_cost import (
+from ..support.workspace import get_workspace, workspace
+from .chunk_sizes import chunk_sizes_of_kernels
+from .devices import Device, device_of
+from .seconds import all_reduce_seconds, exchange_seconds, seconds
+from .step_cost import (
     Head,
     StepCost,
     dense_compiled,
@@ -20,7 +21,6 @@ from flce_ops.plan.step_cost import (
     per_token,
     vocabulary_parallel,
 )
-from flce_ops.support.workspace import get_workspace, workspace
 
 __all__ = ["Device", "Head", "Option", "device_of", "plan"]
 

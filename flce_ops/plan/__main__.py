@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flce_ops.plan import Head, Option, device_of, plan
+from . import Head, Option, device_of, plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MIB = 1 << 20

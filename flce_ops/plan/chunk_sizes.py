@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from flce_ops.support.vendor import has_triton
+from ..support.vendor import has_triton
 
 
 class Constexpr:

@@ -9,8 +9,8 @@ Two numbers are fitted, to the rows of flce_ops in fwd_bwd.csv and other_modes.c
 make both gradients: the model is within 8 % of each. Rounds of one row differ by up to 8 %.
 """
 
-from flce_ops.plan.devices import Device
-from flce_ops.plan.step_cost import Head, StepCost
+from .devices import Device
+from .step_cost import Head, StepCost
 
 # N tokens, D hidden, V vocabulary, R ranks
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flce_ops.aten.gradients import rows_beside_gradients, sums_in_float32
-from flce_ops.math.shards import shard_rows
-from flce_ops.meta import saved_columns
-from flce_ops.ops.call_facts import CallFacts
-from flce_ops.ops.paths import KERNELS, LOSS
-from flce_ops.ops.saved_logits import rows_to_save
-from flce_ops.support.table import choose
-from flce_ops.support.workspace import matrix_bytes
+from ..aten.gradients import rows_beside_gradients, sums_in_float32
+from ..math.shards import shard_rows
+from ..meta import saved_columns
+from ..ops.call_facts import CallFacts
+from ..ops.paths import KERNELS, LOSS
+from ..ops.saved_logits import rows_to_save
+from ..support.table import choose
+from ..support.workspace import matrix_bytes
 
 if TYPE_CHECKING:
-    from flce_ops.triton.steps.overlay import Overlay
+    from ..triton.steps.overlay import Overlay
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -112,14 +112,14 @@ def vocabulary_parallel(shard: Head) -> StepCost:
         return two_passes(shard)
     if not runs_on_triton("vocab_parallel_with_grad", shard):
         return one_pass_aten(shard)
-    from flce_ops.triton.steps.chunking import chunk_shard
+    from ..triton.steps.chunking import chunk_shard
 
     chunking = chunk_shard(shard.meta_tensors()[0], shard.vocab, BOTH, sum_pairs=0)
     return chunks_of(shard, chunking.chunks, chunking.product_bytes, 2 * VECTOR_BYTES)
 
 
 def one_pass_triton(head: Head) -> StepCost:
-    from flce_ops.triton.steps.chunking import chunk_tokens
+    from ..triton.steps.chunking import chunk_tokens
 
     chunking = chunk_tokens(*head.meta_tensors(), BOTH)
     if chunking.overlay is None and chunking.recompute:
@@ -164,8 +164,8 @@ def chunks_of(
     head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False
 ) -> StepCost:
     """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
-    from flce_ops.triton.rows.target_rows import TOKENS_AT_MOST
-    from flce_ops.triton.steps.chunks import padded
+    from ..triton.rows.target_rows import TOKENS_AT_MOST
+    from ..triton.steps.chunks import padded
 
     size = head.dtype.itemsize
     rows = chunks[0].stop - chunks[0].start
@@ -192,9 +192,9 @@ def added_bytes(head: Head, chunks: int) -> int:
 
 def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
     """`summed` where grad_linear_weight holds earlier tokens' part."""
-    from flce_ops.triton.steps.backward import gradient_slices, product_splits
-    from flce_ops.triton.steps.chunks import padded
-    from flce_ops.triton.steps.forward import forward_chunks
+    from ..triton.steps.backward import gradient_slices, product_splits
+    from ..triton.steps.chunks import padded
+    from ..triton.steps.forward import forward_chunks
 
     size, hidden = head.dtype.itemsize, head.hidden
     row_slices, column_slices = gradient_slices(
@@ -268,14 +268,14 @@ def dense_compiled(head: Head) -> StepCost:
 
 
 def vocabulary_tiles(head: Head) -> int:
-    from flce_ops.triton.steps.backward import BLOCK_V
+    from ..triton.steps.backward import BLOCK_V
 
     return -(-head.vocab // BLOCK_V)
 
 
 def scales_bytes(head: Head) -> int:
     """Beside grad_linear_weight, where it is a sum over chunks."""
-    from flce_ops.triton.gemm.tiles import WEIGHT_TILES
-    from flce_ops.triton.gemm.weight_gradient import sum_bytes
+    from ..triton.gemm.tiles import WEIGHT_TILES
+    from ..triton.gemm.weight_gradient import sum_bytes
 
     return sum_bytes(head.vocab, head.hidden, WEIGHT_TILES["hopper"])

@@ -16,9 +16,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from flce_ops.support.torch_private import key_compiled_graphs
-from flce_ops.support.workspace import get_retained
-from flce_ops.version import __version__
+from ..version import __version__
+from .torch_private import key_compiled_graphs
+from .workspace import get_retained
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flce_ops.support import table
-from flce_ops.support.vendor import compiling, device_name
+from . import table
+from .vendor import compiling, device_name
 
 logger = logging.getLogger("flce_ops")
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.support.dtensor import any_dtensor
-from flce_ops.support.workspace import get_retained, get_workspace
+from .dtensor import any_dtensor
+from .workspace import get_retained, get_workspace
 
 ENABLED = os.environ.get("FLCE_CHECK_RANKS", "0") not in ("", "0")
 COMPARED_BYTES = 16 << 20  # of a tensor that every rank holds: its values are compared up to this size

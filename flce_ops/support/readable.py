@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from flce_ops.support.workspace import get_workspace
+from .workspace import get_workspace
 
 COPY_SHARE = 4  # of the workspace, for the copy
 VECTORS_AT_LEAST = 16  # rows or columns of a slice, however small the workspace is

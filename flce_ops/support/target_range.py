@@ -7,7 +7,7 @@ and raises IndexError.
 import torch
 from torch import Tensor
 
-from flce_ops.support.torch_private import assert_on_device
+from .torch_private import assert_on_device
 
 
 def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the result

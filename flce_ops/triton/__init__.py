@@ -11,10 +11,10 @@
 Imported only when a CUDA kernel of an operator runs.
 """
 
-from flce_ops.triton.rows.grad_output import launch_scale_in_place
-from flce_ops.triton.steps.backward import launch_backward, launch_backward_in_place
-from flce_ops.triton.steps.forward import launch_forward
-from flce_ops.triton.steps.with_grad import launch_with_grad
+from .rows.grad_output import launch_scale_in_place
+from .steps.backward import launch_backward, launch_backward_in_place
+from .steps.forward import launch_forward
+from .steps.with_grad import launch_with_grad
 
 __all__ = [
     "launch_backward",

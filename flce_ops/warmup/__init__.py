@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
-from flce_ops.math.sparse_gradient import MODES
-from flce_ops.ops import paths
-from flce_ops.ops.call_facts import facts_of
-from flce_ops.ops.registration import OPERATORS, launches_of
-from flce_ops.support.torch_private import UncompiledDispatchMode
-from flce_ops.support.vendor import H200, Chip
+from ..functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
+from ..math.sparse_gradient import MODES
+from ..ops import paths
+from ..ops.call_facts import facts_of
+from ..ops.registration import OPERATORS, launches_of
+from ..support.torch_private import UncompiledDispatchMode
+from ..support.vendor import H200, Chip
 
 __all__ = ["FUNCTIONS", "warmup"]
 
@@ -61,8 +61,8 @@ def warmup(
     Raises:
         ValueError: no GPU and no ``arch``, or another ``arch`` than the visible GPU's.
     """
-    from flce_ops.triton.gemm.device import chip_of
-    from flce_ops.triton.launch.ahead import compile_side_by_side
+    from ..triton.gemm.device import chip_of
+    from ..triton.launch.ahead import compile_side_by_side
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     chip = Chip(arch or 0, multiprocessors or H200.multiprocessors) if device is None else chip_of(device)
@@ -116,7 +116,7 @@ class CompileInner(UncompiledDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = INNER.get(func)
         if name is not None:
-            from flce_ops.triton.launch.ahead import trace
+            from ..triton.launch.ahead import trace
 
             call = OPERATORS[name].arguments.bind(*args, **(kwargs or {}))
             path = paths.choice_of(name, facts_of(call)).path

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flce_ops.warmup import FUNCTIONS, warmup
+from . import FUNCTIONS, warmup
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,6 +1,6 @@
 """Hugging Face Transformers: a language model's loss without its logits.
 
-    from flce_ops.integrations.transformers import patch
+    from . import patch
 
     model = patch(AutoModelForCausalLM.from_pretrained(...))
 
@@ -21,7 +21,7 @@ From then on `model(input_ids, labels=labels).loss` is the operator's; without l
     trainer.py                tells a model when Trainer takes its logits, and what it would smooth
 """
 
-from flce_ops.integrations.transformers.patching import patch, patched, unpatch
+from .patching import patch, patched, unpatch
 
 __all__ = ["patch", "patched", "unpatch"]
 

@@ -17,8 +17,8 @@ from typing import cast
 
 from torch import nn
 
-from flce_ops.integrations.transformers.definition import is_named
-from flce_ops.integrations.transformers.instance_forward import has_another_forward
+from .definition import is_named
+from .instance_forward import has_another_forward
 
 
 @dataclass(frozen=True)

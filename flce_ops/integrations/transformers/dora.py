@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops.aten.row_norms import merged_row_norms
-from flce_ops.support.torch_private import hooks_on_the_output
+from ...aten.row_norms import merged_row_norms
+from ...support.torch_private import hooks_on_the_output
 
 # V vocabulary
 

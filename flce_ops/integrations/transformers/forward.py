@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
-from flce_ops.entry.shifted_target import next_labels
-from flce_ops.integrations.transformers.head import makers_of_logits, prepare_head
-from flce_ops.integrations.transformers.instance_forward import name_of
-from flce_ops.integrations.transformers.logit_steps import Head
-from flce_ops.integrations.transformers.no_logits import LOGITS_NOT_COMPUTED
-from flce_ops.integrations.transformers.output_hooks import wants_logits
-from flce_ops.integrations.transformers.output_metrics import Metrics, with_metrics
-from flce_ops.integrations.transformers.read_head import read
+from ...entry.shifted_target import next_labels
+from .head import makers_of_logits, prepare_head
+from .instance_forward import name_of
+from .logit_steps import Head
+from .no_logits import LOGITS_NOT_COMPUTED
+from .output_hooks import wants_logits
+from .output_metrics import Metrics, with_metrics
+from .read_head import read
 
 # B batch, T tokens, D hidden, V vocabulary
 

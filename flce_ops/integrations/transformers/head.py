@@ -12,24 +12,24 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from flce_ops.functional import linear_cross_entropy
-from flce_ops.integrations.sparse_options import sparse_options
-from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.instance_forward import (
+from ...functional import linear_cross_entropy
+from ..sparse_options import sparse_options
+from .definition import NotUnderstood
+from .instance_forward import (
     BoundForward,
     is_replaced,
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.lora_head import (
+from .lora_head import (
     AdapterPair,
     is_lora,
     lora_or_loss,
     loss_of_pair,
     why_not_a_pair,
 )
-from flce_ops.integrations.transformers.output_metrics import Metrics
-from flce_ops.integrations.transformers.transform_head import inner_of, transform_then_loss
+from .output_metrics import Metrics
+from .transform_head import inner_of, transform_then_loss
 
 # B batch, T tokens, D hidden, V vocabulary
 

@@ -5,9 +5,9 @@ from typing import cast
 
 from torch import nn
 
-from flce_ops.integrations.transformers.cross_entropy_call import CrossEntropy
-from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.operand import Operand, Path, lookup, number, written
+from .cross_entropy_call import CrossEntropy
+from .definition import NotUnderstood
+from .operand import Operand, Path, lookup, number, written
 
 # ("*", operand), ("/", operand), ("+", path); "*?" and "/?" do nothing where the operand is None
 Step = tuple[str, Operand]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flce_ops.integrations.transformers.dora import class_scale, is_dora, why_not_a_scale
-from flce_ops.math.options import normalizer_tensor
+from ...math.options import normalizer_tensor
+from .dora import class_scale, is_dora, why_not_a_scale
 
 # B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
 

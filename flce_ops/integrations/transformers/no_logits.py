@@ -6,7 +6,7 @@ next one for the logits, and an error about None names nothing.
 
 from collections.abc import Iterator
 
-from flce_ops.support import torch_private
+from ...support import torch_private
 
 MESSAGE = (
     "this output has no logits: flce_ops has patched the model, and its loss was computed without them. Call the model "

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flce_ops.integrations.full_logits import warn_once
-from flce_ops.support import torch_private
+from ...support import torch_private
+from ..full_logits import warn_once
 
 ANY_OUTPUT = (
     "torch.distributed",  # FSDP1, FSDP2, tensor parallelism

@@ -7,12 +7,12 @@ from typing import TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from flce_ops.entry.argument_types import typed
-from flce_ops.entry.arguments import check_ranges
-from flce_ops.entry.metrics import NAMES, checked_names
-from flce_ops.integrations.sparse_options import check_threshold
-from flce_ops.integrations.transformers.definition import NotUnderstood
-from flce_ops.integrations.transformers.forward import (
+from ...entry.argument_types import typed
+from ...entry.arguments import check_ranges
+from ...entry.metrics import NAMES, checked_names
+from ..sparse_options import check_threshold
+from .definition import NotUnderstood
+from .forward import (
     ACTIVE,
     EVAL_LOGITS,
     GRADIENT_THRESHOLD,
@@ -21,17 +21,17 @@ from flce_ops.integrations.transformers.forward import (
     check_loss,
     forward_without_logits,
 )
-from flce_ops.integrations.transformers.head import prepare_head, restore_head
-from flce_ops.integrations.transformers.instance_forward import (
+from .head import prepare_head, restore_head
+from .instance_forward import (
     BoundForward,
     has_another_forward,
     is_replaced,
     replace_forward,
     restore_forward,
 )
-from flce_ops.integrations.transformers.logit_steps import Head
-from flce_ops.integrations.transformers.read_head import read_head
-from flce_ops.integrations.transformers.trainer import announce_to_models
+from .logit_steps import Head
+from .read_head import read_head
+from .trainer import announce_to_models
 
 Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
 

@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flce_ops.integrations.transformers.cross_entropy_call import (
+from .cross_entropy_call import (
     CrossEntropy,
     flattened_logits,
     global_object,
     with_loss_of_self,
 )
-from flce_ops.integrations.transformers.definition import (
+from .definition import (
     NotUnderstood,
     check_self,
     definition_of,
@@ -44,8 +44,8 @@ from flce_ops.integrations.transformers.definition import (
     statement_of,
     without_casts,
 )
-from flce_ops.integrations.transformers.logit_steps import TANH, Head, Step, ordered, softcap_in
-from flce_ops.integrations.transformers.operand import Names, Operand, Path, path_of
+from .logit_steps import TANH, Head, Step, ordered, softcap_in
+from .operand import Names, Operand, Path, path_of
 
 
 def read_head(forward: Callable) -> Head:

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flce_ops.integrations.full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
-from flce_ops.integrations.transformers.forward import (
+from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
+from .forward import (
     SMOOTHED_BY_TRAINER,
     TAKEN_BY_TRAINER,
     SmoothedLoss,
@@ -50,7 +50,7 @@ def advice_for(trainer: Any) -> str | None:
             "A patched model computes the loss of a call with labels, Trainer's own label smoothing included; give a "
             "loss of yours the hidden states and flce_ops.linear_cross_entropy"
         )
-    from flce_ops.integrations.trl.patching import REPLACEMENTS
+    from ..trl.patching import REPLACEMENTS
 
     if not REPLACEMENTS.originals:
         warn_once(f"{type(trainer).__name__} never asks a patched model for its loss. {SERVED_OF_TRL}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flce_ops.integrations.transformers.definition import (
+from .definition import (
     NotUnderstood,
     check_self,
     definition_of,
@@ -24,7 +24,7 @@ from flce_ops.integrations.transformers.definition import (
     is_named,
     is_only_target,
 )
-from flce_ops.integrations.transformers.operand import path_of
+from .operand import path_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """TRL: its trainers' fused head and divergence, computed by this package's operators.
 
-    from flce_ops.integrations.trl import patch
+    from . import patch
 
     patch()
     SFTTrainer(model, ...)      and DPO, KTO, GRPO, RLOO, DistillationTrainer; those that exist too
@@ -16,7 +16,7 @@ head that FSDP2 or ZeRO-3 has sharded, the losses themselves.
     zero3.py         parameters that DeepSpeed takes away between forward and backward
 """
 
-from flce_ops.integrations.trl.patching import patch, patched, unpatch
+from .patching import patch, patched, unpatch
 
 __all__ = ["patch", "patched", "unpatch"]
 

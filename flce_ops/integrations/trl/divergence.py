@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_ops.functional import linear_kl_div, linear_log_probs
-from flce_ops.integrations.trl.log_probs import in_dtype_of
-from flce_ops.integrations.trl.zero3 import gathered, gathered_in_backward
+from ...functional import linear_kl_div, linear_log_probs
+from .log_probs import in_dtype_of
+from .zero3 import gathered, gathered_in_backward
 
 # B batch, K tokens of a completion, D hidden of the student, E of the teacher, V vocabulary
 

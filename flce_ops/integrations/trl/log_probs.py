@@ -14,9 +14,9 @@ All come from one pass.
 import torch
 from torch import Tensor
 
-from flce_ops.functional import linear_log_probs
-from flce_ops.integrations.sparse_options import sparse_options
-from flce_ops.integrations.trl.zero3 import gathered_in_backward
+from ...functional import linear_log_probs
+from ..sparse_options import sparse_options
+from .zero3 import gathered_in_backward
 
 # N tokens, D hidden, V vocabulary
 

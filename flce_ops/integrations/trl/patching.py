@@ -8,12 +8,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from flce_ops.entry.argument_types import typed
-from flce_ops.integrations.full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
-from flce_ops.integrations.places import Place, Replacements
-from flce_ops.integrations.sparse_options import check_threshold
-from flce_ops.integrations.trl.divergence import chunked_divergence_loss
-from flce_ops.integrations.trl.log_probs import ChunkedLogProbs, log_probs_with
+from ...entry.argument_types import typed
+from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
+from ..places import Place, Replacements
+from ..sparse_options import check_threshold
+from .divergence import chunked_divergence_loss
+from .log_probs import ChunkedLogProbs, log_probs_with
 
 LOG_PROBS = Place(
     "trl.trainer.utils",

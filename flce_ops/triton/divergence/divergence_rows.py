@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.objectives.divergence import Divergence, Forward
-from flce_ops.objectives.in_triton import LN2, number
-from flce_ops.triton.divergence.fixed_point import from_fixed_point
-from flce_ops.triton.divergence.softmax_rows import Softmax, store_shift
-from flce_ops.triton.gemm.device import interpreted
-from flce_ops.triton.gemm.logits_gemm import base2_logits
-from flce_ops.triton.gemm.tile_sums import launch_sum_tiles
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
+from ...objectives.divergence import Divergence, Forward
+from ...objectives.in_triton import LN2, number
+from ..gemm.device import interpreted
+from ..gemm.logits_gemm import base2_logits
+from ..gemm.tile_sums import launch_sum_tiles
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
+from .fixed_point import from_fixed_point
+from .softmax_rows import Softmax, store_shift
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 

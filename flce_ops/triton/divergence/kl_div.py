@@ -10,19 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.math.kl_div_arguments import KlDivOperands
-from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from flce_ops.meta.call import takes
-from flce_ops.triton.divergence.divergence_rows import RowResults, RowScale
-from flce_ops.triton.divergence.kl_div_step import ForwardRows, run_chunks
-from flce_ops.triton.gemm.padded_features import with_padded_features
-from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.sum_losses import launch_sum_losses
-from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.steps.chunks import contiguous, record_chunks
-from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
+from ... import meta
+from ...math.kl_div_arguments import KlDivOperands
+from ...math.reduction import Reduction
+from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
+from ...meta.call import takes
+from ..gemm.padded_features import with_padded_features
+from ..launch.replay import repeated
+from ..rows.sum_losses import launch_sum_losses
+from ..rows.valid_tokens import ValidTokens, compact_tokens
+from ..steps.chunks import contiguous, record_chunks
+from ..steps.gradients import Gradients, finish_gradients, wanted_gradients
+from .divergence_rows import RowResults, RowScale
+from .kl_div_step import ForwardRows, run_chunks
 
 # N tokens
 

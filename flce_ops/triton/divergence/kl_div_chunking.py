@@ -17,14 +17,14 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.shards import shard_rows
-from flce_ops.objectives.divergence import DIVERGENCES
-from flce_ops.support.workspace import matrix_bytes
-from flce_ops.triton.gemm.device import multiprocessors, tiles_for, weight_tiles_for
-from flce_ops.triton.gemm.weight_gradient import sum_bytes
-from flce_ops.triton.steps.chunks import MULTIPLE, TOKEN_BYTES, product_bytes, slices, small_bytes
-from flce_ops.triton.steps.gradients import Gradients
+from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ...math.shards import shard_rows
+from ...objectives.divergence import DIVERGENCES
+from ...support.workspace import matrix_bytes
+from ..gemm.device import multiprocessors, tiles_for, weight_tiles_for
+from ..gemm.weight_gradient import sum_bytes
+from ..steps.chunks import MULTIPLE, TOKEN_BYTES, product_bytes, slices, small_bytes
+from ..steps.gradients import Gradients
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank), M as above
 

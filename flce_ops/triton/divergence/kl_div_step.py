@@ -19,34 +19,34 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
-from flce_ops.math.options import LogitOptions
-from flce_ops.objectives.divergence import DIVERGENCES
-from flce_ops.support.exchange import all_reduce
-from flce_ops.triton.divergence.divergence_rows import Distributions, RowResults, Rows, RowScale
-from flce_ops.triton.divergence.kl_div_chunking import (
+from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ...math.options import LogitOptions
+from ...objectives.divergence import DIVERGENCES
+from ...support.exchange import all_reduce
+from ..gemm.backends import backend_for
+from ..gemm.device import tiles_for
+from ..gemm.input_gradient import Finish
+from ..gemm.split_k import float32_memory
+from ..gemm.tile_sums import launch_max_and_sum
+from ..rows.column_sums import weighted_column_sum
+from ..rows.copy_rows import launch_copy_rows
+from ..rows.valid_tokens import ValidTokens, room_for_rows
+from ..steps.gradients import Gradients
+from .divergence_rows import Distributions, RowResults, Rows, RowScale
+from .kl_div_chunking import (
     RowChunking,
     chunk_rows,
     fits_in_logits,
     row_numbers,
     stored_dtype,
 )
-from flce_ops.triton.divergence.softmax_rows import (
+from .softmax_rows import (
     Linear,
     Softmax,
     share_denominators,
     store_logits,
     take_shift,
 )
-from flce_ops.triton.gemm.backends import backend_for
-from flce_ops.triton.gemm.device import tiles_for
-from flce_ops.triton.gemm.input_gradient import Finish
-from flce_ops.triton.gemm.split_k import float32_memory
-from flce_ops.triton.gemm.tile_sums import launch_max_and_sum
-from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.copy_rows import launch_copy_rows
-from flce_ops.triton.rows.valid_tokens import ValidTokens, room_for_rows
-from flce_ops.triton.steps.gradients import Gradients
 
 # N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T
 # tiles

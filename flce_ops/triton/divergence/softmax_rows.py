@@ -22,16 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions
-from flce_ops.math.shards import lse_of_shards
-from flce_ops.objectives.in_triton import LN2
-from flce_ops.support.exchange import all_gather
-from flce_ops.triton.gemm.backends import backend_for
-from flce_ops.triton.gemm.epilogues import MaxSum
-from flce_ops.triton.gemm.logits_gemm import LOG2E
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.two_sum import rescaled
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from ...math.options import LogitOptions
+from ...math.shards import lse_of_shards
+from ...objectives.in_triton import LN2
+from ...support.exchange import all_gather
+from ..gemm.backends import backend_for
+from ..gemm.epilogues import MaxSum
+from ..gemm.logits_gemm import LOG2E
+from ..launch.replay import Kernel
+from ..rows.two_sum import rescaled
+from ..rows.valid_tokens import ValidTokens, valid_rows
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, R ranks that share it
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_ops.triton.gemm.input_gradient import InputGradient
-from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
-from flce_ops.triton.gemm.weight_gradient import WeightGradient
+from .input_gradient import InputGradient
+from .logits_gemm import launch_logits_gemm
+from .weight_gradient import WeightGradient
 
 
 class Backend(NamedTuple):

@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from flce_ops.support.vendor import H200, Chip, compiling, made_by_nvidia
-from flce_ops.triton.gemm.tiles import (
+from ...support.vendor import H200, Chip, compiling, made_by_nvidia
+from .tiles import (
     INPUT_TILES,
     INTERPRETER,
     WEIGHT_TILES,
@@ -15,7 +15,7 @@ from flce_ops.triton.gemm.tiles import (
     data_centre_chip,
     tiles_of_architecture,
 )
-from flce_ops.triton.gemm.tma import fits_tma
+from .tma import fits_tma
 
 
 def interpreted(tensor: Tensor) -> bool:

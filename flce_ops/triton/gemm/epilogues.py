@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.rows.valid_tokens import row_distance
-from flce_ops.triton.steps.quantized_logits import Quantization, largest_places, quantize
+from ..rows.valid_tokens import row_distance
+from ..steps.quantized_logits import Quantization, largest_places, quantize
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import input_tiles_for, multiprocessors
-from flce_ops.triton.gemm.split_k import splits_of
-from flce_ops.triton.gemm.tma import descriptors, fits_tma, load_tile, store_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
-from flce_ops.triton.sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, valid_rows
+from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from .device import input_tiles_for, multiprocessors
+from .split_k import splits_of
+from .tma import descriptors, fits_tma, load_tile, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
 

@@ -27,16 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions
-from flce_ops.objectives.in_triton import number
-from flce_ops.triton.divergence.fixed_point import to_fixed_point
-from flce_ops.triton.gemm.device import multiprocessors, tiles_for
-from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from flce_ops.triton.gemm.tiles import LogitsTiles
-from flce_ops.triton.gemm.tma import block_of_tile, descriptors, fits_tma, load_tile, store_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
-from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
+from ...math.options import LogitOptions
+from ...objectives.in_triton import number
+from ..divergence.fixed_point import to_fixed_point
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, valid_rows
+from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
+from .device import multiprocessors, tiles_for
+from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from .tiles import LogitsTiles
+from .tma import block_of_tile, descriptors, fits_tma, load_tile, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 

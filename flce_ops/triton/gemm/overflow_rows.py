@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import multiprocessors
-from flce_ops.triton.gemm.sum_scales import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
-from flce_ops.triton.gemm.tiles import Tiles
-from flce_ops.triton.gemm.tma import descriptors
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
-from flce_ops.triton.sparse.live_tiles import LIVE, Steps, number_of_steps, step_at
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, valid_rows
+from ..sparse.live_tiles import LIVE, Steps, number_of_steps, step_at
+from .device import multiprocessors
+from .sum_scales import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
+from .tiles import Tiles
+from .tma import descriptors
 
 # n tokens of a chunk, D hidden, V vocabulary
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_ops.meta.arguments import Forward
-from flce_ops.support.workspace import get_workspace, reserved
-from flce_ops.triton.gemm.device import on_tma_device
-from flce_ops.triton.rows.copy_rows import copied_rows
+from ...meta.arguments import Forward
+from ...support.workspace import get_workspace, reserved
+from ..rows.copy_rows import copied_rows
+from .device import on_tma_device
 
 # N tokens, D hidden, V vocabulary
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.tiles import Tiles
+from .tiles import Tiles
 
 # D hidden
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.logits_gemm import LARGEST_SUM, exceeds
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, row_distance, valid_rows
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, row_distance, valid_rows
+from .logits_gemm import LARGEST_SUM, exceeds
 
 # n rows of a chunk, T tiles along the vocabulary, s sums of each
 

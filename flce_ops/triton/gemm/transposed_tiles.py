@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import capability_of, interpreted, multiprocessors
-from flce_ops.triton.gemm.sum_scales import Sum, scaled_products
-from flce_ops.triton.gemm.tiles import Tiles
-from flce_ops.triton.gemm.tma import descriptors
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, valid_rows
+from .device import capability_of, interpreted, multiprocessors
+from .sum_scales import Sum, scaled_products
+from .tiles import Tiles
+from .tma import descriptors
 
 # n tokens of a chunk, D hidden, V vocabulary
 

@@ -33,9 +33,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import main_grad_tiles_for, multiprocessors, weight_tiles_for
-from flce_ops.triton.gemm.overflow_rows import launch_overflow_rows
-from flce_ops.triton.gemm.sum_scales import (
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, valid_rows
+from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for
+from .overflow_rows import launch_overflow_rows
+from .sum_scales import (
     LARGEST_SUM,
     NO_ROOM,
     ROOM,
@@ -45,8 +48,8 @@ from flce_ops.triton.gemm.sum_scales import (
     power_of_two,
     scaled_products,
 )
-from flce_ops.triton.gemm.tiles import Tiles
-from flce_ops.triton.gemm.tma import (
+from .tiles import Tiles
+from .tma import (
     NO_OUTER,
     Outer,
     block_of_tile,
@@ -55,10 +58,7 @@ from flce_ops.triton.gemm.tma import (
     load_tile,
     outer_product,
 )
-from flce_ops.triton.gemm.transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
-from flce_ops.triton.sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from .transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
 
 # n tokens of a chunk, D hidden, V vocabulary
 

@@ -7,28 +7,28 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.math.options import Cotangents, LogitOperands
-from flce_ops.math.reduction import Reduction
-from flce_ops.meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from flce_ops.meta.call import takes
-from flce_ops.objectives.cross_entropy import CrossEntropy
-from flce_ops.support.path import record_run
-from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.gemm.device import interpreted, multiprocessors
-from flce_ops.triton.given_logits.cross_entropy_kernels import (
+from ... import meta
+from ...math.options import Cotangents, LogitOperands
+from ...math.reduction import Reduction
+from ...meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from ...meta.call import takes
+from ...objectives.cross_entropy import CrossEntropy
+from ...support.path import record_run
+from ...support.target_range import assert_in_range
+from ..gemm.device import interpreted, multiprocessors
+from ..launch.replay import repeated
+from ..rows.finish_rows import in_kernel
+from ..rows.sum_losses import launch_sum_losses
+from ..rows.valid_tokens import Count, count_tokens
+from ..steps.chunks import contiguous
+from .cross_entropy_kernels import (
     NOTHING_KNOWN,
     ForwardNumbers,
     KnownRows,
     LossResults,
     rows_kernel,
 )
-from flce_ops.triton.given_logits.logit_rows import matrix_of
-from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.finish_rows import in_kernel
-from flce_ops.triton.rows.sum_losses import launch_sum_losses
-from flce_ops.triton.rows.valid_tokens import Count, count_tokens
-from flce_ops.triton.steps.chunks import contiguous
+from .logit_rows import matrix_of
 
 # N tokens, V vocabulary
 

@@ -18,10 +18,13 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.objectives.in_triton import LN2, number
-from flce_ops.triton.gemm.logits_gemm import base2_logits
-from flce_ops.triton.given_logits.logit_gradient import finish_gradient, out_of, store_gradient
-from flce_ops.triton.given_logits.logit_rows import (
+from ...objectives.in_triton import LN2, number
+from ..gemm.logits_gemm import base2_logits
+from ..launch.replay import Kernel
+from ..rows.sum_losses import scale_of_rows
+from ..rows.two_sum import in_two_float32
+from .logit_gradient import finish_gradient, out_of, store_gradient
+from .logit_rows import (
     LOWEST,
     add_block,
     as_loaded,
@@ -33,9 +36,6 @@ from flce_ops.triton.given_logits.logit_rows import (
     target_of,
     whole_row,
 )
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.sum_losses import scale_of_rows
-from flce_ops.triton.rows.two_sum import in_two_float32
 
 # N tokens, V vocabulary
 

@@ -8,8 +8,8 @@ It may stand where the logits stood: what the target and the edges are made of i
 import triton
 import triton.language as tl
 
-from flce_ops.triton.gemm.logits_gemm import base2_logits
-from flce_ops.triton.given_logits.logit_rows import class_weights, numbers_in, numbers_of
+from ..gemm.logits_gemm import base2_logits
+from .logit_rows import class_weights, numbers_in, numbers_of
 
 # V vocabulary
 

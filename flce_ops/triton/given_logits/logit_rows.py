@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.logits_gemm import base2_logits
+from ..gemm.logits_gemm import base2_logits
 
 # N tokens, V vocabulary
 

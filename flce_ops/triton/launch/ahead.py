@@ -25,13 +25,13 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.meta.call import Arguments
-from flce_ops.support.compile_cache import code_key
-from flce_ops.support.running import running
-from flce_ops.support.torch_private import UncompiledDispatchMode
-from flce_ops.support.vendor import Chip, Compiling, compiling
-from flce_ops.support.workspace import get_retained, get_workspace, rows_to_retain
-from flce_ops.triton.gemm.device import chip_of
+from ...meta.call import Arguments
+from ...support.compile_cache import code_key
+from ...support.running import running
+from ...support.torch_private import UncompiledDispatchMode
+from ...support.vendor import Chip, Compiling, compiling
+from ...support.workspace import get_retained, get_workspace, rows_to_retain
+from ..gemm.device import chip_of
 
 logger = logging.getLogger("flce_ops")
 

@@ -19,7 +19,7 @@ from collections.abc import Hashable
 
 import torch
 
-from flce_ops.triton.launch.driver_launch import Capture, DriverLaunches, bind_context, capture_stream, check, driver
+from .driver_launch import Capture, DriverLaunches, bind_context, capture_stream, check, driver
 
 LAUNCHES_AT_LEAST = 4  # of fewer a graph is no faster
 LAUNCHES_AT_MOST = 96  # a step of more does not wait for the host

@@ -29,13 +29,13 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.meta.call import Arguments
-from flce_ops.support.torch_private import UncompiledDispatchMode
-from flce_ops.support.vendor import compiling
-from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.launch.ahead import compile_first
-from flce_ops.triton.launch.driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
-from flce_ops.triton.launch.launch_graphs import LaunchGraphs
+from ...meta.call import Arguments
+from ...support.torch_private import UncompiledDispatchMode
+from ...support.vendor import compiling
+from ...support.workspace import get_workspace
+from .ahead import compile_first
+from .driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
+from .launch_graphs import LaunchGraphs
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.tma import load_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from .valid_tokens import ValidTokens, valid_rows
 
 # n rows, C columns, S slices of the rows
 

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import interpreted
-from flce_ops.triton.gemm.tma import load_tile, store_tile
-from flce_ops.triton.launch.replay import Kernel, repeated
-from flce_ops.triton.rows.valid_tokens import ValidTokens, padded_rows, valid_rows
+from ..gemm.device import interpreted
+from ..gemm.tma import load_tile, store_tile
+from ..launch.replay import Kernel, repeated
+from .valid_tokens import ValidTokens, padded_rows, valid_rows
 
 # N tokens, n rows, C columns
 

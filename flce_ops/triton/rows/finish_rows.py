@@ -19,16 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.reduction import Reduction
-from flce_ops.math.shards import lse_of_shards
-from flce_ops.objectives.in_triton import LN2, number
-from flce_ops.objectives.row import RowNumbers, RowObjective
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.sum_losses import scale_of_rows
-from flce_ops.triton.rows.topk import larger_entry, sum_of_equals, topk_at_a_time
-from flce_ops.triton.rows.two_sum import surprisal_in_nats
-from flce_ops.triton.rows.valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
-from flce_ops.triton.steps.exponentials import RowSums
+from ...math.reduction import Reduction
+from ...math.shards import lse_of_shards
+from ...objectives.in_triton import LN2, number
+from ...objectives.row import RowNumbers, RowObjective
+from ..launch.replay import Kernel
+from ..steps.exponentials import RowSums
+from .sum_losses import scale_of_rows
+from .topk import larger_entry, sum_of_equals, topk_at_a_time
+from .two_sum import surprisal_in_nats
+from .valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 

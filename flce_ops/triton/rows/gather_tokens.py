@@ -30,15 +30,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands
-from flce_ops.objectives.in_triton import number
-from flce_ops.triton.gemm.epilogues import ReferenceClass
-from flce_ops.triton.gemm.logits_gemm import base2_logits
-from flce_ops.triton.gemm.tma import load_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.smoothing import ClassSum
-from flce_ops.triton.rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
-from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair, pair_logit
+from ...math.options import LogitOptions, Operands
+from ...objectives.in_triton import number
+from ..gemm.epilogues import ReferenceClass
+from ..gemm.logits_gemm import base2_logits
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
+from .smoothing import ClassSum
+from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
 

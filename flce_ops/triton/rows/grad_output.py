@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.launch.replay import Kernel, repeated
+from ..launch.replay import Kernel, repeated
 
 
 @Kernel

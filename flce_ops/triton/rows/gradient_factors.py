@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.objectives.in_triton import number
-from flce_ops.triton.gemm.epilogues import Gradient
-from flce_ops.triton.gemm.logits_gemm import LOG2E
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.gather_tokens import AtTarget
-from flce_ops.triton.rows.topk import larger_entry, sum_of_equals, topk_at_a_time
-from flce_ops.triton.rows.valid_tokens import ValidTokens, row_vectors, valid_rows
+from ...objectives.in_triton import number
+from ..gemm.epilogues import Gradient
+from ..gemm.logits_gemm import LOG2E
+from ..launch.replay import Kernel
+from .gather_tokens import AtTarget
+from .topk import larger_entry, sum_of_equals, topk_at_a_time
+from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, V vocabulary
 

@@ -15,12 +15,12 @@ lse.
 import triton
 import triton.language as tl
 
-from flce_ops.math.options import Statistics, TokenStatistics
-from flce_ops.objectives.in_triton import LN2
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.two_sum import lse_in_nats
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows, written_rows
-from flce_ops.triton.steps.exponentials import Asked, RowSums
+from ...math.options import Statistics, TokenStatistics
+from ...objectives.in_triton import LN2
+from ..launch.replay import Kernel
+from ..steps.exponentials import Asked, RowSums
+from .two_sum import lse_in_nats
+from .valid_tokens import ValidTokens, valid_rows, written_rows
 
 # N tokens, n rows of a chunk, V vocabulary
 

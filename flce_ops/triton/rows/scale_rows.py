@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import multiprocessors
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, padded_rows, valid_rows
+from ..gemm.device import multiprocessors
+from ..launch.replay import Kernel
+from .valid_tokens import ValidTokens, padded_rows, valid_rows
 
 # n rows, C columns
 

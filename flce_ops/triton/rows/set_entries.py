@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from ..launch.replay import Kernel
+from .valid_tokens import ValidTokens, valid_rows
 
 # n rows of a chunk, K classes of a token, C columns of a slice
 

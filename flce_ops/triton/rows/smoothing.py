@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.options import Operands
-from flce_ops.math.reduction import Reduction
-from flce_ops.objectives.in_triton import number
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.sum_losses import scale_of_rows
-from flce_ops.triton.rows.valid_tokens import ValidTokens
+from ...math.options import Operands
+from ...math.reduction import Reduction
+from ...objectives.in_triton import number
+from ..launch.replay import Kernel
+from .column_sums import weighted_column_sum
+from .sum_losses import scale_of_rows
+from .valid_tokens import ValidTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank
 

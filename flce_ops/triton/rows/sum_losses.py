@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.reduction import Reduction
-from flce_ops.triton.launch.replay import Kernel
+from ...math.reduction import Reduction
+from ..launch.replay import Kernel
 
 # N tokens
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.tma import Outer, load_tile, outer_product, store_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from ..gemm.tma import Outer, load_tile, outer_product, store_tile
+from ..launch.replay import Kernel
+from .valid_tokens import ValidTokens, valid_rows
 
 # n tokens, D hidden, V vocabulary
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.launch.replay import Kernel
+from ..launch.replay import Kernel
 
 # N tokens, n places of a chunk
 

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.tma import load_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.sparse.gather_sums import SplitLists, launch_split_lists
-from flce_ops.triton.sparse.sparse_lists import Lists
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens
+from .gather_sums import SplitLists, launch_split_lists
+from .sparse_lists import Lists
 
 # n tokens, V vocabulary, R room of a token's list
 

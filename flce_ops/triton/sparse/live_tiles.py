@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import LIVE as TILE
-from flce_ops.triton.gemm.tma import load_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, room_for_rows, valid_rows
+from ...math.sparse_gradient import LIVE as TILE
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, room_for_rows, valid_rows
 
 # n rows of a chunk, V vocabulary, B blocks of a GEMM's output, K blocks of its inner dimension
 

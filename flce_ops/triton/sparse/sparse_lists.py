@@ -33,13 +33,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.math import sparse_gradient
-from flce_ops.math.sparse_gradient import Shard, SparseGradient
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.finish_rows import FinishedRows
-from flce_ops.triton.rows.valid_tokens import valid_rows
-from flce_ops.triton.sparse.live_tiles import LIVE, ComparedRows
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses
+from ...math import sparse_gradient
+from ...math.sparse_gradient import Shard, SparseGradient
+from ..launch.replay import Kernel
+from ..rows.finish_rows import FinishedRows
+from ..rows.valid_tokens import valid_rows
+from .live_tiles import LIVE, ComparedRows
+from .sparse_or_dense import NONE_DENSE, DenseClasses
 
 # n rows of a chunk, V vocabulary (of this rank), R room of a row's list
 

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.tma import load_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import valid_rows
-from flce_ops.triton.sparse.live_tiles import LIVE, ComparedRows, Steps
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import valid_rows
+from .live_tiles import LIVE, ComparedRows, Steps
 
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
 

@@ -6,17 +6,17 @@ tiles    a one-pass step whose GEMMs of the gradients leave out tiles of small e
 
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import Shard
-from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
-from flce_ops.triton.gemm.input_gradient import ClassSlices
-from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.sparse.live_tiles import EVERY_STEP, compared_rows, launch_live_tiles
-from flce_ops.triton.sparse.sparse_or_dense import lists_may_pay
-from flce_ops.triton.sparse.sparse_step import run_spans
-from flce_ops.triton.steps.chunking import chunking_beside
-from flce_ops.triton.steps.gradients import Gradients
-from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
+from ...math.sparse_gradient import Shard
+from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ..gemm.input_gradient import ClassSlices
+from ..rows.finish_rows import FinishedRows, Tokens
+from ..rows.valid_tokens import ValidTokens
+from ..steps.chunking import chunking_beside
+from ..steps.gradients import Gradients
+from ..steps.one_pass_step import OnePassStep, StepTokens
+from .live_tiles import EVERY_STEP, compared_rows, launch_live_tiles
+from .sparse_or_dense import lists_may_pay
+from .sparse_step import run_spans
 
 NOTES = {
     "unbiased": "a sparse gradient, dense where its lists are long",

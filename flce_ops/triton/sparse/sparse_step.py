@@ -25,23 +25,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flce_ops.math.sparse_gradient import TILE, Shard, room_of_row
-from flce_ops.math.topk import in_columns
-from flce_ops.meta.arguments import Backward, VocabParallelWithGrad, WithGrad
-from flce_ops.support.workspace import matrix_bytes, reserved
-from flce_ops.triton.gemm.input_gradient import ClassSlices
-from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.rows.row_statistics import sum_pairs
-from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.sparse.class_order import GROUP, launch_class_order, order_bytes
-from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
-from flce_ops.triton.sparse.live_tiles import compared_rows
-from flce_ops.triton.sparse.sparse_lists import Lists, launch_carried, launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
-from flce_ops.triton.steps.chunking import Chunking, chunk_shard, chunking_beside
-from flce_ops.triton.steps.chunks import TOKEN_BYTES, slices
-from flce_ops.triton.steps.gradients import Gradients
-from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
+from ...math.sparse_gradient import TILE, Shard, room_of_row
+from ...math.topk import in_columns
+from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ...support.workspace import matrix_bytes, reserved
+from ..gemm.input_gradient import ClassSlices
+from ..rows.finish_rows import FinishedRows, Tokens
+from ..rows.row_statistics import sum_pairs
+from ..rows.valid_tokens import ValidTokens
+from ..steps.chunking import Chunking, chunk_shard, chunking_beside
+from ..steps.chunks import TOKEN_BYTES, slices
+from ..steps.gradients import Gradients
+from ..steps.one_pass_step import OnePassStep, StepTokens
+from .class_order import GROUP, launch_class_order, order_bytes
+from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
+from .live_tiles import compared_rows
+from .sparse_lists import Lists, launch_carried, launch_lists
+from .sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 

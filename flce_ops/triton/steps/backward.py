@@ -17,26 +17,26 @@ not read, and forward saves no logits.
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.math.options import Cotangents, LogitOptions, Operands
-from flce_ops.meta.arguments import Backward, BackwardInPlace
-from flce_ops.meta.call import takes
-from flce_ops.objectives.given_slopes import GivenSlopes
-from flce_ops.support.workspace import get_workspace, matrix_bytes
-from flce_ops.triton.gemm.backends import backend_for
-from flce_ops.triton.gemm.device import tiles_for, weight_tiles_for
-from flce_ops.triton.gemm.epilogues import Gradient
-from flce_ops.triton.gemm.input_gradient import Finish
-from flce_ops.triton.gemm.padded_features import with_padded_features
-from flce_ops.triton.gemm.weight_gradient import WeightGradient, sum_bytes
-from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.gather_tokens import launch_gather_targets
-from flce_ops.triton.rows.gradient_factors import KnownRows, launch_gradient_factors
-from flce_ops.triton.rows.set_entries import launch_set_entries
-from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.sparse.sparse_run import is_sparse, run_sparse, sparse_notes
-from flce_ops.triton.steps.chunks import (
+from ... import meta
+from ...math.options import Cotangents, LogitOptions, Operands
+from ...meta.arguments import Backward, BackwardInPlace
+from ...meta.call import takes
+from ...objectives.given_slopes import GivenSlopes
+from ...support.workspace import get_workspace, matrix_bytes
+from ..gemm.backends import backend_for
+from ..gemm.device import tiles_for, weight_tiles_for
+from ..gemm.epilogues import Gradient
+from ..gemm.input_gradient import Finish
+from ..gemm.padded_features import with_padded_features
+from ..gemm.weight_gradient import WeightGradient, sum_bytes
+from ..launch.replay import repeated
+from ..rows.column_sums import weighted_column_sum
+from ..rows.gather_tokens import launch_gather_targets
+from ..rows.gradient_factors import KnownRows, launch_gradient_factors
+from ..rows.set_entries import launch_set_entries
+from ..rows.valid_tokens import ValidTokens, compact_tokens
+from ..sparse.sparse_run import is_sparse, run_sparse, sparse_notes
+from .chunks import (
     MULTIPLE,
     contiguous,
     padded,
@@ -44,10 +44,10 @@ from flce_ops.triton.steps.chunks import (
     slices,
     with_contiguous_vectors,
 )
-from flce_ops.triton.steps.gradients import Gradients, finish_gradients, wanted_gradients
-from flce_ops.triton.steps.one_pass_step import StepTokens
-from flce_ops.triton.steps.quantized_logits import QuantizedLogits, quantized_of
-from flce_ops.triton.steps.saved_gradient import launch_saved_gradient
+from .gradients import Gradients, finish_gradients, wanted_gradients
+from .one_pass_step import StepTokens
+from .quantized_logits import QuantizedLogits, quantized_of
+from .saved_gradient import launch_saved_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
 

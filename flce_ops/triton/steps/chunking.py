@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from flce_ops.support.table import Condition, Path, choose
-from flce_ops.support.workspace import get_workspace, reserved
-from flce_ops.triton.gemm.device import input_tiles_for, multiprocessors, weight_tiles_for
-from flce_ops.triton.gemm.tiles import WEIGHT_TILES
-from flce_ops.triton.steps.chunks import MULTIPLE, Problem, padded, product_bytes, slices
-from flce_ops.triton.steps.overlay import Overlay, overlay_chunk
+from ...support.table import Condition, Path, choose
+from ...support.workspace import get_workspace, reserved
+from ..gemm.device import input_tiles_for, multiprocessors, weight_tiles_for
+from ..gemm.tiles import WEIGHT_TILES
+from .chunks import MULTIPLE, Problem, padded, product_bytes, slices
+from .overlay import Overlay, overlay_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -5,15 +5,15 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from flce_ops.math.options import Operands
-from flce_ops.meta.call import Arguments
-from flce_ops.support.path import record_run
-from flce_ops.support.workspace import get_workspace, matrix_bytes
-from flce_ops.triton.gemm.device import tiles_for
-from flce_ops.triton.gemm.split_k import MOST_SPLITS, steps_and_splits
-from flce_ops.triton.gemm.tiles import Tiles
-from flce_ops.triton.gemm.tma import fits_tma
-from flce_ops.triton.gemm.weight_gradient import sum_bytes
+from ...math.options import Operands
+from ...meta.call import Arguments
+from ...support.path import record_run
+from ...support.workspace import get_workspace, matrix_bytes
+from ..gemm.device import tiles_for
+from ..gemm.split_k import MOST_SPLITS, steps_and_splits
+from ..gemm.tiles import Tiles
+from ..gemm.tma import fits_tma
+from ..gemm.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

@@ -16,13 +16,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.objectives.in_triton import LN2, log2_within_2_22
-from flce_ops.triton.gemm.tma import load_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.column_sums import sum_over_rows
-from flce_ops.triton.rows.finish_rows import Tokens
-from flce_ops.triton.rows.valid_tokens import valid_rows
-from flce_ops.triton.steps.low_rank_pair import Pair, add_pair_product
+from ...objectives.in_triton import LN2, log2_within_2_22
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from ..rows.column_sums import sum_over_rows
+from ..rows.finish_rows import Tokens
+from ..rows.valid_tokens import valid_rows
+from .low_rank_pair import Pair, add_pair_product
 
 # n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
 

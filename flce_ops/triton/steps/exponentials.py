@@ -16,15 +16,15 @@ import torch
 import triton
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions
-from flce_ops.triton.gemm.backends import backend_for
-from flce_ops.triton.gemm.device import tiles_for
-from flce_ops.triton.gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from flce_ops.triton.gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
-from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.valid_tokens import ValidTokens, room_for_rows
-from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
-from flce_ops.triton.steps.quantized_logits import QuantizedLogits, quantization
+from ...math.options import LogitOptions
+from ..gemm.backends import backend_for
+from ..gemm.device import tiles_for
+from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
+from ..gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
+from ..rows.column_sums import weighted_column_sum
+from ..rows.valid_tokens import ValidTokens, room_for_rows
+from .low_rank_pair import NO_PAIR, Pair
+from .quantized_logits import QuantizedLogits, quantization
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 

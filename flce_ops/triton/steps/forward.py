@@ -5,24 +5,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.math.options import TokenStatistics
-from flce_ops.meta.arguments import Forward
-from flce_ops.meta.call import takes
-from flce_ops.objectives.in_triton import LN2
-from flce_ops.support.target_range import assert_in_range
-from flce_ops.support.workspace import get_workspace
-from flce_ops.triton.gemm.device import tiles_for
-from flce_ops.triton.gemm.padded_features import with_padded_features
-from flce_ops.triton.launch.replay import Kernel, repeated
-from flce_ops.triton.rows.gather_tokens import AtTarget, launch_gather_targets
-from flce_ops.triton.rows.row_statistics import launch_row_statistics
-from flce_ops.triton.rows.topk import topk_at_a_time
-from flce_ops.triton.rows.two_sum import lse_in_nats
-from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
-from flce_ops.triton.steps.chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
-from flce_ops.triton.steps.exponentials import Asked, launch_exponentials
-from flce_ops.triton.steps.quantized_logits import clear_unused, quantized_of
+from ... import meta
+from ...math.options import TokenStatistics
+from ...meta.arguments import Forward
+from ...meta.call import takes
+from ...objectives.in_triton import LN2
+from ...support.target_range import assert_in_range
+from ...support.workspace import get_workspace
+from ..gemm.device import tiles_for
+from ..gemm.padded_features import with_padded_features
+from ..launch.replay import Kernel, repeated
+from ..rows.gather_tokens import AtTarget, launch_gather_targets
+from ..rows.row_statistics import launch_row_statistics
+from ..rows.topk import topk_at_a_time
+from ..rows.two_sum import lse_in_nats
+from ..rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
+from .chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
+from .exponentials import Asked, launch_exponentials
+from .quantized_logits import clear_unused, quantized_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 

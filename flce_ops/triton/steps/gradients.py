@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.triton.rows.copy_rows import launch_spread_rows
-from flce_ops.triton.rows.valid_tokens import ValidTokens
+from ..rows.copy_rows import launch_spread_rows
+from ..rows.valid_tokens import ValidTokens
 
 # N tokens, D hidden, V vocabulary
 

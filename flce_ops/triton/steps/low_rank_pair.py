@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flce_ops.triton.gemm.tma import load_tile
+from ..gemm.tma import load_tile
 
 # N tokens, n rows of a chunk, V vocabulary, r rank of the pair
 

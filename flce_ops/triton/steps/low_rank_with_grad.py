@@ -14,27 +14,27 @@ The last two are bound by the memory: each reads E once. With a class scale E is
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.math.options import LowRankOperands, Operands
-from flce_ops.math.reduction import Reduction, class_weight_of
-from flce_ops.meta.arguments import LowRankWithGrad
-from flce_ops.meta.call import takes
-from flce_ops.objectives.cross_entropy import CrossEntropy
-from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.gemm.input_gradient import ClassSlices
-from flce_ops.triton.gemm.split_k import MOST_SPLITS
-from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.copy_rows import launch_copy_rows
-from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens
-from flce_ops.triton.rows.sum_losses import launch_sum_losses
-from flce_ops.triton.rows.valid_tokens import compact_tokens
-from flce_ops.triton.steps.chunking import best_chunking, problem_of
-from flce_ops.triton.steps.chunks import contiguous, record_chunks, small_bytes
-from flce_ops.triton.steps.class_scale_gradient import away_from_zero, gradient_of_scale, logit_products
-from flce_ops.triton.steps.gradients import finish_gradients, wanted_gradients
-from flce_ops.triton.steps.low_rank_pair import Pair, padded_rank
-from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
+from ... import meta
+from ...math.options import LowRankOperands, Operands
+from ...math.reduction import Reduction, class_weight_of
+from ...meta.arguments import LowRankWithGrad
+from ...meta.call import takes
+from ...objectives.cross_entropy import CrossEntropy
+from ...support.target_range import assert_in_range
+from ..gemm.input_gradient import ClassSlices
+from ..gemm.split_k import MOST_SPLITS
+from ..launch.replay import repeated
+from ..rows.column_sums import weighted_column_sum
+from ..rows.copy_rows import launch_copy_rows
+from ..rows.finish_rows import FinishedRows, Tokens
+from ..rows.sum_losses import launch_sum_losses
+from ..rows.valid_tokens import compact_tokens
+from .chunking import best_chunking, problem_of
+from .chunks import contiguous, record_chunks, small_bytes
+from .class_scale_gradient import away_from_zero, gradient_of_scale, logit_products
+from .gradients import finish_gradients, wanted_gradients
+from .low_rank_pair import Pair, padded_rank
+from .one_pass_step import OnePassStep, StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 

@@ -17,31 +17,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_ops.math.options import LogitOptions, Operands, Statistics, TokenStatistics
-from flce_ops.math.reduction import Reduction
-from flce_ops.math.shards import argmax_of_shards
-from flce_ops.objectives.row import RowObjective
-from flce_ops.triton.gemm.backends import backend_for
-from flce_ops.triton.gemm.input_gradient import ClassSlices, Finish
-from flce_ops.triton.gemm.split_k import float32_memory
-from flce_ops.triton.gemm.tma import NO_OUTER
-from flce_ops.triton.gemm.weight_gradient import WeightGradient
-from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
-from flce_ops.triton.rows.gather_tokens import launch_gather_targets
-from flce_ops.triton.rows.row_statistics import launch_row_statistics, sums_for
-from flce_ops.triton.rows.scale_rows import launch_scale_rows
-from flce_ops.triton.rows.set_entries import launch_set_entries
-from flce_ops.triton.rows.smoothing import SmoothingTerms
-from flce_ops.triton.rows.target_rows import TOKENS_AT_MOST, launch_target_rows
-from flce_ops.triton.rows.valid_tokens import ValidTokens, choose_chunking
-from flce_ops.triton.sparse.live_tiles import EVERY_STEP
-from flce_ops.triton.steps.chunking import Chunking
-from flce_ops.triton.steps.chunks import MULTIPLE, padded, slices
-from flce_ops.triton.steps.exponentials import RowSums, launch_exponentials
-from flce_ops.triton.steps.gradients import Gradients
-from flce_ops.triton.steps.low_rank_pair import NO_PAIR, Pair
-from flce_ops.triton.steps.overlay import Overlay, places, scratch_of
+from ...math.options import LogitOptions, Operands, Statistics, TokenStatistics
+from ...math.reduction import Reduction
+from ...math.shards import argmax_of_shards
+from ...objectives.row import RowObjective
+from ..gemm.backends import backend_for
+from ..gemm.input_gradient import ClassSlices, Finish
+from ..gemm.split_k import float32_memory
+from ..gemm.tma import NO_OUTER
+from ..gemm.weight_gradient import WeightGradient
+from ..rows.column_sums import weighted_column_sum
+from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
+from ..rows.gather_tokens import launch_gather_targets
+from ..rows.row_statistics import launch_row_statistics, sums_for
+from ..rows.scale_rows import launch_scale_rows
+from ..rows.set_entries import launch_set_entries
+from ..rows.smoothing import SmoothingTerms
+from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
+from ..rows.valid_tokens import ValidTokens, choose_chunking
+from ..sparse.live_tiles import EVERY_STEP
+from .chunking import Chunking
+from .chunks import MULTIPLE, padded, slices
+from .exponentials import RowSums, launch_exponentials
+from .gradients import Gradients
+from .low_rank_pair import NO_PAIR, Pair
+from .overlay import Overlay, places, scratch_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 

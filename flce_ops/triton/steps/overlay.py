@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from flce_ops.support.workspace import matrix_bytes
-from flce_ops.triton.gemm.split_k import float32_memory
-from flce_ops.triton.steps.chunks import TOKEN_BYTES, Problem, padded, small_bytes
+from ...support.workspace import matrix_bytes
+from ..gemm.split_k import float32_memory
+from .chunks import TOKEN_BYTES, Problem, padded, small_bytes
 
 # N tokens, n rows of the overlay chunk, D hidden, V vocabulary, v columns of a slice, K slices
 

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ValidTokens, valid_rows
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ValidTokens, valid_rows
 
 # n rows, V vocabulary, T tiles along it
 

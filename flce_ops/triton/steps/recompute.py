@@ -6,18 +6,18 @@ H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 row
 
 import torch
 
-from flce_ops import meta
-from flce_ops.math.log_probs import surprisal
-from flce_ops.math.options import Cotangents
-from flce_ops.math.statistics import asked_of_forward, statistics_of_forward
-from flce_ops.math.topk import beside_topk
-from flce_ops.meta.arguments import Backward, Forward, WithGrad
-from flce_ops.triton.gemm.weight_gradient import WeightGradient
-from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.steps.backward import run_backward
-from flce_ops.triton.steps.forward import run_forward
-from flce_ops.triton.steps.gradients import Gradients
-from flce_ops.triton.steps.one_pass_step import StepTokens
+from ... import meta
+from ...math.log_probs import surprisal
+from ...math.options import Cotangents
+from ...math.statistics import asked_of_forward, statistics_of_forward
+from ...math.topk import beside_topk
+from ...meta.arguments import Backward, Forward, WithGrad
+from ..gemm.weight_gradient import WeightGradient
+from ..rows.valid_tokens import ValidTokens
+from .backward import run_backward
+from .forward import run_forward
+from .gradients import Gradients
+from .one_pass_step import StepTokens
 
 # N tokens, n of them here
 

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_ops.triton.gemm.device import interpreted
-from flce_ops.triton.gemm.epilogues import Gradient, gradient
-from flce_ops.triton.gemm.tma import load_tile, store_tile
-from flce_ops.triton.launch.replay import Kernel
-from flce_ops.triton.rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
-from flce_ops.triton.steps.quantized_logits import (
+from ..gemm.device import interpreted
+from ..gemm.epilogues import Gradient, gradient
+from ..gemm.tma import load_tile, store_tile
+from ..launch.replay import Kernel
+from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
+from .quantized_logits import (
     Quantization,
     QuantizedLogits,
     dequantize,

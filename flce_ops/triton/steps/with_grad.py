@@ -14,28 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_ops import meta
-from flce_ops.math.options import Operands, TokenStatistics, changed
-from flce_ops.math.reduction import Reduction
-from flce_ops.math.shards import Exchange, shard_rows, statistics_of_shard
-from flce_ops.math.sparse_gradient import Shard
-from flce_ops.meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
-from flce_ops.meta.call import takes
-from flce_ops.objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
-from flce_ops.objectives.row import RowObjective
-from flce_ops.support.target_range import assert_in_range
-from flce_ops.triton.gemm.padded_features import with_padded_features
-from flce_ops.triton.launch.replay import repeated
-from flce_ops.triton.rows.row_statistics import sum_pairs
-from flce_ops.triton.rows.smoothing import SmoothingTerms
-from flce_ops.triton.rows.sum_losses import launch_sum_losses
-from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.sparse.sparse_run import is_sparse, run_sparse, sparse_notes
-from flce_ops.triton.steps.chunking import Chunking, chunk_shard, chunk_tokens
-from flce_ops.triton.steps.chunks import contiguous, record_chunks, with_contiguous_vectors
-from flce_ops.triton.steps.gradients import finish_gradients, wanted_gradients
-from flce_ops.triton.steps.one_pass_step import OnePassStep, StepTokens
-from flce_ops.triton.steps.recompute import recompute_step
+from ... import meta
+from ...math.options import Operands, TokenStatistics, changed
+from ...math.reduction import Reduction
+from ...math.shards import Exchange, shard_rows, statistics_of_shard
+from ...math.sparse_gradient import Shard
+from ...meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
+from ...meta.call import takes
+from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
+from ...objectives.row import RowObjective
+from ...support.target_range import assert_in_range
+from ..gemm.padded_features import with_padded_features
+from ..launch.replay import repeated
+from ..rows.row_statistics import sum_pairs
+from ..rows.smoothing import SmoothingTerms
+from ..rows.sum_losses import launch_sum_losses
+from ..rows.valid_tokens import ValidTokens, compact_tokens
+from ..sparse.sparse_run import is_sparse, run_sparse, sparse_notes
+from .chunking import Chunking, chunk_shard, chunk_tokens
+from .chunks import contiguous, record_chunks, with_contiguous_vectors
+from .gradients import finish_gradients, wanted_gradients
+from .one_pass_step import OnePassStep, StepTokens
+from .recompute import recompute_step
 
 # N tokens, D hidden, V vocabulary
 
