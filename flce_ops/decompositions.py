@@ -116,10 +116,8 @@ def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
 @takes(Forward)
 def forward(call: Forward) -> Outputs:
     input, linear_weight, target, linear_bias, weight = call.operands
-    num_classes = linear_weight.shape[0]
-    vocab_size = num_classes if call.vocab_size is None else call.vocab_size
-    check_target_range(target, vocab_size, call.ignore_index, on_device=True)
-    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    check_target_range(target, call.num_classes, call.ignore_index, on_device=True)
+    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
     weight = upcast(weight, dtype)
@@ -159,7 +157,7 @@ def forward(call: Forward) -> Outputs:
         share = distance.exp() * sum_of_blocks / row_sum.unsqueeze(1)
         squares = torch.where(valid, (share.square() * torch.stack(squares_of, 1).exp()).sum(1).log(), 0.0)
     if call.mean_logit:
-        mean_logit = torch.where(valid, total / vocab_size, 0.0)
+        mean_logit = torch.where(valid, total / call.num_classes, 0.0)
     if call.argmax:
         max_logit, block = torch.stack(largest_of, 1).max(1)
         argmax = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)

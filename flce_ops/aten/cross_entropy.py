@@ -30,7 +30,7 @@ from .logits import (
     upcast,
     weighted_logits,
 )
-from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
+from .valid_tokens import check_target_range, kernel_of, on_valid_tokens, zero_where_ignored
 from .with_grad import loss_and_gradients, rows_of_call
 
 # N tokens, n rows of a block, V vocabulary
@@ -47,15 +47,8 @@ def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
         yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
-@takes(LogitsForward)
-def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
-    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(LogitsForward, checks_target=True)
+def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, argmax, lse_rest = outputs
     logits, target, weight = call.operands
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
@@ -71,14 +64,8 @@ def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
         lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
 
 
-@takes(LogitsBackward)
-def backward(call: LogitsBackward) -> Tensor:
-    grad_logits = meta.outputs(call)
-    on_valid_tokens(backward_of_rows, call, (grad_logits,), call.fills)
-    return grad_logits
-
-
-def backward_of_rows(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(LogitsBackward)
+def backward(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
     (grad_logits,) = outputs
     logits, target, weight = call.operands
     dtype = call.lse.dtype

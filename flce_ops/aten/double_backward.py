@@ -25,25 +25,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.shards import target_columns
 from ..meta.arguments import DoubleBackward
-from ..meta.call import takes
 from .logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
 from .second_order import SecondOrder, slope_derivative
-from .valid_tokens import on_valid_tokens
+from .valid_tokens import kernel_of
 
 # N tokens, D hidden, V vocabulary
 
 
-@takes(DoubleBackward)
-def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    on_valid_tokens(double_backward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(DoubleBackward)
+def double_backward(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
     out_target, out_lse_cotangent, out_sum, *out = outputs
     input, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])

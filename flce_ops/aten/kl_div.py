@@ -16,13 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import LogitOptions
 from ..math.precision import accumulation_dtype
 from ..math.shards import log_denominator
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from ..meta.call import takes
 from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, Divergence
 from ..support.exchange import all_reduce
@@ -31,7 +29,7 @@ from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
 from .gradients import GradientAccumulator
 from .logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
-from .valid_tokens import on_valid_tokens, tokens_of
+from .valid_tokens import kernel_of, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
 
@@ -98,26 +96,14 @@ def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slic
     return p if DIVERGENCES[options.kind].of_given_p else p.log()
 
 
-@takes(KlDivForward)
-def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def forward_of_rows(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(KlDivForward)
+def forward(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
     divergence, shift, teacher_shift, student_kl = outputs
     stream_rows(call, divergence, shift, teacher_shift, student_kl)
 
 
-@takes(KlDivWithGrad)
-def with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    on_valid_tokens(with_grad_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(KlDivWithGrad)
+def with_grad(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
     shift, teacher_shift, student_kl = allocate(KlDivForward.results[1:], call)
@@ -239,14 +225,8 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
         shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
 
 
-@takes(KlDivBackward)
-def backward(call: KlDivBackward) -> meta.Gradients:
-    grads = meta.outputs(call)
-    on_valid_tokens(backward_of_rows, call, grads, call.fills)
-    return grads
-
-
-def backward_of_rows(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
+@kernel_of(KlDivBackward)
+def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
     operands, options, shift = call.operands, call.options, call.shift
     scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
     rows = rows_per_chunk(operands, options, call.output_mask[1])

@@ -16,30 +16,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.options import TokenStatistics
 from ..math.precision import accumulation_dtype
 from ..meta.arguments import LowRankWithGrad
-from ..meta.call import takes
 from ..support.readable import copy_bytes
 from .chunks import chunk_products
 from .gradients import GradientAccumulator
 from .logits import upcast
-from .valid_tokens import check_target_range, on_valid_tokens
+from .valid_tokens import kernel_of
 from .with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 
 
-@takes(LowRankWithGrad)
-def low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_valid_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def low_rank_with_grad_of_rows(call: LowRankWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(LowRankWithGrad, checks_target=True)
+def low_rank_with_grad(call: LowRankWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads = outputs
     input, linear_weight, pair_input, pair_weight, *_ = call.operands
     head = call.operands.head

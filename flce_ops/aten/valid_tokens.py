@@ -1,6 +1,6 @@
 """Ignored tokens: on a CPU they cost nothing, elsewhere what they hold is harmless.
 
-A kernel allocates its results and hands the work to a body over chunks of rows, which reads every row it is given:
+A kernel is a body over chunks of rows, which reads every row it is given and fills in the results (kernel_of):
 
     a CPU        indices = 1 3 4 6         the tokens that count, by index
                  body on those rows        matrices are gathered a chunk at a time, vectors at once
@@ -13,14 +13,16 @@ input are the cheapest way to keep nan and inf out: they take D numbers a row wh
 the product that makes grad_linear_weight reads them too.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import meta
 from ..math.topk import tokens_that_count
-from ..meta.call import Arguments
+from ..meta.call import Arguments, takes
 from ..meta.results import AtIgnored
 from ..objectives.row import RowObjective
 from ..support.target_range import assert_in_range, in_range
@@ -92,6 +94,30 @@ def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N,)
 Body = Callable[..., None]  # of a call, the results that it fills in, and perhaps a direction
 Results = Sequence[Tensor]
 Fills = Sequence[AtIgnored | None]  # None for a result that is not by token
+
+
+def kernel_of(
+    arguments: type[Arguments],
+    *,
+    checks_target: bool = False,  # an operator that a user's target comes to first
+    besides: Callable[[Any], tuple[Any, ...]] = lambda call: (),  # what the body is given behind the results
+) -> Callable[[Body], Callable]:
+    """Makes a kernel of its body: checks, results, and the rows that count."""
+
+    def decorate(body: Body) -> Callable:
+        @takes(arguments)
+        @functools.wraps(body)
+        def kernel(call: Any) -> Any:
+            outputs = meta.outputs(call)
+            if checks_target:
+                call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
+            results = (outputs,) if isinstance(outputs, Tensor) else outputs
+            on_valid_tokens(body, call, results, call.fills, *besides(call))
+            return outputs
+
+        return kernel
+
+    return decorate
 
 
 def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.log_probs import surprisal
 from ..math.options import LogitOperands, Operands, TokenStatistics, changed
 from ..math.reduction import Reduction
@@ -25,7 +24,6 @@ from ..meta.arguments import (
     VocabParallelWithGrad,
     WithGrad,
 )
-from ..meta.call import takes
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..support.readable import copy_bytes
@@ -46,38 +44,13 @@ from .sparse_gradients import (
     needs_exact,
     whole_tiles,
 )
-from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
+from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
 
-@takes(WithGrad)
-def with_grad(call: WithGrad) -> meta.Outputs:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_valid_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
-    return outputs
-
-
-@takes(PolicyWithGrad)
-def policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_valid_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-@takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
-    """flce_ops/distributed/one_pass.py says what it does."""
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
-    # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
-    on_valid_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
-    return outputs
-
-
-def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
+@kernel_of(WithGrad, checks_target=True, besides=draws_of)
+def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
@@ -96,7 +69,8 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-def policy_with_grad_of_rows(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(PolicyWithGrad, checks_target=True)
+def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
@@ -109,9 +83,14 @@ def policy_with_grad_of_rows(call: RowLossWithGrad, outputs: Sequence[Tensor]) -
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-def vocab_parallel_with_grad_of_rows(
+@kernel_of(VocabParallelWithGrad, checks_target=True, besides=draws_of)
+def vocab_parallel_with_grad(
     call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
 ) -> None:
+    """flce_ops/distributed/one_pass.py says what it does.
+
+    All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
+    """
     loss, losses, *grads, argmax, _, _, _, _ = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, own, largest_shard = call.vocab_start, linear_weight.shape[0], shard_rows(call.vocab_size, call.ranks)

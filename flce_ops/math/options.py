@@ -68,6 +68,10 @@ class LowRankOperands(NamedTuple):
     class_scale: Tensor | None = None  # (V,), that of DoRA
 
     @property
+    def num_classes(self) -> int:
+        return self.linear_weight.shape[0]
+
+    @property
     def head(self) -> Operands:
         """Without the pair."""
         return Operands(self.input, self.linear_weight, self.target, self.linear_bias, self.weight)

@@ -283,6 +283,10 @@ class RowOperands(NamedTuple):
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
 
+    @property
+    def num_classes(self) -> int:
+        return self.linear_weight.shape[0]
+
 
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     """Of an objective with operators of its own."""

@@ -140,6 +140,12 @@ class Arguments:
             made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
         return made
 
+    @property
+    def num_classes(self) -> int:
+        """V, of all ranks."""
+        operands, whole = vars(self)["operands"], vars(self).get("vocab_size")
+        return operands.num_classes if whole is None else whole
+
     def dispatched(self) -> Any:
         """What its operator returns."""
         return self.run(getattr(torch.ops.flce, self.op), self.values())

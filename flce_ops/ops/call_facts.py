@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitOperands, LogitOptions, LowRankOperands
+from ..math.options import LogitOptions, LowRankOperands
 from ..math.shards import shard_rows
 from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import LossOptions
@@ -58,14 +58,13 @@ def facts_of(call: Any) -> CallFacts:
     if isinstance(operands, KlDivOperands):
         return kl_div_facts(operands, call.options)
     first = operands[0]
-    num_classes = first.shape[1] if isinstance(operands, LogitOperands) else operands.linear_weight.shape[0]
     options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
     options |= {"topk": operands.target.dim() == 2, "class_scale": getattr(operands, "class_scale", None) is not None}
     if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return CallFacts(device_type(first), first.dtype, first.numel() == 0, num_classes == 1, **options)
+    return CallFacts(device_type(first), first.dtype, first.numel() == 0, operands.num_classes == 1, **options)
 
 
 def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:

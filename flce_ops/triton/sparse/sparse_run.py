@@ -35,8 +35,7 @@ def is_sparse(call: Call) -> bool:
     asked = any(sparse.products(call.output_mask))
     if not asked or sparse.gradient_mode != "unbiased":
         return asked
-    num_classes = call.vocab_size if isinstance(call, VocabParallelWithGrad) else linear_weight.shape[0]
-    return lists_may_pay(sparse.gradient_threshold, num_classes, linear_weight.shape[1])
+    return lists_may_pay(sparse.gradient_threshold, call.num_classes, linear_weight.shape[1])
 
 
 def sparse_notes(call: Call) -> list[str]:

@@ -112,17 +112,16 @@ def launch_forward(call: Forward) -> meta.Outputs:
         )
     outputs = meta.outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
-    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
-        chunks = repeated(forward_step, call, num_classes, in_range, outputs)
-        assert_in_range(in_range, target, num_classes, call.ignore_index)
+        chunks = repeated(forward_step, call, in_range, outputs)
+        assert_in_range(in_range, target, call.num_classes, call.ignore_index)
     record_chunks(call, linear_weight, chunks)
     return outputs
 
 
-def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
-    valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
+def forward_step(call: Forward, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
+    valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, call.num_classes, in_range)
     return run_forward(call, valid_tokens, outputs)
 
 
@@ -148,7 +147,6 @@ def run_forward(
     class_weight = weight.float() if weight is not None and call.logit_sum else None
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
-    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = memory[:n]
@@ -174,7 +172,7 @@ def run_forward(
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
         )
-        launch_row_statistics(sums, statistics, here, num_classes)
+        launch_row_statistics(sums, statistics, here, call.num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
     return chunks
 
