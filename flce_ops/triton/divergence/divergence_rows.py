@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...math.options import LogitOptions
 from ...objectives.divergence import Divergence, Forward
 from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
@@ -65,7 +66,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number(softmax.softcap))
+        logits, dz_du = base2_logits(logits, None, LogitOptions(number(softmax.softcap), 1.0))
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]

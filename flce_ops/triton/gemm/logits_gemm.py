@@ -48,14 +48,24 @@ LARGEST_SUM = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def base2_logits(acc, bias, logit_options, logit_scale, softcap):
+def loaded(logit_options):
+    """LogitOptions with numbers in place of pointers."""
+    softcap = None
+    if logit_options.softcap is not None:
+        softcap = number(logit_options.softcap)
+    return LogitOptions(softcap, number(logit_options.logit_scale))
+
+
+@triton.jit
+def base2_logits(acc, bias, options):
     """(z log2 e, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
 
-    `logit_options` says which options there are, the two numbers after it were loaded from its pointers.
+    `options` are LogitOptions that were loaded.
     """
+    logit_scale, softcap = options.logit_scale, options.softcap
     if bias is not None:
         acc = acc + bias
-    if logit_options.softcap is not None:
+    if softcap is not None:
         # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
         # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
         y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
@@ -118,8 +128,7 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # of the pair, contiguous
 ):
-    logit_scale = number(logit_options.logit_scale)
-    softcap = number(logit_options.softcap)
+    numbers = loaded(logit_options)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
@@ -159,11 +168,11 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, logit_options, logit_scale, softcap)
+        z, dz_du = base2_logits(acc, bias, numbers)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if out_ptr is not None:
             if BEFORE_SOFTCAP:
-                result = (acc if bias is None else acc + bias) * logit_scale
+                result = (acc if bias is None else acc + bias) * numbers.logit_scale
             elif FIXED_POINT:
                 result = to_fixed_point(result)
             elif SLOPED:

@@ -18,14 +18,15 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from ...objectives.in_triton import LN2, number
-from ..gemm.logits_gemm import base2_logits
+from ...objectives.in_triton import LN2
+from ..gemm.logits_gemm import base2_logits, loaded
 from ..launch.replay import Kernel
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
-from .logit_gradient import finish_gradient, out_of, store_gradient
+from .logit_gradient import Slopes, finish_gradient, out_of, store_gradient
 from .logit_rows import (
     LOWEST,
+    Scores,
     add_block,
     as_loaded,
     ask_for,
@@ -100,19 +101,20 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
+    scores = Scores(loaded(logit_options), class_weight_ptr)
+    logit_scale = scores.options.logit_scale
     valid, column = target_of(target_ptr, i, ignore_index, V)
-    row, head, groups = row_of(logits, i, V, VEC)
-    groups_ptr = tl.multiple_of(row + head, 16)
-    last = groups // BLOCK_G
+    row = row_of(logits, i, V, VEC)
+    groups_ptr = tl.multiple_of(row.pointer + row.head, 16)
+    last = row.groups // BLOCK_G
     held = ()
     for block in tl.static_range(HELD):
-        held += (load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
-    end = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
-    edge, there = edges_of(head, groups, V, VEC)
+        held += (load_block(groups_ptr, block, row.groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
+    end = load_block(groups_ptr, last, row.groups, valid, BLOCK_G, True, "evict_first")
+    edge, there = edges_of(row, VEC)
     # what the gradient may be written over is read before
-    u_target = tl.load(row + column, mask=valid, other=0.0)
-    u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
+    u_target = tl.load(row.pointer + column, mask=valid, other=0.0)
+    u_edges = tl.load(row.pointer + edge, mask=there & valid, other=0.0)
 
     if known.lse is None:
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)
@@ -120,28 +122,26 @@ def rows_kernel(
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
         columns = tl.zeros((BLOCK_G,), tl.int32)
         for block in tl.static_range(HELD):
+            u = numbers_in(held[block], DTYPE)
             m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
-                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
-            )  # fmt: skip
+                m, s, logit_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
+            )
         for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
-            words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
+            u = numbers_in(load_block(groups_ptr, streamed, row.groups, valid, BLOCK_G, False, "evict_last"), DTYPE)
             m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
-                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
-            )  # fmt: skip
+                m, s, logit_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
+            )
+        u = numbers_in(end, DTYPE)
         m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
-            logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
-        )  # fmt: skip
+            m, s, logit_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
+        )
         row_max, row_sum, logit_sum2, argmax = whole_row(
-            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
-            LOGIT_SUM, ARGMAX,
-        )  # fmt: skip
+            m, s, logit_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
+        )
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         if ARGMAX:
             tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
-        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, scores.options)
         log2_sum = tl.log2(row_sum)
     if grad_logits is None:
         lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
@@ -156,12 +156,9 @@ def rows_kernel(
             if AHEAD > 0:
                 coming = tl.minimum(i + later, N - 1)
                 counts, _ = target_of(target_ptr, coming, ignore_index, V)
-                next_row, next_head, next_groups = row_of(logits, coming, V, VEC)
-                ask_for(
-                    next_row + next_head,
-                    tl.where(counts & (i + later < N), tl.minimum(next_groups, AHEAD * BLOCK_G), 0),
-                    BLOCK_G,
-                )
+                next_row = row_of(logits, coming, V, VEC)
+                ahead = tl.minimum(next_row.groups, AHEAD * BLOCK_G)
+                ask_for(next_row, tl.where(counts & (i + later < N), ahead, 0), BLOCK_G)
             target_weight = None
             if class_weight_ptr is not None:
                 target_weight = tl.load(class_weight_ptr + column)
@@ -191,24 +188,14 @@ def rows_kernel(
                 sum_factor = tl.load(known.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
             if known.grad_target_logit is not None:
                 at_target = tl.load(known.grad_target_logit + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
-        out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
-        store_gradient(
-            out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-            logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
-        )  # fmt: skip
+        slopes = Slopes(row_max, factor, sum_factor, at_target)
+        out_row, out_groups_ptr = out_of(grad_logits, i, row, ALIKE)
+        store_gradient(out_groups_ptr, as_loaded(end), last, row, slopes, scores, BLOCK_G, VEC, True)
         for back in tl.range(0, last - HELD, num_stages=STAGES):
             again = last - 1 - back
-            words = load_block(groups_ptr, again, groups, valid, BLOCK_G, False, "evict_first")
-            store_gradient(
-                out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
-            )  # fmt: skip
+            words = load_block(groups_ptr, again, row.groups, valid, BLOCK_G, False, "evict_first")
+            store_gradient(out_groups_ptr, words, again, row, slopes, scores, BLOCK_G, VEC, False)
         for block in tl.static_range(HELD):
-            store_gradient(
-                out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
-                class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
-            )  # fmt: skip
-        finish_gradient(
-            out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, at_target,
-            class_weight_ptr, logit_options, logit_scale, softcap,
-        )  # fmt: skip
+            words = as_loaded(held[block])
+            store_gradient(out_groups_ptr, words, block, row, slopes, scores, BLOCK_G, VEC, False)
+        finish_gradient(out_row, u_edges, edge, there, u_target, column, V, slopes, scores)

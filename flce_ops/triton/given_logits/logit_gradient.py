@@ -5,6 +5,8 @@
 It may stand where the logits stood: what the target and the edges are made of is read before anything is written.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,31 +16,38 @@ from .logit_rows import class_weights, numbers_in, numbers_of
 # V vocabulary
 
 
+class Slopes(NamedTuple):
+    """Of a row, made in a kernel; factors times logit_scale."""
+
+    reference: float
+    factor: float
+    sum_factor: float | None
+    at_target: float
+
+
 @triton.jit
-def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
+def out_of(grad_logits, i, row, ALIKE: tl.constexpr):
     """Pointers to the gradient's row and to its first group."""
-    row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
-    groups = row + head
+    out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
+    groups = out_row + row.head
     if ALIKE:
         groups = tl.multiple_of(groups, 16)
-    return row, groups
+    return out_row, groups
 
 
 @triton.jit
-def gradient_numbers(
-    u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
-):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
-    z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
-    g = tl.exp2(z - reference) * factor
-    if sum_factor is not None:
-        if class_weight_ptr is None:
-            g += sum_factor
+def gradient_numbers(u, col, mask, slopes, scores, AT_TARGET: tl.constexpr):
+    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row."""
+    z, dz_du = base2_logits(u.to(tl.float32), None, scores.options)
+    g = tl.exp2(z - slopes.reference) * slopes.factor
+    if slopes.sum_factor is not None:
+        if scores.class_weight is None:
+            g += slopes.sum_factor
         else:
-            g += sum_factor * class_weights(class_weight_ptr, col, mask)
-    if at_target is not None:
-        g += at_target
-    if logit_options.softcap is not None:
+            g += slopes.sum_factor * class_weights(scores, col, mask)
+    if AT_TARGET:
+        g += slopes.at_target
+    if scores.options.softcap is not None:
         g *= dz_du
     return g
 
@@ -60,27 +69,18 @@ def store_gradient(
     out_groups_ptr,
     words,  # the block's
     block,
-    head,
-    groups,
-    reference,
-    factor,
-    sum_factor,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    row,  # Row
+    slopes,  # Slopes
+    scores,  # Scores
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     group, number = numbers_of(block, BLOCK_G, VEC)
-    mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
+    mask = tl.broadcast_to(group < row.groups, (BLOCK_G, VEC))
     u = numbers_in(words, out_groups_ptr.dtype.element_ty)
-    g = gradient_numbers(
-        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale,
-        softcap,
-    )  # fmt: skip
-    store_block(out_groups_ptr, g, block, groups, BLOCK_G, VEC, MASKED)
+    g = gradient_numbers(u, row.head + number, mask, slopes, scores, False)
+    store_block(out_groups_ptr, g, block, row.groups, BLOCK_G, VEC, MASKED)
 
 
 @triton.jit
@@ -92,23 +92,12 @@ def finish_gradient(
     u_target,
     column,
     V,
-    reference,
-    factor,
-    sum_factor,
-    at_target,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    slopes,  # Slopes
+    scores,  # Scores
 ):
     """The edges and the target's entry."""
-    g = gradient_numbers(
-        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
-    )
+    g = gradient_numbers(u_edges, edge, there, slopes, scores, False)
     tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
-    g = gradient_numbers(
-        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
-        logit_scale, softcap,
-    )  # fmt: skip
+    g = gradient_numbers(u_target, column, column < V, slopes, scores, True)
     tl.debug_barrier()  # another thread wrote there with its block
     tl.store(out_row + column, g.to(out_row.dtype.element_ty))

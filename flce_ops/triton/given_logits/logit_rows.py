@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...math.options import LogitOptions
 from ..gemm.logits_gemm import base2_logits
 
 # N tokens, V vocabulary
@@ -42,13 +43,29 @@ def matrix_of(tensor: Tensor) -> Matrix:
     return Matrix(tensor, tensor.stride(0), tensor.data_ptr() % 16 // tensor.element_size())
 
 
+class Row(NamedTuple):
+    """One of a matrix, made in a kernel."""
+
+    pointer: Tensor
+    head: int  # numbers in front of the groups
+    groups: int
+    V: int
+
+
+class Scores(NamedTuple):
+    """What z and its weighted sums are made of, made in a kernel."""
+
+    options: LogitOptions  # loaded
+    class_weight: Tensor | None  # (V,) float32
+
+
 @triton.jit
 def row_of(matrix, i, V, VEC: tl.constexpr):
-    """Row i: pointer, numbers of its head, groups."""
+    """Row i."""
     first = i.to(tl.int64) * matrix.stride
     lead = ((first + matrix.shift) % VEC).to(tl.int32)
     head = tl.minimum((VEC - lead) % VEC, V)
-    return matrix.pointer + first, head, (V - head) // VEC
+    return Row(matrix.pointer + first, head, (V - head) // VEC, V)
 
 
 @triton.jit
@@ -60,11 +77,11 @@ def target_of(target_ptr, i, ignore_index, V):
 
 
 @triton.jit
-def ask_for(groups_ptr, groups, BLOCK_G: tl.constexpr):
-    """A row's first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
+def ask_for(row, groups, BLOCK_G: tl.constexpr):
+    """Its first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
     if not INTERPRETED:
         line = tl.arange(0, BLOCK_G)
-        line_ptr = groups_ptr.to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
+        line_ptr = (row.pointer + row.head).to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
         wanted = (line * 8 < groups).to(tl.int32)
         tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [line_ptr, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -121,16 +138,16 @@ def as_loaded(words):
 
 
 @triton.jit
-def edges_of(head, groups, V, VEC: tl.constexpr):
+def edges_of(row, VEC: tl.constexpr):
     """Columns of the head and of the tail, (2 VEC,), and which of them are there."""
     number = tl.arange(0, 2 * VEC)
-    behind = head + groups * VEC + number - VEC
-    return tl.where(number < VEC, number, behind), tl.where(number < VEC, number < head, behind < V)
+    behind = row.head + row.groups * VEC + number - VEC
+    return tl.where(number < VEC, number, behind), tl.where(number < VEC, number < row.head, behind < row.V)
 
 
 @triton.jit
-def class_weights(pointer, col, mask):
-    return tl.load(pointer + col, mask=mask, other=0.0)
+def class_weights(scores, col, mask):
+    return tl.load(scores.class_weight + col, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -141,13 +158,8 @@ def add_block(
     column,  # and where the maxima stand, with ARGMAX
     u,  # (BLOCK_G, VEC)
     block,
-    head,
-    groups,
-    V,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    row,  # Row
+    scores,  # Scores
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -155,19 +167,20 @@ def add_block(
     MASKED: tl.constexpr,
 ):
     group, number = numbers_of(block, BLOCK_G, VEC)
-    z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    inside = group < row.groups
+    z, _ = base2_logits(u.to(tl.float32), None, scores.options)
     if LOGIT_SUM:
         weighted = z
-        if class_weight_ptr is not None:
-            weighted *= class_weights(class_weight_ptr, head + number, tl.broadcast_to(group < groups, (BLOCK_G, VEC)))
+        if scores.class_weight is not None:
+            weighted *= class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
         elif MASKED:
-            weighted = tl.where(group < groups, z, 0.0)
+            weighted = tl.where(inside, z, 0.0)
         logit_sum += tl.sum(weighted, 1)
     if MASKED:
-        z = tl.where(group < groups, z, float("-inf"))
+        z = tl.where(inside, z, float("-inf"))
     block_max = tl.max(z, 1)
     if ARGMAX:
-        block_column = tl.min(tl.where(z == block_max[:, None], head + number, V), 1)
+        block_column = tl.min(tl.where(z == block_max[:, None], row.head + number, row.V), 1)
         column = tl.where(block_max > m, block_column, column)
     new_m = tl.maximum(m, block_max)
     s = s * tl.exp2(m - new_m) + tl.sum(tl.exp2(z - new_m[:, None]), 1)
@@ -184,20 +197,17 @@ def whole_row(
     col,
     there,
     V,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    scores,  # Scores
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
     """Of the row: m, s, the logit sum in base 2, the argmax (the first of equals; V - 1 where nan is the maximum)."""
-    z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    z, _ = base2_logits(u.to(tl.float32), None, scores.options)
     row_logit_sum = 0.0
     if LOGIT_SUM:
         weighted = tl.where(there, z, 0.0)
-        if class_weight_ptr is not None:
-            weighted *= class_weights(class_weight_ptr, col, there)
+        if scores.class_weight is not None:
+            weighted *= class_weights(scores, col, there)
         row_logit_sum = tl.sum(logit_sum, 0) + tl.sum(weighted, 0)
     z = tl.where(there, z, float("-inf"))
     row_max = tl.maximum(tl.max(m, 0), tl.max(z, 0))

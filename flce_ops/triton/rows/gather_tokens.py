@@ -31,9 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions, Operands
-from ...objectives.in_triton import number
 from ..gemm.epilogues import ReferenceClass
-from ..gemm.logits_gemm import base2_logits
+from ..gemm.logits_gemm import base2_logits, loaded
 from ..gemm.tma import load_tile
 from ..launch.replay import Kernel
 from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
@@ -108,8 +107,8 @@ def gather_tokens_kernel(
         bias = None
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
-        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
-        z2, dz_du = base2_logits(product, bias, logit_options, logit_scale, softcap)
+        numbers = loaded(logit_options)
+        z2, dz_du = base2_logits(product, bias, numbers)
         tl.store(at_target.logit + row, z2)
         tl.store(at_target.reference + row, z2)
         if pair.class_scale is not None:
@@ -120,7 +119,7 @@ def gather_tokens_kernel(
             bias_sum = None
             if class_sum.bias is not None:
                 bias_sum = tl.load(class_sum.bias)
-            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_options, logit_scale, softcap)
+            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, numbers)
             tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
@@ -151,7 +150,7 @@ def topk_logits_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
-        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
+        numbers = loaded(logit_options)
         for start in range(0, TOPK, BLOCK_TOPK):
             k = start + tl.arange(0, BLOCK_TOPK)
             inside = k < TOPK
@@ -167,7 +166,7 @@ def topk_logits_kernel(
             bias = None
             if operands.linear_bias is not None:
                 bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
-            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, logit_scale, softcap)
+            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, numbers)
             place = row.to(tl.int64) * TOPK + k
             tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
             tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
