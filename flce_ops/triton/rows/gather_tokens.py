@@ -23,14 +23,13 @@ A soft target names K classes. Their logits are made beside the gathered tokens,
 K rows a token are n K D numbers: at 4096x4096 and K = 64, bfloat16, 2 GiB, of which the L2 has what tokens share.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...math.options import LogitOptions, Operands
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits, loaded
 from ..gemm.tma import load_tile
@@ -183,17 +182,15 @@ def topk_logits_kernel(
 
 
 def launch_gather_targets(
+    call: Any,  # with Operands of N tokens, and the first class where there is one
     valid_tokens: ValidTokens,
-    operands: Operands,  # of N tokens
-    logit_options: LogitOptions,
     rows: Tensor,  # (n, D) out
     *,
-    ignore_index: int,
-    vocab_start: int,
     class_sum: ClassSum | None = None,
     pair: Pair = NO_PAIR,  # of N tokens, where a token has one class
 ) -> AtTarget:
     assert rows.stride(1) == 1
+    operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, triton.next_power_of_2(rows.shape[1]))
     logit, reference = row_vectors(input, 2, n)
@@ -243,7 +240,7 @@ def launch_gather_targets(
         rows.stride(0),
         linear_weight.stride(),
         vocab_start,
-        ignore_index,
+        call.ignore_index,
         logit_options,
         TOPK=target.shape[1],
         BLOCK_TOPK=BLOCK_TOPK,

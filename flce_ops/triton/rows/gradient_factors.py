@@ -54,11 +54,9 @@ def of_tokens(pointer, token, mask):
 @Kernel
 def gradient_factors_kernel(
     tokens,  # KnownRows
-    target_logit2_ptr,  # (n,)
-    dz_du_ptr,  # (n,) dz/du / logit_scale at the target; None without a softcap
-    column_ptr,  # (n,) the target's, -1 where it is not here
+    at_target,  # AtTarget
     rows,  # Gradient, out, its class weights apart
-    at_target_ptr,  # (n,) out, G at the target; None for a soft target
+    entry_ptr,  # (n,) out, G at the target; None for a soft target
     residual_ptr,  # (n,) out, what rounding it takes
     logit_scale_ptr,  # ()
     valid_tokens,  # ValidTokens
@@ -96,26 +94,26 @@ def gradient_factors_kernel(
     if tokens.grad_logit_sum is not None:
         sum_factor = of_tokens(tokens.grad_logit_sum, token, mask)
         tl.store(rows.sum_factor + i, sum_factor * scale, mask=mask)
-    if at_target_ptr is not None:
-        column = tl.load(column_ptr + i, mask=mask, other=-1)
-        target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
-        at_target = row_factor
+    if entry_ptr is not None:
+        column = tl.load(at_target.column + i, mask=mask, other=-1)
+        target_logit2 = tl.load(at_target.logit + i, mask=mask, other=0.0)
+        entry = row_factor
         if tokens.grad_expected_log_prob is not None:
             # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
             distance = target_logit2 - lse2
-            at_target += shift_factor * tl.where(distance < -1e4, -1e4, distance)
-        at_target *= tl.exp2(target_logit2 - lse2)
+            entry += shift_factor * tl.where(distance < -1e4, -1e4, distance)
+        entry *= tl.exp2(target_logit2 - lse2)
         if tokens.grad_target_logit is not None:
-            at_target += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
+            entry += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
         if tokens.grad_logit_sum is not None:
             if rows.class_weight is not None:
                 sum_factor *= tl.load(rows.class_weight + tl.where(column >= 0, column, 0), mask=mask, other=0.0)
-            at_target += sum_factor
-        if dz_du_ptr is not None:
-            at_target *= tl.load(dz_du_ptr + i, mask=mask, other=0.0)
-        at_target *= scale
-        tl.store(at_target_ptr + i, at_target, mask=mask)
-        tl.store(residual_ptr + i, at_target - at_target.to(HALF).to(tl.float32), mask=mask)
+            entry += sum_factor
+        if at_target.dz_du is not None:
+            entry *= tl.load(at_target.dz_du + i, mask=mask, other=0.0)
+        entry *= scale
+        tl.store(entry_ptr + i, entry, mask=mask)
+        tl.store(residual_ptr + i, entry - entry.to(HALF).to(tl.float32), mask=mask)
 
 
 @Kernel
@@ -179,9 +177,9 @@ def launch_gradient_factors(
 
     (n,) each; of several classes a token G is (n, K), and the others are of the largest.
     """
-    target_logit2, dz_du, column, *_ = at_target
+    column = at_target.column
     n, topk = column.shape[0], column.dim() == 2
-    lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
+    lse2, row_factor, entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
     rows = Gradient(
         lse2,
         row_factor,
@@ -192,11 +190,9 @@ def launch_gradient_factors(
     half = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
     gradient_factors_kernel[(triton.cdiv(n, BLOCK_N),)](
         tokens,
-        target_logit2,
-        dz_du,
-        column,
+        at_target,
         rows,
-        None if topk else at_target_entry,
+        None if topk else entry,
         residual,
         logit_scale,
         valid_tokens,
@@ -206,12 +202,12 @@ def launch_gradient_factors(
         num_warps=2,
     )
     if topk:
-        at_target_entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
+        entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
         topk_entries_kernel[(n,)](
             rows,
             at_target,
             tokens.grad_target_logit,
-            at_target_entry,
+            entry,
             residual,
             largest,
             logit_scale,
@@ -222,4 +218,4 @@ def launch_gradient_factors(
             num_warps=2,
         )
         column = largest
-    return rows, at_target_entry, residual, column
+    return rows, entry, residual, column

@@ -45,8 +45,6 @@ def sparse_notes(call: Call) -> list[str]:
 
 
 class TileStep(OnePassStep):
-    call: WithGrad | Backward
-
     def exponentiate(
         self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
@@ -72,8 +70,6 @@ def run_sparse(
         # no overlay chunk: its exponentials would wait in slices of the vocabulary, whose steps are others
         operands = call.operands
         chunking = chunking_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
-        step = TileStep(operands, call.logits, valid_tokens, per_token, gradients, chunking)
-        step.call = call
-        step.run_chunks(chunking.chunks)
+        TileStep(call, valid_tokens, per_token, gradients, chunking).run_chunks(chunking.chunks)
         return chunking.chunks
     return run_spans(call, valid_tokens, per_token, gradients, shard)

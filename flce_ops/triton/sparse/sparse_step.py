@@ -66,10 +66,7 @@ class SparseStep(OnePassStep):
         chunks: list[slice],
         shard: Shard | None,
     ) -> None:
-        chunking = Chunking(None, chunks, False, 0)
-        super().__init__(call.operands, call.logits, valid_tokens, per_token, gradients, chunking)
-        if isinstance(call, VocabParallelWithGrad):
-            self.vocab_start, self.vocab_size = call.vocab_start, call.vocab_size
+        super().__init__(call, valid_tokens, per_token, gradients, Chunking(None, chunks, False, 0))
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
@@ -110,7 +107,7 @@ class SparseStep(OnePassStep):
             self.options,
             self.lists_of(chunk),
             self.dense,
-            self.vocab_start,
+            0 if self.shard is None else self.shard.start,
             carried,
         )
         self.column = tokens.column

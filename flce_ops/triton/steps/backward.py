@@ -130,9 +130,7 @@ def run_backward(
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
-        at_target = launch_gather_targets(
-            here, operands, logit_options, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
-        )
+        at_target = launch_gather_targets(call, here, rows)
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )

@@ -16,12 +16,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ...math.options import LogitOptions
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
 from ..gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from ..rows.column_sums import weighted_column_sum
+from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
 from .low_rank_pair import NO_PAIR, Pair
 from .quantized_logits import QuantizedLogits, quantization
@@ -62,24 +62,22 @@ AGAINST_REFERENCE = "expected", "squares"  # made again where that changes
 
 
 def launch_exponentials(
-    input: Tensor,  # (n, D) of the valid tokens
-    linear_weight: Tensor,  # (V, D)
-    linear_bias: Tensor | None,  # (V,)
+    call: Any,  # with Operands
     valid_tokens: ValidTokens,
+    input: Tensor,  # (n, D) of the valid tokens
+    at_target: AtTarget,  # whose reference is overwritten with lse where the chunk is rescued
     *,
-    reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
-    guard: Tensor,  # () int32, 0
     # columns from a multiple of 256, and (n, v) for their E
     class_slices: list[tuple[slice, Tensor | None]] | None = None,
     quantized: QuantizedLogits | None = None,  # out, where E itself is not asked for
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # whose logits are taken from it
-    logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
     pair: Pair = NO_PAIR,
 ) -> RowSums:
-    backend = backend_for(input)
+    _, linear_weight, _, linear_bias, _ = call.operands
+    reference_logit, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
@@ -108,7 +106,7 @@ def launch_exponentials(
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
                 sums.of(of_tiles, cols),
-                logit_options,
+                call.logits,
                 valid_tokens,
                 out=out if sums.quantization is None else quantized.numbers,
                 guard=guarded,
@@ -121,16 +119,8 @@ def launch_exponentials(
     exponentiate(sums)
     launch_sum_tiles(partial, row_sum, valid_tokens, raises=guard)
 
-    backend.logits(
-        input,
-        linear_weight,
-        linear_bias,
-        MaxSum(partial, partial_max),
-        logit_options,
-        valid_tokens,
-        guard=guard,
-        pair=pair,
-    )
+    operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
+    backend.logits(*operands, guard=guard, pair=pair)
     launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)

@@ -132,8 +132,7 @@ def run_forward(
 
     own_target: beside an entropy the target's logit in the sums is the reference, not the GEMM's.
     """
-    operands = call.operands
-    input, linear_weight, target, linear_bias, weight = operands
+    input, linear_weight, target, _, weight = call.operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
     row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
@@ -150,20 +149,15 @@ def run_forward(
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = memory[:n]
-        at_target = launch_gather_targets(
-            here, operands, call.logits, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
-        )
+        at_target = launch_gather_targets(call, here, rows)
         sums = launch_exponentials(
-            rows,
-            linear_weight,
-            linear_bias,
+            call,
             here,
-            reference_logit=at_target.reference,
-            guard=at_target.guard,
+            rows,
+            at_target,
             quantized=quantized.of(chunk) if chunk.start < retained.shape[0] else None,
             asked=asked,
             reference_class=at_target.reference_class if own_target and call.expected_log_prob else None,
-            logit_options=call.logits,
             class_weight=class_weight,
         )
         largest, own = at_target.logit, wanted

@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import meta
 from ...math.options import LowRankOperands, Operands
 from ...math.reduction import Reduction, class_weight_of
-from ...meta.arguments import LowRankWithGrad
+from ...meta.arguments import LowRankWithGrad, WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy
 from ...support.target_range import assert_in_range
@@ -84,7 +84,7 @@ class LowRankStep(OnePassStep):
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
 
     def scale_gradient(self) -> Tensor:  # (V,) float32
-        sums, logit_scale = (self.product_sum, self.gradient_sum), self.logit_options.logit_scale
+        sums, logit_scale = (self.product_sum, self.gradient_sum), self.call.logits.logit_scale
         return gradient_of_scale(*sums, self.pair.class_scale, self.operands.linear_bias, logit_scale)
 
 
@@ -121,7 +121,7 @@ def low_rank_step(
     loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias, grad_scale = outputs
     input, linear_weight, pair_input, pair_weight, target, *_, class_scale = call.operands
     want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
-    reduction, logit_options, num_classes = call.reduction, call.logits, linear_weight.shape[0]
+    reduction, num_classes = call.reduction, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
     chunking = best_chunking(problem._replace(recompute_below=0))  # backward's kernels know no pair
@@ -133,9 +133,10 @@ def low_rank_step(
     of_pair = [grad_pair_input, grad_pair_weight, nothing]
     gradients = wanted_gradients(of_head, mask)
     pair_gradients = wanted_gradients(of_pair, [want_pair_input, want_pair_weight, False])
-    shared = logit_options, valid_tokens, per_token
-    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, chunking)
-    of_head_step = call.operands.head, *shared, gradients, chunking
+    head = WithGrad.like(call, operands=call.operands.head)
+    pair = WithGrad.like(call, operands=Operands(pair_input, pair_weight, target))
+    pair_step = OnePassStep(pair, valid_tokens, per_token, pair_gradients, chunking)
+    of_head_step = head, valid_tokens, per_token, gradients, chunking
     step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
     step.run_chunks(chunking.chunks)
     if want_scale:

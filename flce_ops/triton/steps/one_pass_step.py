@@ -12,12 +12,12 @@ The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is w
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...math.options import LogitOptions, Operands, Statistics, TokenStatistics
+from ...math.options import Operands, Statistics, TokenStatistics
 from ...math.reduction import Reduction
 from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
@@ -68,26 +68,20 @@ class OnePassStep:
 
     def __init__(
         self,
-        operands: Operands,
-        logit_options: LogitOptions,
+        call: Any,  # WithGrad, or another call with Operands
         valid_tokens: ValidTokens,
         per_token: StepTokens,
         gradients: Gradients,
         chunking: Chunking,
         smoothing: SmoothingTerms | None = None,
-        ignore_index: int = -100,
-        vocab_start: int = 0,
-        vocab_size: int | None = None,
     ) -> None:
-        self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
-        self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
-        self.logit_options, self.valid_tokens, self.per_token = logit_options, valid_tokens, per_token
-        self.tokens = operands.input.shape[0]  # that the chunks are cut of
-        self.gradients = gradients
+        self.call, self.valid_tokens, self.per_token = call, valid_tokens, per_token
+        self.operands: Operands = call.operands
+        self.tokens = self.operands.input.shape[0]  # that the chunks are cut of
+        self.gradients, self.chunking, self.smoothing = gradients, chunking, smoothing
         self.grad_input, grad_weight, self.bias_sum = gradients
-        self.chunking, self.smoothing = chunking, smoothing
         self.input_steps = self.weight_steps = EVERY_STEP
-        self.backend, self.weight_gradient = backend_for(operands.input), None
+        self.backend, self.weight_gradient = backend_for(self.operands.input), None
         if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's own
             outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
             self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=chunking.most_chunks, outer=outer)
@@ -152,16 +146,8 @@ class OnePassStep:
         """The valid tokens into `rows`, E' into the slices, the rows' losses, their share of grad_linear_bias."""
         valid_tokens, of_tokens = self.valid_tokens.of(chunk), self.per_token
         statistics = of_tokens.statistics
-        at_target = launch_gather_targets(
-            valid_tokens,
-            self.operands,
-            self.logit_options,
-            rows,
-            ignore_index=self.ignore_index,
-            vocab_start=self.vocab_start,
-            class_sum=None if self.smoothing is None else self.smoothing.class_sum,
-            pair=self.pair,
-        )
+        class_sum = None if self.smoothing is None else self.smoothing.class_sum
+        at_target = launch_gather_targets(self.call, valid_tokens, rows, class_sum=class_sum, pair=self.pair)
         tokens = Tokens(
             valid_tokens,
             at_target.logit,
@@ -172,21 +158,18 @@ class OnePassStep:
             of_tokens.log_probs,
         )
         sums = launch_exponentials(
-            rows,
-            self.operands.linear_weight,
-            self.operands.linear_bias,
+            self.call,
             valid_tokens,
-            reference_logit=at_target.reference,
-            guard=at_target.guard,
+            rows,
+            at_target,
             class_slices=class_slices,
             asked=sums_for(Statistics(*(out is not None for out in statistics))),
-            logit_options=self.logit_options,
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
         self.row_sum, self.reference = sums.exponentials, sums.reference_logit
         finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
-        launch_row_statistics(sums, statistics, valid_tokens, self.vocab_size)
+        launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
         for cols, exponentials in class_slices:
             launch_set_entries(exponentials, tokens.column, finished.entry, valid_tokens, start=cols.start)
             if self.bias_sum is not None:
@@ -201,9 +184,9 @@ class OnePassStep:
         if gather is not None:
             numbers = launch_shard_numbers(tokens, sums)
             if sums.argmax is not None:
-                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.vocab_start
+                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.call.vocab_start
             gathered = gather(numbers)
-        scale, dtype = self.logit_options.logit_scale, self.operands.input.dtype
+        scale, dtype = self.call.logits.logit_scale, self.operands.input.dtype
         objective = self.per_token.objective
         finished = launch_finish_rows(tokens, sums, objective, dtype, logit_scale=scale, gathered=gathered)
         if gathered is not None and sums.argmax is not None:

@@ -31,10 +31,9 @@ def recompute_step(
     weight_gradient: WeightGradient | None,
 ) -> list[slice]:
     """The ranges of rows it took."""
-    operands, objective = call.operands, per_token.objective
-    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
+    objective = per_token.objective
     smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
-    forward = Forward.bind(*operands, logit_sum=smoothed, **asked, **logits)
+    forward = Forward.like(call, logit_sum=smoothed, **asked)
     outputs = meta.outputs(forward)
     run_forward(forward, valid_tokens, outputs, own_target=False)  # as one pass has it
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
@@ -52,12 +51,6 @@ def recompute_step(
             of_tokens.copy_(torch.where(mine, values, of_tokens))
     cotangents = objective.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
     own = (None if grad is None else torch.where(beside_topk(here, grad), grad, 0.0) for grad in cotangents)
-    backward = Backward.bind(
-        *Cotangents(*own),
-        *operands,
-        lse,
-        **logits,
-        output_mask=[wanted is not None for wanted in gradients],
-        lse_rest=lse_rest,
-    )
+    rows = {"cotangents": Cotangents(*own), "lse": lse, "lse_rest": lse_rest}
+    backward = Backward.like(call, **rows, output_mask=[wanted is not None for wanted in gradients])
     return run_backward(backward, valid_tokens, gradients, weight_gradient)

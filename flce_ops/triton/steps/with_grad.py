@@ -59,8 +59,7 @@ def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     operands = with_contiguous_vectors(Operands(*call.operands))
     (row_scale,) = contiguous(call.reduction.row_scale)
     reduction = Reduction(row_scale, call.reduction.denominator)
-    options = {"ignore_index": call.ignore_index, **call.logits._asdict(), "output_mask": call.output_mask}
-    of_tokens = WithGrad.bind(*operands, *reduction, **options)
+    of_tokens = WithGrad.like(call, operands=operands, reduction=reduction)
     objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
     with torch.cuda.device_of(outputs[0]):
         launch_step(of_tokens, objective, outputs, call)
@@ -138,19 +137,7 @@ def step_over_tokens(
         chunks = run_sparse(call, valid_tokens, per_token, gradients, shard)
         chunking = Chunking(None, chunks, False, 0)
     else:
-        first, size = (0, None) if shard is None else (call.vocab_start, call.vocab_size)
-        step = OnePassStep(
-            call.operands,
-            call.logits,
-            valid_tokens,
-            per_token,
-            gradients,
-            chunking,
-            smoothing,
-            call.ignore_index,
-            first,
-            size,
-        )
+        step = OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing)
         chunks = step.run(partial(recompute_step, call, place, per_token))
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
