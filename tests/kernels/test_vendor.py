@@ -17,8 +17,11 @@ from flce_ops.ops.registration import kernel
 
 @pytest.fixture
 def torch_for_amd(monkeypatch):
-    """What was chosen for one maker's GPUs is forgotten before the other's: a process has one torch."""
-    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
+    """The package sees it, torch itself does not: torch would look for AMD's libraries.
+
+    What was chosen for one maker's GPUs is forgotten before the other's: a process has one torch.
+    """
+    monkeypatch.setattr("flce_ops.support.vendor.torch", SimpleNamespace(version=SimpleNamespace(hip="7.0.51831")))
     forget_choices()
     yield
     forget_choices()
