@@ -1,6 +1,6 @@
 """The gradient of a row of given logits, written once: its blocks, its edges, its target.
 
-    G_ij = (factor_i 2^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
+    G_ij = (factor_i e^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
 
 It may stand where the logits stood: what the target and the edges are made of is read before anything is written.
 """
@@ -8,8 +8,7 @@ It may stand where the logits stood: what the target and the edges are made of i
 import triton
 import triton.language as tl
 
-from ..gemm.logits_gemm import base2_logits
-from .logit_rows import class_weights, numbers_in, numbers_of
+from .logit_rows import class_weights, exp_below, logits_of, numbers_in, numbers_of
 
 # V vocabulary
 
@@ -28,9 +27,9 @@ def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
 def gradient_numbers(
     u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
 ):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
-    z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
-    g = tl.exp2(z - reference) * factor
+    """(factor e^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
+    z, dz_du = logits_of(u, logit_options, logit_scale, softcap)
+    g = exp_below(z - reference) * factor
     if sum_factor is not None:
         if class_weight_ptr is None:
             g += sum_factor
