@@ -221,8 +221,7 @@ def function(kernel: str) -> Callable:
 
 
 @functools.cache
-def path_of_loss(title: str, facts: CallFacts, on_nvidia: bool) -> str:
-    """`on_nvidia` is for the cache: the conditions know it."""
+def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
@@ -231,7 +230,7 @@ def gradients_in_the_same_pass(
 ) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     facts = loss_facts(input, linear_weight, linear_bias, **known)
-    return path_of_loss(title, facts, made_by_nvidia()) != "recompute"
+    return path_of_loss(title, facts) != "recompute"
 
 
 def path_of_pair(operands: LowRankOperands, **known) -> str:

@@ -57,8 +57,8 @@ def loaded(logit_options):
 
 
 @triton.jit
-def base2_logits(acc, bias, options):
-    """(z log2 e, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
+def base2_logits(acc, bias, options, UNIT: tl.constexpr = LOG2E):
+    """(z UNIT, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
 
     `options` are LogitOptions that were loaded.
     """
@@ -75,11 +75,11 @@ def base2_logits(acc, bias, options):
         # y2^2 with a relative error of 3e-8, so that a large cap leaves the digits of u. 8 instructions on 11 to 15.
         square = y2 * y2
         tanh_by_y = 1.0 + square * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
-        small = acc * (logit_scale * LOG2E) * tanh_by_y
-        z = tl.where(square < 2.5, small, (1.0 - 2.0 * inverse) * (softcap * LOG2E))
+        small = acc * (logit_scale * UNIT) * tanh_by_y
+        z = tl.where(square < 2.5, small, (1.0 - 2.0 * inverse) * (softcap * UNIT))
         dz_du = 4.0 * inverse * (e * inverse)
     else:
-        z = acc * (logit_scale * LOG2E)
+        z = acc * (logit_scale * UNIT)
         dz_du = acc
     return z, dz_du
 

@@ -6,9 +6,9 @@
         └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
-    lse = (m + log2 s) ln 2      loss, l, a of the objective           flce_ops/objectives
+    lse = m + ln s               loss, l, a of the objective           flce_ops/objectives
     ask for row i + rows taken at a time
-    for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
+    for each block:              G = (l / s e^(z - m) + m_i w) dz/du                     and a at the target
 
 A row whose target is ignored is not read; its gradient is zeros.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objectives.in_triton import LN2
-from ..gemm.logits_gemm import base2_logits, loaded
+from ..gemm.logits_gemm import loaded
 from ..launch.replay import Kernel
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
@@ -31,7 +31,9 @@ from .logit_rows import (
     as_loaded,
     ask_for,
     edges_of,
+    exp_below,
     load_block,
+    logits_of,
     numbers_in,
     row_of,
     target_of,
@@ -135,22 +137,22 @@ def rows_kernel(
         m, s, logit_sums, columns = add_block(
             m, s, logit_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
         )
-        row_max, row_sum, logit_sum2, argmax = whole_row(
+        row_max, row_sum, logit_sum, argmax = whole_row(
             m, s, logit_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
         )
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         if ARGMAX:
             tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
-        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, scores.options)
+        target_logit, _ = logits_of(u_target, scores)
         log2_sum = tl.log2(row_sum)
     if grad_logits is None:
-        lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
+        lse64 = row_max.to(tl.float64) + log2_sum.to(tl.float64) * 0.6931471805599453
         lse, rest = in_two_float32(lse64)
-        tl.store(outputs.target_logit + i, tl.where(valid, target_logit2 * LN2, 0.0))
+        tl.store(outputs.target_logit + i, tl.where(valid, target_logit, 0.0))
         tl.store(outputs.lse + i, lse)
         tl.store(outputs.lse_rest + i, rest.to(tl.float32))
         if LOGIT_SUM:
-            tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum2 * LN2, 0.0))
+            tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum, 0.0))
     else:
         if known.lse is None:
             if AHEAD > 0:
@@ -162,13 +164,14 @@ def rows_kernel(
             target_weight = None
             if class_weight_ptr is not None:
                 target_weight = tl.load(class_weight_ptr + column)
-            logit_sum = None
+            asked_sum = None
             if LOGIT_SUM:
-                logit_sum = logit_sum2 * LN2
-            surprisal2 = (row_max - target_logit2) + log2_sum
-            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
-            value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
-            value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
+                asked_sum = logit_sum
+            log_sum = log2_sum * LN2
+            surprisal = (row_max - target_logit) + log_sum
+            surprisal = tl.where(surprisal < 0.0, 0.0, surprisal)  # a rounding of row_sum
+            value, slope = OF_TARGET(surprisal, target_weight, None, objective)
+            value, d_lse = OF_ROW(value, slope, row_max + log_sum, asked_sum, None, objective)
             tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
             scale = tl.where(valid, scale_of_rows(reduction, valid_tokens, i, valid), 0.0) * logit_scale
             factor = scale * d_lse / row_sum
@@ -177,12 +180,10 @@ def rows_kernel(
                 sum_factor = scale * d_sum
             at_target = -scale * slope
         else:
-            lse = tl.load(known.lse + i, mask=valid, other=0.0).to(tl.float64)
-            lse2 = (lse + tl.load(known.lse_rest + i, mask=valid, other=0.0).to(tl.float64)) * 1.4426950408889634
-            row_max = lse2.to(tl.float32)
+            row_max = tl.load(known.lse + i, mask=valid, other=0.0)
             factor, sum_factor, at_target = 0.0, None, 0.0
             if known.grad_lse is not None:
-                share = tl.exp2((row_max.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
+                share = exp_below(-tl.load(known.lse_rest + i, mask=valid, other=0.0))
                 factor = tl.load(known.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
             if known.grad_logit_sum is not None:
                 sum_factor = tl.load(known.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale

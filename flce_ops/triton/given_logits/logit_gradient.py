@@ -1,6 +1,6 @@
 """The gradient of a row of given logits, written once: its blocks, its edges, its target.
 
-    G_ij = (factor_i 2^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
+    G_ij = (factor_i e^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
 
 It may stand where the logits stood: what the target and the edges are made of is read before anything is written.
 """
@@ -10,8 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..gemm.logits_gemm import base2_logits
-from .logit_rows import class_weights, numbers_in, numbers_of
+from .logit_rows import class_weights, exp_below, logits_of, numbers_in, numbers_of
 
 # V vocabulary
 
@@ -37,9 +36,9 @@ def out_of(grad_logits, i, row, ALIKE: tl.constexpr):
 
 @triton.jit
 def gradient_numbers(u, col, mask, slopes, scores, AT_TARGET: tl.constexpr):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row."""
-    z, dz_du = base2_logits(u.to(tl.float32), None, scores.options)
-    g = tl.exp2(z - slopes.reference) * slopes.factor
+    """(factor e^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row."""
+    z, dz_du = logits_of(u, scores)
+    g = exp_below(z - slopes.reference) * slopes.factor
     if slopes.sum_factor is not None:
         if scores.class_weight is None:
             g += slopes.sum_factor

@@ -6,9 +6,11 @@
 A program takes BLOCK_G groups at a time as a tile (BLOCK_G, VEC). A group is one load of a thread, so what is reduced
 along it stays in that thread. What a thread holds are words of 32 bits, of half numbers two in each:
 
-    online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s 2^(m - m') + sum_k 2^(z_k - m')
+    online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
-in base 2 (z log2 e). The groups and the edges come together once, behind the last block.
+A logit is multiplied by log2 e after the maximum is taken from it. The product of a float32 logit of 3000 and log2 e is
+off by up to 1.2e-4, the difference of two logits is not. The groups and the edges come together once, behind the last
+block.
 """
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ..gemm.logits_gemm import base2_logits
+from ..gemm.logits_gemm import LOG2E, base2_logits
 
 # N tokens, V vocabulary
 
@@ -146,6 +148,18 @@ def edges_of(row, VEC: tl.constexpr):
 
 
 @triton.jit
+def logits_of(u, scores):
+    """(z, dz/du / logit_scale) of given numbers."""
+    return base2_logits(u.to(tl.float32), None, scores.options, 1.0)
+
+
+@triton.jit
+def exp_below(difference):
+    """exp of what is at most about 0."""
+    return tl.exp2(difference * LOG2E)
+
+
+@triton.jit
 def class_weights(scores, col, mask):
     return tl.load(scores.class_weight + col, mask=mask, other=0.0)
 
@@ -153,7 +167,7 @@ def class_weights(scores, col, mask):
 @triton.jit
 def add_block(
     m,  # (BLOCK_G,), as the next three: the groups' maxima
-    s,  # their sums of 2^(z - m)
+    s,  # their sums of e^(z - m)
     logit_sum,  # their sums of w z, with LOGIT_SUM
     column,  # and where the maxima stand, with ARGMAX
     u,  # (BLOCK_G, VEC)
@@ -168,7 +182,7 @@ def add_block(
 ):
     group, number = numbers_of(block, BLOCK_G, VEC)
     inside = group < row.groups
-    z, _ = base2_logits(u.to(tl.float32), None, scores.options)
+    z, _ = logits_of(u, scores)
     if LOGIT_SUM:
         weighted = z
         if scores.class_weight is not None:
@@ -183,7 +197,7 @@ def add_block(
         block_column = tl.min(tl.where(z == block_max[:, None], row.head + number, row.V), 1)
         column = tl.where(block_max > m, block_column, column)
     new_m = tl.maximum(m, block_max)
-    s = s * tl.exp2(m - new_m) + tl.sum(tl.exp2(z - new_m[:, None]), 1)
+    s = s * exp_below(m - new_m) + tl.sum(exp_below(z - new_m[:, None]), 1)
     return new_m, s, logit_sum, column
 
 
@@ -201,8 +215,8 @@ def whole_row(
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Of the row: m, s, the logit sum in base 2, the argmax (the first of equals; V - 1 where nan is the maximum)."""
-    z, _ = base2_logits(u.to(tl.float32), None, scores.options)
+    """Of the row: m, s, the logit sum, the argmax (the first of equals; V - 1 where nan is the maximum)."""
+    z, _ = logits_of(u, scores)
     row_logit_sum = 0.0
     if LOGIT_SUM:
         weighted = tl.where(there, z, 0.0)
@@ -211,7 +225,7 @@ def whole_row(
         row_logit_sum = tl.sum(logit_sum, 0) + tl.sum(weighted, 0)
     z = tl.where(there, z, float("-inf"))
     row_max = tl.maximum(tl.max(m, 0), tl.max(z, 0))
-    row_sum = tl.sum(s * tl.exp2(m - row_max), 0) + tl.sum(tl.exp2(z - row_max), 0)
+    row_sum = tl.sum(s * exp_below(m - row_max), 0) + tl.sum(exp_below(z - row_max), 0)
     argmax = V - 1
     if ARGMAX:
         argmax = tl.minimum(argmax, tl.min(tl.where(m == row_max, column, V), 0))
