@@ -67,6 +67,8 @@ class FakeDriver:
         return 0
 
     def cuStreamEndCapture(self, stream, graph):
+        if stream.value not in self.capturing:
+            return 401  # CUDA_ERROR_ILLEGAL_STATE
         graph._obj.value = self.capturing.pop(stream.value) + 1
         return 0
 

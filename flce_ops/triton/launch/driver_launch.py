@@ -70,17 +70,21 @@ class Capture:
         self._one_at_a_time.acquire()
         try:
             check(driver().cuStreamBeginCapture_v2(self.stream, RELAXED))
-        except RuntimeError:
-            self._one_at_a_time.release()
+            status, graph = ctypes.c_int(), ctypes.byref(self.graph)
+            driver().cuStreamGetCaptureInfo_v2(self.stream, ctypes.byref(status), None, graph, None, None)
+        except BaseException:  # an interrupt, too: the next capture would wait for the lock for ever
+            self.end()
             raise
-        status, graph = ctypes.c_int(), ctypes.byref(self.graph)
-        driver().cuStreamGetCaptureInfo_v2(self.stream, ctypes.byref(status), None, graph, None, None)
         return self
 
     def __exit__(self, *_: object) -> None:
+        check(self.end())
+
+    def end(self) -> int:
+        """What the driver says: no success where nothing began."""
         self.graph = ctypes.c_void_p()
         try:
-            check(driver().cuStreamEndCapture(self.stream, ctypes.byref(self.graph)))
+            return driver().cuStreamEndCapture(self.stream, ctypes.byref(self.graph))
         finally:
             self._one_at_a_time.release()
 

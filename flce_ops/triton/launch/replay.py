@@ -245,11 +245,12 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
         return step(*arguments, *fresh)
     replay = captured(lambda: step(*arguments, *fresh), tensors)
     _known[kind] = replay or NOT_REPEATABLE
-    return step(*arguments, *fresh) if replay is None else replay.run(tensors)
+    return replay.run(tensors) if isinstance(replay, Replay) else step(*arguments, *fresh)
 
 
-def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | None:
-    """The step, of which nothing has run; None where it cannot be repeated."""
+def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+    """The step, of which nothing has run: a Replay. None where it cannot be repeated, SEEN_ONCE where another call may
+    find that it can."""
     device = tensors[0].device
     if driver() is None:
         return None
@@ -260,6 +261,8 @@ def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | Non
         recording = Recording(tensors, capture, allocating)
         with capture, torch.cuda.stream(stream), recording:
             result = step()
+    except torch.OutOfMemoryError:  # which says nothing about the step
+        return SEEN_ONCE
     except (NotRepeatable, RuntimeError):  # of CUDA, say: what cannot be captured. As it is written the step may run
         return None
     launches = recording.launches(device.index)
