@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 with warnings.catch_warnings():
     # torch's own import, where NumPy is not installed; nothing here uses NumPy
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    import torch
+    import torch  # noqa: F401
 
+from ._ops import ops as operators  # `ops` is a folder here
 from .decompositions import export_decompositions
 from .explain import explain
 from .functional import (
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 # Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
 SAC_SAVE_OPS = [
-    torch.ops.flce.linear_cross_entropy_forward.default,
-    torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default,
-    torch.ops.flce.linear_kl_div_forward.default,
+    operators.linear_cross_entropy_forward.default,
+    operators.linear_cross_entropy_low_rank_with_grad.default,
+    operators.linear_kl_div_forward.default,
 ]
 
 __all__ = [

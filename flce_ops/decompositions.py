@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ._ops import ops
 from .aten import chunks
 from .aten.logits import (
     activate,
@@ -84,16 +85,13 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
     entries = ["linear_cross_entropy", "linear_cross_entropy_metrics", "linear_log_probs"]
     entries += ["linear_cross_entropy_low_rank", *ROW_LOSSES]
     return {
-        **{getattr(torch.ops.flce, name).default: BODIES[name] for name in entries},
-        torch.ops.flce.linear_cross_entropy_forward.default: forward,
-        torch.ops.flce.linear_cross_entropy_backward.default: backward,
-        torch.ops.flce.linear_cross_entropy_with_grad.default: with_grad,
-        torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
-        torch.ops.flce.linear_cross_entropy_upstream.default: multiply,
-        **{
-            getattr(torch.ops.flce, row_loss.op).default: takes(row_loss)(losses_with_grad)
-            for row_loss in ROW_LOSSES.values()
-        },
+        **{getattr(ops, name).default: BODIES[name] for name in entries},
+        ops.linear_cross_entropy_forward.default: forward,
+        ops.linear_cross_entropy_backward.default: backward,
+        ops.linear_cross_entropy_with_grad.default: with_grad,
+        ops.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
+        ops.linear_cross_entropy_upstream.default: multiply,
+        **{getattr(ops, row_loss.op).default: takes(row_loss)(losses_with_grad) for row_loss in ROW_LOSSES.values()},
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._ops import add_op_namespace_prefix, ops
 from .entry.logits import rows_of
 from .entry.low_rank import operands_of
 from .entry.metrics import metric_names, statistics_for
@@ -63,7 +64,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
           triton        ruled out: expects an NVIDIA GPU, half operands
           aten          runs
     """
-    if function is torch.ops.flce.linear_cross_entropy_low_rank:
+    if function is ops.linear_cross_entropy_low_rank:
         return "\n".join(of_pair(LowRankCrossEntropy.bind(*args, **kwargs)))
     if function not in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy):
         raise TypeError(
@@ -120,8 +121,8 @@ def of_loss(title: str, facts: CallFacts) -> tuple[list[str], str]:
     return verdicts(title, LOSS[title], facts), choose(LOSS[title], facts).name
 
 
-def of_operators(facts: CallFacts, *ops: str) -> list[str]:
-    return [line for op in ops for line in verdicts(f"flce::{op}", KERNELS[op], facts)]
+def of_operators(facts: CallFacts, *names: str) -> list[str]:
+    return [line for name in names for line in verdicts(add_op_namespace_prefix(name), KERNELS[name], facts)]
 
 
 def forward_and_backward(stem: str, facts: CallFacts) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
+from .._ops import ops
 from ..aten.logits import activate_with_slope
 from ..math.options import LogitOperands, TokenLosses
 from ..math.precision import accumulation_dtype
@@ -93,7 +94,7 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    results = torch.ops.flce.linear_cross_entropy_forward(
+    results = ops.linear_cross_entropy_forward(
         *operands,
         ignore_index=problem.ignore_index,
         **problem.logits._asdict(),
@@ -133,7 +134,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     somewhere = (target >= 0) & (target < num_classes)
     column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))  # out of range it stays, to be refused
     column = torch.where(problem.valid, column, IGNORED)
-    target_logit, lse, logit_sum, argmax, _ = torch.ops.flce.cross_entropy_forward(
+    target_logit, lse, logit_sum, argmax, _ = ops.cross_entropy_forward(
         logits if size else logits.new_zeros(logits.shape[0], 1),
         column,
         weight[classes] if size and weight is not None else None,

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from .. import ops as ops  # registers the inner operators
+from .. import ops as inner_operators  # noqa: F401, registers them
+from .._ops import ops
 from ..meta.call import Arguments
 from ..objectives.row import RowObjective
 from ..ops.autocast import autocast_kernel
@@ -110,5 +111,5 @@ for _name, (_arguments, _results, _) in ENTRIES.items():
         library.impl(_name, BODIES[_name], _key)
     # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
     for _device_type in ("cpu", "cuda") if issubclass(_arguments, CAST) else ():
-        _op = getattr(torch.ops.flce, _name).default
+        _op = getattr(ops, _name).default
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

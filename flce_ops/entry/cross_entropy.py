@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..math.options import Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.main_grad import check_main_grad as check_buffer
@@ -95,7 +96,7 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
         options |= asked._asdict()
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
-    loss, losses, _, _, _, *found = torch.ops.flce.linear_cross_entropy_with_grad(
+    loss, losses, _, _, _, *found = ops.linear_cross_entropy_with_grad(
         *problem.operands, *reduction, **options, output_mask=mask, target_weight=problem.target_weight
     )
     return loss, losses, TokenStatistics.found(asked, found)

@@ -7,6 +7,7 @@ logits nor weights move. The teacher's weight is laid out like the student's.
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import LogitNumbers, Number, logit_options, scalar
@@ -110,7 +111,7 @@ def weigh_tokens(
 
 
 def row_divergences(operands: KlDivOperands, options: KlDivOptions, factor: Tensor) -> Tensor:  # (N,)
-    return factor * torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
+    return factor * ops.linear_kl_div_forward(*operands, **options._asdict())[0]
 
 
 def weighted_loss(
@@ -123,10 +124,8 @@ def weighted_loss(
     input, linear_weight, linear_bias = operands[:3]
     factor = row_factor(operands.valid, token_weight, denominator)
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
-        divergence = torch.ops.flce.linear_kl_div_forward(*operands, **options._asdict())[0]
+        divergence = ops.linear_kl_div_forward(*operands, **options._asdict())[0]
         return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
     mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
-    loss, divergence, *_ = torch.ops.flce.linear_kl_div_with_grad(
-        *operands, factor, **options._asdict(), output_mask=mask
-    )
+    loss, divergence, *_ = ops.linear_kl_div_with_grad(*operands, factor, **options._asdict(), output_mask=mask)
     return loss, weighted_sum(operands.valid, token_weight, divergence)

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..ops.cross_entropy_autograd import remember_handed_over
@@ -62,8 +63,8 @@ def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
 
 def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
     """None where backward makes the gradient, or nothing does."""
-    ops = {"in place": torch.ops.flce.cross_entropy_with_grad_, "one pass": torch.ops.flce.cross_entropy_with_grad}
-    op = ops.get(path_of_given_logits(logits, handed_over))
+    paths = {"in place": ops.cross_entropy_with_grad_, "one pass": ops.cross_entropy_with_grad}
+    op = paths.get(path_of_given_logits(logits, handed_over))
     return None if op is None else partial(losses_with_grad, op)
 
 

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.options import (
     LogitOperands,
@@ -92,14 +93,14 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     options["ignore_index"] = problem.ignore_index
     if isinstance(problem.operands, LogitOperands):
         argmax = problem.statistics.argmax
-        found = torch.ops.flce.cross_entropy_forward(*problem.operands, **options, argmax=argmax)
+        found = ops.cross_entropy_forward(*problem.operands, **options, argmax=argmax)
         target_logit, lse, logit_sum, largest, lse_rest = found
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
     if any(problem.statistics):
         options |= asked_of_forward(problem.statistics)
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
-    found = torch.ops.flce.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+    found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
 

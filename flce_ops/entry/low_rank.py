@@ -11,9 +11,9 @@ as features of input and of linear_weight, which is copied, through the ordinary
 
 import functools
 
-import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..math.options import LowRankOperands, Statistics, TokenLosses
 from ..math.reduction import Reduction
 from ..meta.checks import check_device, check_per_class, check_target_dtype
@@ -89,7 +89,7 @@ def losses_of_pair(
     """() and the losses of tokens (N,); a mask of nothing leaves the gradients to backward."""
     input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
-    loss, losses, *_ = torch.ops.flce.linear_cross_entropy_low_rank_with_grad(
+    loss, losses, *_ = ops.linear_cross_entropy_low_rank_with_grad(
         *operands._replace(target=problem.operands.target),
         *reduction,
         **problem.options,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.log_probs import log_probs_of_targets
 from ..math.options import TokenLosses, changed, logit_options
@@ -58,7 +59,7 @@ def losses_with_grad(
     """() with its gradients, the losses of tokens and their log-probabilities, (N,) each."""
     input, linear_weight, target, linear_bias, _ = problem.operands
     call: Any = ROW_LOSSES[objective.name]
-    loss, losses, *_, log_probs = getattr(torch.ops.flce, call.op)(
+    loss, losses, *_, log_probs = getattr(ops, call.op)(
         input,
         linear_weight,
         target,

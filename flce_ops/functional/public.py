@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..entry import BODIES, ENTRIES
 from ..entry.argument_types import typed
 from ..entry.arguments import resolve_ignore_index
@@ -79,4 +80,4 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     positional = []
     for argument in POSITIONAL[name]:
         positional.append(given.pop(argument))
-    return getattr(torch.ops.flce, name)(*positional, **given)
+    return getattr(ops, name)(*positional, **given)

@@ -14,9 +14,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
-import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..support.path import Choice
 from .results import AtIgnored, Result
 
@@ -148,7 +148,7 @@ class Arguments:
 
     def dispatched(self) -> Any:
         """What its operator returns."""
-        return self.run(getattr(torch.ops.flce, self.op), self.values())
+        return self.run(getattr(ops, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """The same call with change(name, value) for its values."""

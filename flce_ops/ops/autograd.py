@@ -11,6 +11,7 @@ double_backward    saves its arguments but the first three, in which         <- 
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..aten.backward_tangent import Direction, backward_tangent
 from ..math.options import Cotangents
 from ..meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
@@ -71,7 +72,7 @@ class ForwardFunction(OperatorFunction):
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
         if ctx.traced is not None:  # here: all of the traced forward is known
-            save_without_version_check(ctx.traced, torch.ops.flce.linear_cross_entropy_forward.default)
+            save_without_version_check(ctx.traced, ops.linear_cross_entropy_forward.default)
         gradients = backward.like(
             call,
             cotangents=Cotangents(*of_loss),

@@ -7,9 +7,9 @@ of them are ignored, and cost nothing where kernels leave them out, is data, of 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from .._ops import ops
 from ..meta.arguments import DoubleBackward, LowRankWithGrad
 from ..meta.call import Arguments
 from .registration import OPERATORS
@@ -44,4 +44,4 @@ def formula(arguments: type[Arguments]) -> Callable[..., int]:
 
 for _name, (_arguments, _) in OPERATORS.items():
     if _name.startswith("linear"):  # of given logits there are no products
-        register_flop_formula(getattr(torch.ops.flce, _name))(formula(_arguments))
+        register_flop_formula(getattr(ops, _name))(formula(_arguments))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._ops import ops
 from ..math.kl_div_arguments import KlDivOptions
 from ..math.options import LogitOptions, numbers_of
 from ..meta.call import Arguments
@@ -81,7 +82,7 @@ class OperatorFunction(Function):
     def forward(cls, *values):
         # the operator itself; a transform of torch.func that is still to come has to see it once more
         with nullcontext() if functorch_is_active() else below_autograd():
-            return cls.arguments.run(getattr(torch.ops.flce, cls.arguments.op), values)
+            return cls.arguments.run(getattr(ops, cls.arguments.op), values)
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):

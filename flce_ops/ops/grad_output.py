@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..support.torch_private import (
     graph_is_kept_after_this_backward,
     is_batched,
@@ -27,7 +28,7 @@ def multiply_by_grad_output(
         # A subclass is a tracer (functional, fake). AOTAutograd refuses a second derivative only where the backward
         # graph reads a tensor that requires one; gradients made in forward do not, and would be differentiated as
         # constants in silence.
-        op, in_place = (getattr(torch.ops.flce, name).default for name in (MULTIPLY, f"{MULTIPLY}_"))
+        op, in_place = (getattr(ops, name).default for name in (MULTIPLY, f"{MULTIPLY}_"))
         written_over_where_donated(op, in_place)
         products = op(here, factor, leaf)
     elif graph_is_kept_after_this_backward():

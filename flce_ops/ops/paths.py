@@ -3,7 +3,7 @@
     LOSS              how a scalar loss makes its gradients          entry/cross_entropy.py, distributed/one_pass.py
     SAVE_LOGITS       whether backward is given logits of forward    ops/autograd.py
     KERNELS           what computes an inner operator                ops/registration.py
-    facts -> conditions, by name -> path -> "module:function" of its kernel, imported when it first runs
+    facts -> conditions, by name -> path -> ".module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
 A condition looks at CallFacts (call_facts.py), never at data on a device. flce_ops.explain prints the tables for
@@ -24,6 +24,8 @@ from ..support.path import Choice
 from ..support.table import Condition, Path, choose
 from ..support.vendor import made_by_nvidia
 from .call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
+
+PACKAGE = __package__.rpartition(".")[0]  # whose modules the tables name, whatever its name is
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -152,8 +154,8 @@ SAVE_LOGITS = {
 
 
 def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> tuple[Path, ...]:
-    """Triton's where the conditions hold, else ATen's: each "module:function" in its folder."""
-    return Path("triton", conditions, f"flce_ops.triton{in_triton}"), Path("aten", (), f"flce_ops.aten{in_aten}")
+    """Triton's where the conditions hold, else ATen's: each ".module:function" in its folder."""
+    return Path("triton", conditions, f".triton{in_triton}"), Path("aten", (), f".aten{in_aten}")
 
 
 KERNELS = {
@@ -176,7 +178,7 @@ KERNELS = {
         ".steps.low_rank_with_grad:launch_low_rank_with_grad",
         ".low_rank:low_rank_with_grad",
     ),
-    "linear_cross_entropy_double_backward": (Path("aten", (), "flce_ops.aten:double_backward"),),
+    "linear_cross_entropy_double_backward": (Path("aten", (), ".aten:double_backward"),),
     "cross_entropy_forward": kernels(
         TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_forward", ".cross_entropy:forward"
     ),
@@ -216,7 +218,7 @@ def choice_of(op: str, facts: CallFacts) -> Choice:
 @functools.cache
 def function(kernel: str) -> Callable:
     module, name = kernel.split(":")
-    found = getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module, PACKAGE), name)
     return getattr(found, "of_call", found)
 
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import meta
+from .._ops import add_op_namespace_prefix, ops
 from ..meta.arguments import Backward, Forward, VocabParallelWithGrad
 from ..meta.call import Arguments, takes
 from ..support.compile_cache import keyed
@@ -121,9 +122,9 @@ def launches_of(name: str, kernel: str) -> Callable:
 
 
 for _name, (_arguments, _function) in OPERATORS.items():
-    _op = getattr(torch.ops.flce, _name).default
+    _op = getattr(ops, _name).default
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flce::{_name}", keyed(takes(_arguments)(meta.outputs)), lib=library)
+    torch.library.register_fake(add_op_namespace_prefix(_name), keyed(takes(_arguments)(meta.outputs)), lib=library)
     if _function is not None:
         for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
             library.impl(_name, _function.kernel(_op), _key)
@@ -132,8 +133,8 @@ for _name, (_arguments, _function) in OPERATORS.items():
 
 library.impl(MULTIPLY, multiply, "CompositeExplicitAutograd")
 library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")
-torch.library.register_fake(f"flce::{MULTIPLY}", multiply, lib=library)
-torch.library.register_fake(f"flce::{MULTIPLY}_", lambda made, factor: None, lib=library)
+torch.library.register_fake(add_op_namespace_prefix(MULTIPLY), multiply, lib=library)
+torch.library.register_fake(add_op_namespace_prefix(f"{MULTIPLY}_"), lambda made, factor: None, lib=library)
 for _name in (MULTIPLY, f"{MULTIPLY}_"):
     # called where gradients are off: backward, and the graph that was traced of one
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..math.log_probs import log_probs_of_targets, surprisal
 from ..math.options import Operands, Statistics, changed
 from ..math.precision import accumulation_dtype
@@ -100,7 +101,7 @@ def differentiable_gradients(
     They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
     these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
     """
-    forward, backward = torch.ops.flce.linear_cross_entropy_forward, torch.ops.flce.linear_cross_entropy_backward
+    forward, backward = ops.linear_cross_entropy_forward, ops.linear_cross_entropy_backward
     if isinstance(call, WithGrad):
         call.statistics = Statistics()  # they are known
     return recomputed_step(call, forward, backward, grad_loss)[:2]

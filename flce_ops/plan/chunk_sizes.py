@@ -43,7 +43,8 @@ def chunk_sizes_of_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        forgotten = ("triton", "flce_ops.triton", "flce_ops.objectives.in_triton")
+        package = __package__.rpartition(".")[0]
+        forgotten = ("triton", f"{package}.triton", f"{package}.objectives.in_triton")
         for name in [name for name in sys.modules if name.startswith(forgotten)]:
             del sys.modules[name]
         sys.modules.update({name: module for name, module in before.items() if name.startswith("triton")})

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from .._ops import ops
 from ..version import __version__
 from .torch_private import key_compiled_graphs
 from .workspace import get_retained
@@ -39,7 +40,7 @@ def keyed(fake: Callable) -> Callable:
 
     @functools.wraps(fake)
     def run(*args, **kwargs):
-        key_compiled_graphs("torch.ops.flce", f"{code_key()}, {get_retained()} bytes retained")
+        key_compiled_graphs(ops.__name__, f"{code_key()}, {get_retained()} bytes retained")
         return fake(*args, **kwargs)
 
     return run

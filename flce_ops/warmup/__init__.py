@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
 from ..math.sparse_gradient import MODES
 from ..ops import paths
@@ -21,7 +22,7 @@ from ..support.vendor import H200, Chip
 __all__ = ["FUNCTIONS", "warmup"]
 
 TOKENS = 512  # of the call that is traced; its kernels are compiled for every number
-INNER = {getattr(torch.ops.flce, name).default: name for name in OPERATORS}
+INNER = {getattr(ops, name).default: name for name in OPERATORS}
 FUNCTIONS = {
     function.__name__: function
     for function in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._ops import ops
 from ...math.options import normalizer_tensor
 from .dora import class_scale, is_dora, why_not_a_scale
 
@@ -95,7 +96,7 @@ def loss_of_pair(
 ) -> Tensor:  # ()
     """As linear_cross_entropy, with the pair's product added to the logits."""
     normalizer = normalizer_tensor(normalizer, input)
-    return torch.ops.flce.linear_cross_entropy_low_rank(
+    return ops.linear_cross_entropy_low_rank(
         input,
         linear_weight,
         pair.input,

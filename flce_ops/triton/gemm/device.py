@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ..._ops import ops
 from ...support.vendor import H200, Chip, compiling, made_by_nvidia
 from .tiles import (
     INPUT_TILES,
@@ -77,7 +78,7 @@ def capability_of(device: torch.device) -> int:
 def chip_of_gpu(device: torch.device) -> Chip:
     if not made_by_nvidia():
         raise NotImplementedError(
-            "flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators (torch.ops.flce, "
+            f"flce_ops.triton: its kernels are made for NVIDIA's GPUs; on AMD's call the operators ({ops.__name__}, "
             "flce_ops.linear_cross_entropy), which run in ATen there"
         )
     major, minor = torch.cuda.get_device_capability(device)
