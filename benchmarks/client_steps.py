@@ -173,6 +173,8 @@ def trl_client(loss: str, options: argparse.Namespace, dtype: torch.dtype, label
         return trainer.training_step(prepared, dict(inputs), count)
 
     providers = {OWN: contextlib.nullcontext, OURS: patched, RETAINING: retaining}
+    if loss == "SFT nll":  # makes its gradients in forward
+        del providers[RETAINING]
     return Client(
         model, loss_and_backward, trainer.create_optimizer(), providers, dense_log_probs, extra.get("ref_model")
     )

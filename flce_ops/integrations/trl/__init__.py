@@ -7,11 +7,12 @@
 
 TRL's trainers never ask a model for its loss. They install a head of their own (`add_fused_lm_head`), which calls one
 autograd Function with hidden states and the head's weight, and DistillationTrainer calls one function. `patch` puts
-this package in those two places; what TRL does around them stays: shifting, leaving out ignored tokens, gathering a
+this package in those places; what TRL does around them stays: shifting, leaving out ignored tokens, gathering a
 head that FSDP2 or ZeRO-3 has sharded, the losses themselves.
 
-    patching.py      the two places; puts the stand-ins there and takes them away
+    patching.py      the places; puts the stand-ins there and takes them away
     log_probs.py     stands in for TRL's ChunkedLogProbFunction
+    sft.py           the same for SFTTrainer's nll, in one pass
     divergence.py    stands in for TRL's _chunked_divergence_loss
     zero3.py         parameters that DeepSpeed takes away between forward and backward
 """
