@@ -1,16 +1,16 @@
-"""The loss of given logits: one program a row, which memory reads once and whose gradient it writes once.
+"""The kernel of given logits: one program a row. It reads the row from HBM once and writes its gradient once.
 
-                      V
-        ┌──┬──┬──┬──┬──┬──┬──┐    the first blocks of a row stay in registers; the others are read a second time, latest
-      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    first, from the L2 cache: it has room for those of all rows that are taken at a time
-        └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
+                 V
+        ┌──┬──┬──┬──┬──┬──┬──┐    The first blocks of a row stay in registers. The others are read twice, the second time
+      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    backwards, from the L2 cache. The L2 has room for the rows of all running programs (50 MB
+        └──┴──┴──┴──┴──┴──┴──┘    on H100 and H200; about half of it holds what one side of the chip reads).
 
-    for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
-    lse = (m + log2 s) ln 2      loss, l, a of the objective           flce_ops/objectives
-    ask for row i + rows taken at a time
-    for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                     and a at the target
+    for each block:              m, s, and on request  sum_j w_j z_j, argmax              logit_rows.py
+    lse = (m + log2 s) ln 2      loss, l, a of the objective                              flce_ops/objectives
+    prefetch the row that this multiprocessor takes next
+    for each block:              G = (l / s 2^(z - m) + m_i w) dz/du                      and a at the target
 
-A row whose target is ignored is not read; its gradient is zeros.
+Rows with an ignored target are not read. Their gradient is zeros.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from .logit_rows import (
 
 
 class ForwardNumbers(NamedTuple):
-    """(N,) each, as meta.forward_outputs has them; None where not asked for."""
+    """(N,) each, as in meta.forward_outputs; None if not requested."""
 
     target_logit: Tensor
     lse: Tensor
@@ -51,7 +51,7 @@ class ForwardNumbers(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """What forward found of the rows, and their cotangents; (N,) each. Without `lse` nothing is known."""
+    """Row statistics that forward saved, and their cotangents; (N,) each. If `lse` is None, all are None."""
 
     lse: Tensor | None = None
     lse_rest: Tensor | None = None
@@ -64,39 +64,39 @@ NOTHING_KNOWN = KnownRows()
 
 
 class LossResults(NamedTuple):
-    """Beside the gradient; (N,) each."""
+    """Results other than the gradient; (N,) each."""
 
     losses: Tensor
-    argmax: Tensor | None  # None where not asked for
+    argmax: Tensor | None  # None if not requested
 
 
 @Kernel
 def rows_kernel(
     logits,  # Matrix
-    grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
+    grad_logits,  # Matrix, out, may be the same; None: only the numbers of the rows
     target_ptr,  # (N,)
-    known,  # KnownRows, of which G is made without a sum; of nothing where the row is summed
-    reduction,  # Reduction, and the valid tokens, whose number divides a mean; None without a loss, as the next
-    valid_tokens,  # Count
-    outputs,  # ForwardNumbers, or of a loss LossResults
+    known,  # KnownRows: G is made from these without a sum; NOTHING_KNOWN: the row is summed
+    reduction,  # Reduction; None without a loss
+    valid_tokens,  # Count of valid tokens, which divides a mean; None without a loss
+    outputs,  # ForwardNumbers; LossResults with a loss
     class_weight_ptr,  # (V,) float32
-    objective,  # None without a loss, as the next
-    d_sum,  # the derivative of a loss by its logit sum
+    objective,  # None without a loss
+    d_sum,  # the loss's derivative by the logit sum; None without a loss
     logit_options,  # LogitOptions
     ignore_index,
-    later,  # rows that are taken at a time
+    later,  # the number of rows in flight: row i + later is prefetched
     N,
     V,
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
-    ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
+    ALIKE: tl.constexpr,  # rows of logits and grad_logits have equal alignment
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    HELD: tl.constexpr,  # a row's first blocks, in registers
+    HELD: tl.constexpr,  # blocks that stay in registers, the first of the row
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks of row i + later that are asked for as row i is written
+    AHEAD: tl.constexpr,  # blocks of row i + later to prefetch before row i's gradient is written
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
@@ -110,7 +110,7 @@ def rows_kernel(
         held += (load_block(groups_ptr, block, groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
     end = load_block(groups_ptr, last, groups, valid, BLOCK_G, True, "evict_first")
     edge, there = edges_of(head, groups, V, VEC)
-    # what the gradient may be written over is read before
+    # reads everything that the gradient may overwrite
     u_target = tl.load(row + column, mask=valid, other=0.0)
     u_edges = tl.load(row + edge, mask=there & valid, other=0.0)
 
@@ -169,7 +169,7 @@ def rows_kernel(
             if LOGIT_SUM:
                 logit_sum = logit_sum2 * LN2
             surprisal2 = (row_max - target_logit2) + log2_sum
-            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # a rounding of target_logit2
+            surprisal2 = tl.where(surprisal2 < 0.0, 0.0, surprisal2)  # rounding of target_logit2 can make it negative
             value, slope = OF_TARGET(surprisal2 * LN2, target_weight, None, objective)
             value, d_lse = OF_ROW(value, slope, (row_max + log2_sum) * LN2, logit_sum, None, objective)
             tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
@@ -185,7 +185,8 @@ def rows_kernel(
             row_max = lse2.to(tl.float32)
             factor, sum_factor, at_target = 0.0, None, 0.0
             if known.grad_lse is not None:
-                share = tl.exp2((row_max.to(tl.float64) - lse2).to(tl.float32))  # what rounding the reference takes
+                # corrects for the rounding of the reference
+                share = tl.exp2((row_max.to(tl.float64) - lse2).to(tl.float32))
                 factor = tl.load(known.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
             if known.grad_logit_sum is not None:
                 sum_factor = tl.load(known.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale

@@ -1,8 +1,8 @@
-"""The gradient of a row of given logits, written once: its blocks, its edges, its target.
+"""Writes the gradient of a row of given logits: its blocks, its edges, then the target's entry.
 
     G_ij = (factor_i 2^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
 
-It may stand where the logits stood: what the target and the edges are made of is read before anything is written.
+The gradient may overwrite the logits: everything that the target and the edges need is read before anything is written.
 """
 
 import triton
@@ -28,7 +28,9 @@ def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
 def gradient_numbers(
     u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
 ):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
+    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du for logits u of a row. The factors include
+    logit_scale.
+    """
     z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
     g = tl.exp2(z - reference) * factor
     if sum_factor is not None:
@@ -58,7 +60,7 @@ def store_block(groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.con
 @triton.jit
 def store_gradient(
     out_groups_ptr,
-    words,  # the block's
+    words,  # the block's words (logit_rows.py)
     block,
     head,
     groups,
@@ -86,7 +88,7 @@ def store_gradient(
 @triton.jit
 def finish_gradient(
     out_row,
-    u_edges,  # (2 VEC,), read before anything was written, as u_target
+    u_edges,  # (2 VEC,), read before anything was written; so was u_target
     edge,
     there,
     u_target,
@@ -101,7 +103,7 @@ def finish_gradient(
     logit_scale,
     softcap,
 ):
-    """The edges and the target's entry."""
+    """Writes the edges and the target's entry."""
     g = gradient_numbers(
         u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
     )
@@ -110,5 +112,5 @@ def finish_gradient(
         u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
         logit_scale, softcap,
     )  # fmt: skip
-    tl.debug_barrier()  # another thread wrote there with its block
+    tl.debug_barrier()  # another thread has written this place with its block
     tl.store(out_row + column, g.to(out_row.dtype.element_ty))
