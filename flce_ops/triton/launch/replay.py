@@ -191,7 +191,7 @@ def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
 
 
 class Replay:
-    """What a Recording found, ready to be repeated."""
+    """A Recording's launches and memory, ready to be repeated."""
 
     def __init__(self, recording: Recording, launches: DriverLaunches, result: Any) -> None:
         self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
@@ -202,7 +202,7 @@ class Replay:
         ]
         self.launches, self.graphs = launches, LaunchGraphs(launches)
         self.result = result
-        self.lock = threading.Lock()  # its cells are one thread's at a time
+        self.lock = threading.Lock()  # one thread at a time uses the cells
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         device = tensors[0].device
@@ -223,13 +223,15 @@ class Replay:
 
 PLAIN = {type(None), bool, int, float, str}
 SEEN_ONCE, NOT_REPEATABLE = object(), object()
-_known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
+# Runs step(*arguments, *fresh), or repeats its launches. The step's result holds no tensors.
+_known: dict[Hashable, Any] = {}
 
 
 def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
-    """step(*arguments, *fresh), whose result holds no tensors. All memory it writes to, but its own, is in these.
+    """Runs step(*arguments, *fresh), or repeats its launches. The step's result holds no tensors.
 
-    `fresh` was allocated for this call, and its shapes follow from the arguments and from how many it is.
+    The step writes only to `arguments`, to `fresh` and to memory that it allocates. `fresh` holds the tensors that were
+    allocated for this call. Their shapes depend on the arguments and on `len(fresh)`.
     """
     tensors: list[Tensor] = []
     features: list[Hashable] = [step, get_workspace(), len(fresh)]
@@ -244,7 +246,8 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
         compile_first()
     if isinstance(known, Replay):
         return known.run(tensors)
-    if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
+    # during a capture no second graph is captured
+    if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():
         forget_old_kinds()
         return step(*arguments, *fresh)
     replay = captured(lambda: step(*arguments, *fresh), tensors)
@@ -253,7 +256,7 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
 
 
 def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | None:
-    """The step, of which nothing has run; None where it cannot be repeated."""
+    """Captures the step without running it; None if it cannot be repeated."""
     device = tensors[0].device
     if driver() is None:
         return None
@@ -264,22 +267,24 @@ def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | Non
         recording = Recording(tensors, capture, allocating)
         with capture, torch.cuda.stream(stream), recording:
             result = step()
-    except (NotRepeatable, RuntimeError):  # of CUDA, say: what cannot be captured. As it is written the step may run
+    except (NotRepeatable, RuntimeError):  # e.g. CUDA cannot capture something in it; the step as written may still run
         return None
     launches = recording.launches(device.index)
     return None if launches is None else Replay(recording, launches, result)
 
 
 def forget_old_kinds() -> None:
-    with suppress(RuntimeError, StopIteration):  # another thread changes them: the next call goes on
+    with suppress(RuntimeError, StopIteration):  # another thread changes the dictionary: the next call continues
         while len(_known) > KINDS_AT_MOST:
             _known.pop(next(iter(_known)), None)
 
 
 def watched() -> bool:
-    """Triton is to call somebody at each launch, a profiler say: repeated ones would pass that by."""
+    """Whether something, such as a profiler, has asked Triton to be called at each launch. Repeated launches would
+    bypass it.
+    """
     runtime = triton.knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; None or a function, if one is set
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; otherwise None, or one function
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
@@ -292,14 +297,16 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
-    """The tensors among the values, and everything of these but the addresses and the numbers in the tensors."""
+    """Appends the tensors among the values to `tensors`, and to `features` everything about the values except the
+    addresses and contents of tensors.
+    """
     for value in values:
-        if type(value) in PLAIN:  # most of a call's values
+        if type(value) in PLAIN:  # the most frequent case first
             features.append(value)
         elif isinstance(value, Tensor):
             tensors.append(value)
             features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
-        elif isinstance(value, (list, tuple)):  # three times as fast as a union
+        elif isinstance(value, (list, tuple)):  # three times as fast as `list | tuple`
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):

@@ -1,4 +1,4 @@
-"""Sums of gathered rows: a sparse matrix times a dense one, in float32, each result written once.
+"""Sums of gathered rows: a sparse matrix times a dense one, in float32. Each result is written once.
 
                  list of r                   D
     r   │ id, value │ id, value │ ...   ┌───────────┐
@@ -9,16 +9,16 @@ with blocks of columns outermost, frequent rows stay there. H200, 8192 tokens, 3
 linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2 warps; 3.1 ms with 1024 and 4, 8.0 with sixteen
 rows at a time, whose sum crosses warps.
 
-Lists of very different lengths are split, so that no program walks a long one alone; their sums are added in their
-order:
+Lists of very different lengths are split, so that no program walks a long list alone. The sums of the splits are added
+in order:
 
-    split    = max(2 / P of all entries, the shortest)          so there are P splits at most
-    splits_i = ceil(length_i / split) where length_i > split, else 0; in the table with those of the lists before
+    split    = max(2 / P of all entries, the shortest)          so there are at most P splits
+    splits_i = ceil(length_i / split) if length_i > split, else 0; the table holds running totals of these numbers
 
-A few classes have most of the entries of grad_linear_weight, and a few tokens twenty times those of the others: at
-2^-12 a trained model's keep 200 in the mean, some 4,000. A program adds up eight at a time, each time waiting for
-memory, and would outlast all others: 1.9 ms for grad_input where 3 tokens in 100 keep 2,000 to 3,000
-(8192x1024x50304), 0.8 in splits of 512.
+A few classes have most of the entries of grad_linear_weight, and a few tokens have twenty times as many as the others:
+at a threshold of 2^-12 a trained model's tokens keep 200 on average, and some keep 4,000. A program adds eight entries
+at a time and waits for memory each time, so a program with a long list would outlast all others. If 3 tokens in 100
+keep 2,000 to 3,000 entries (8192x1024x50304), grad_input takes 1.9 ms, and 0.8 ms in splits of 512.
 """
 
 from typing import NamedTuple
@@ -33,15 +33,15 @@ from .live_tiles import LIVE
 # L lists, D hidden, T rows of the table, P splits at most
 
 AT_A_TIME = tl.constexpr(8)
-COLUMNS_OF_WARP = 256  # 16 bytes a thread
+COLUMNS_OF_WARP = 256  # a thread reads 16 bytes
 
 
 class SplitLists(NamedTuple):
-    """Those longer than a split are cut; a number of splits is that of this list and of those before it."""
+    """Lists, of which those longer than `split` are cut. `splits` holds running totals over the lists."""
 
-    entries: Tensor  # int64: a float32 value above the index of a row
+    entries: Tensor  # int64: a float32 value in the upper half, the index of a row in the lower
     lengths: Tensor  # (L,) int32
-    behind: Tensor | None  # (L,) int32, where they end, one after the other; None: list i begins at i times `room`
+    behind: Tensor | None  # (L,) int32, the end of each list in `entries`; None: list i begins at i times `room`
     split: Tensor  # () int32
     splits: Tensor  # (L,) int32
     room: int = 0
@@ -49,7 +49,7 @@ class SplitLists(NamedTuple):
 
 @triton.jit
 def bounds(lists, i):
-    """Of list i in the entries, int64."""
+    """Where list i begins and ends in the entries, int64."""
     length = tl.load(lists.lengths + i).to(tl.int64)
     if lists.behind is None:
         begin = i.to(tl.int64) * lists.room
