@@ -121,7 +121,7 @@ def launch_max_and_sum(
     out: Tensor,  # (2, n), or (n,)
     valid_tokens: ValidTokens,
     *,
-    row_sum: Tensor | None = None,  # (n,), with the next
+    row_sum: Tensor | None = None,  # (n,), given together with `guarded_by`
     guarded_by: Tensor | None = None,
 ) -> None:
     tiles, n = partial.shape[0], out.shape[-1]

@@ -223,8 +223,7 @@ class Replay:
 
 PLAIN = {type(None), bool, int, float, str}
 SEEN_ONCE, NOT_REPEATABLE = object(), object()
-# Runs step(*arguments, *fresh), or repeats its launches. The step's result holds no tensors.
-_known: dict[Hashable, Any] = {}
+_known: dict[Hashable, Any] = {}  # by kind; the most recently used kind stands last
 
 
 def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:

@@ -60,7 +60,7 @@ def bounds(lists, i):
 
 @triton.jit
 def list_of_split(lists, split, L, steps):
-    """The first list behind which there are more splits, and its first split."""
+    """Binary search for the list that `split` belongs to. Returns the list and its first split."""
     low, high = 0, L
     for _ in range(steps):
         middle = (low + high) // 2
@@ -72,13 +72,13 @@ def list_of_split(lists, split, L, steps):
 
 @Kernel
 def split_lists_kernel(
-    lists,  # SplitLists; `behind`, `split` and `splits` are out
+    lists,  # SplitLists; writes `behind`, `split` and `splits`
     L,
     P,
     shortest,
     BLOCK: tl.constexpr,
 ):
-    """One program. sum ceil(length / split) over lengths > split is at most 2 / split of all entries."""
+    """One program. The sum of ceil(length / split) over lengths > split is at most 2 / split of all entries."""
     entries = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, L, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -99,9 +99,9 @@ def split_lists_kernel(
 
 
 def launch_split_lists(
-    lists: SplitLists,  # out: `behind`, `split` and `splits`
-    shortest: int,  # split
-    splits: int,  # at most
+    lists: SplitLists,  # writes `behind`, `split` and `splits`
+    shortest: int,  # the shortest split
+    splits: int,  # the most splits
 ) -> None:
     count = lists.lengths.shape[0]
     split_lists_kernel[(1,)](lists, count, splits, shortest, BLOCK=8192, num_warps=16)
@@ -117,16 +117,16 @@ def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
 @Kernel
 def gather_lists_kernel(
     lists,  # SplitLists
-    is_dense_ptr,  # for each LIVE lists, whether what they would give is left as it is; None for none
+    is_dense_ptr,  # for each LIVE lists: 1 if their results are left unchanged; None: all results are written
     table_ptr,  # (T, D)
-    out_ptr,  # (L, D); (P, D) of splits
+    out_ptr,  # (L, D) out; with OF_SPLITS (P, D)
     P,
     L,
     D,
-    table_stride,  # of rows and columns
+    table_stride,  # (between rows, between columns)
     stride_out,
-    steps,  # of a search among the lists
-    OF_SPLITS: tl.constexpr,  # those of lists that are cut, else the others
+    steps,  # steps of a binary search among the lists
+    OF_SPLITS: tl.constexpr,  # sums the splits of cut lists; otherwise the lists that are not cut
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -175,7 +175,7 @@ def add_splits_kernel(
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The program of a list's first split adds all of them."""
+    """The program of a list's first split adds the sums of all its splits."""
     number = tl.program_id(0) % P
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
@@ -195,8 +195,8 @@ def launch_gather_lists(
     out: Tensor,  # (L, D)
     *,
     add: bool,
-    columns: int,  # of a program, at most
-    is_dense: Tensor | None = None,  # (ceil(L / LIVE),) int32: left as they are
+    columns: int,  # columns of a program, at most
+    is_dense: Tensor | None = None,  # (ceil(L / LIVE),) int32, lists whose results are left unchanged
 ) -> None:
     count, hidden = out.shape
     most = sums.shape[0]
