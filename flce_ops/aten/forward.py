@@ -1,4 +1,4 @@
-"""Kernel of linear_cross_entropy_forward: the numbers of a row that the loss needs."""
+"""linear_cross_entropy_forward: the numbers of each row that the loss needs."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
     vocab_size = num_classes if call.vocab_size is None else call.vocab_size
-    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
+    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # top-k targets, or a shard of the classes
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
@@ -77,4 +77,4 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
             total, rest = two_sum(row_max, row_sum.log())
             own_lse.copy_(total)
             own_rest.copy_(rest)
-            del logits  # before the next block is allocated
+            del logits  # frees memory before the next block is allocated

@@ -147,7 +147,7 @@ class RowResults(NamedTuple):
     divergence: Tensor | None  # (N,)
     shift: Tensor | None = None  # (2, N)
     teacher_shift: Tensor | None = None  # (2, N), if the teacher is a model
-    student_kl: Tensor | None = None  # (N,), for "reverse" and "jsd"
+    student_kl: Tensor | None = None  # (N,), K; None for "forward" and class probabilities
 
 
 @Kernel
