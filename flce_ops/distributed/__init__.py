@@ -6,5 +6,5 @@ local.py            from a DTensor to this rank's tensor, and back for the gradi
 vocab_parallel.py   statistics of whole rows, and losses per token, from those of the shards
 one_pass.py         scalar losses of a sharded vocabulary with their gradients, in one pass
 
-`import flce_ops` imports only one_rank.py, because the other files import torch.distributed.tensor.
+`import flce_ops` imports only the first file, because the others import torch.distributed.tensor.
 """

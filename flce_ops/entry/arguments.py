@@ -300,7 +300,7 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
     they apply.
 
     allow_retain_graph                    always allowed here
-    batch_chunk_size, chunking_method     torch's bound on memory: accepted without effect, as the workspace is the bound
+    batch_chunk_size, chunking_method     torch's bound on memory: accepted, without effect; the workspace bounds memory
     acc_dtype                             must be the dtype of sums here: float32; float64 for float64 operands
     acc_policy                            "auto", "compact", "balanced"; "accurate" promises more for half operands
 

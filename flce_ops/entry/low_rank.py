@@ -1,6 +1,6 @@
 """Body of flce::linear_cross_entropy_low_rank: the loss of a head with a low-rank pair beside its weight, as in LoRA.
 
-    logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T        for LoRA, low_rank_input = s input @ A.T
+    logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T       for LoRA, low_rank_input = s input @ A.T
 
 With class_scale, DoRA's scale of each class, logits = class_scale (...), before linear_bias is added.
 

@@ -1,5 +1,4 @@
-"""For how many tokens forward saves logits for backward: the table SAVE_LOGITS, and the bytes available.
-"""
+"""For how many tokens forward saves logits for backward: the table SAVE_LOGITS, and the bytes available."""
 
 import torch
 

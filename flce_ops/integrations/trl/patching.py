@@ -1,4 +1,4 @@
-"""The two private names of TRL by which its trainers compute, and what goes there.
+"""The two private names through which TRL's trainers compute, and their replacements.
 
 trl.trainer.utils._ChunkedLogProbFunction                       called by the forward that add_fused_lm_head sets
 trl.trainer.distillation_trainer._chunked_divergence_loss       called by DistillationTrainer

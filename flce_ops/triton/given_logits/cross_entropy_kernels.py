@@ -1,9 +1,9 @@
 """The kernel of given logits: one program a row. It reads the row from HBM once and writes its gradient once.
 
                  V
-        ┌──┬──┬──┬──┬──┬──┬──┐    The first blocks of a row stay in registers. The others are read twice, the second time
-      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    backwards, from the L2 cache. The L2 has room for the rows of all running programs (50 MB
-        └──┴──┴──┴──┴──┴──┴──┘    on H100 and H200; about half of it holds what one side of the chip reads).
+        ┌──┬──┬──┬──┬──┬──┬──┐    The first blocks of a row stay in registers. The others are read twice, the second
+      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    time backwards, from the L2 cache. The L2 has room for the rows of all running
+        └──┴──┴──┴──┴──┴──┴──┘    programs: 50 MB on H100 and H200, half of which holds what one side of the chip reads.
 
     for each block:              m, s, and on request  sum_j w_j z_j, argmax              logit_rows.py
     lse = (m + log2 s) ln 2      loss, l, a of the objective                              flce_ops/objectives
