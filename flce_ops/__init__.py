@@ -4,7 +4,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
-    # torch's own import, where NumPy is not installed; nothing here uses NumPy
+    # torch's own warning if NumPy is not installed; nothing here uses NumPy
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch  # noqa: F401
 
@@ -30,7 +30,8 @@ from .warmup import warmup
 if TYPE_CHECKING:
     from .parallel import VocabParallel
 
-# Operators whose results a selective activation checkpoint policy should save, so that backward need not rerun them.
+# Operators whose results a selective activation checkpoint policy should save, so that backward need not run them
+# again.
 SAC_SAVE_OPS = [
     operators.linear_cross_entropy_forward.default,
     operators.linear_cross_entropy_low_rank_with_grad.default,
@@ -62,10 +63,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take any name to be one of the package's
+if not TYPE_CHECKING:  # type checkers would otherwise accept any name as an attribute of the package
 
     def __getattr__(name):
-        """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
+        """Imports VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
         if name == "VocabParallel":
             from .parallel import VocabParallel
 

@@ -1,6 +1,6 @@
-"""Stands in for TRL's ChunkedLogProbFunction: what its trainers ask the rows of logits for.
+"""Stands in for TRL's ChunkedLogProbFunction: the results that TRL's trainers need from rows of logits.
 
-With z the logits, scaled, capped and divided by the temperature, p = softmax(z), y the target, per token:
+With z the logits (scaled, capped and divided by the temperature), p = softmax(z) and y the target, for each token:
 
     log_probs          z_y - lse(z)                                  differentiable
     entropy            lse(z) - sum_j p_j z_j                        differentiable
@@ -8,7 +8,7 @@ With z the logits, scaled, capped and divided by the temperature, p = softmax(z)
     mean_logits        1/V sum_j z_j
     log_sum_sq_probs   log sum_j p_j^2
 
-All come from one pass.
+One pass computes all of them.
 """
 
 import functools
@@ -29,7 +29,7 @@ NO_CLASS = -100  # TRL's targets are classes, also where it ignores what comes o
 
 
 class ChunkedLogProbs:
-    """Called as TRL calls its autograd Function."""
+    """Has the interface of TRL's autograd Function."""
 
     gradient_threshold = 0.0
 
@@ -41,11 +41,11 @@ class ChunkedLogProbs:
         bias: Tensor | None,  # (V,)
         targets: Tensor,  # (N,)
         temperature: float,
-        chunk_size: int,  # of TRL's own tiles; the workspace decides here
+        chunk_size: int,  # for TRL's own tiles; here the workspace decides
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
-    ) -> tuple[Tensor | None, ...]:  # log_probs and OUTPUTS, (N,) each, None where not asked for
+    ) -> tuple[Tensor | None, ...]:  # log_probs and OUTPUTS, (N,) each; None if not requested
         unknown = set(outputs) - {"log_probs", *OUTPUTS}
         if unknown:
             raise NotImplementedError(
@@ -96,7 +96,7 @@ def with_threshold(kind: type[ChunkedLogProbs], gradient_threshold: float) -> ty
 
 
 def in_dtype_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """TRL computes in the hidden states' dtype, or in autocast's, to which the operator goes by itself."""
+    """Casts as TRL does: to the hidden states' dtype. Under autocast the operator casts by itself."""
     if torch.is_autocast_enabled(hidden.device.type):
         return weight, bias
     return weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
