@@ -57,7 +57,7 @@ def process_group(toy: bool) -> Iterator[torch.device]:
 
 
 class Clock:
-    """Times steps against each other: back to back for a while, in a new order in every round. The slowest rank counts."""
+    """Times steps against each other: back to back, in a new order in every round. The slowest rank counts."""
 
     def __init__(self, device: torch.device, *, rounds: int, ms: float) -> None:
         self.device, self.rounds, self.ms = device, rounds, ms

@@ -11,7 +11,7 @@ from torch._dynamo import lookup_backend
 
 
 class RecordingBackend:
-    """`torch.compile(f, backend=RecordingBackend("inductor"))`. `.graphs` has one set of operator names for each graph."""
+    """`torch.compile(f, backend=RecordingBackend("inductor"))`. `.graphs` has the operator names of each graph."""
 
     def __init__(self, backend: str) -> None:
         self.compile_graph = lookup_backend(backend)

@@ -66,7 +66,7 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers would otherwise accept any name as an attribute of the package
 
     def __getattr__(name):
-        """Imports VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
+        """Imports VocabParallel on first use, because torch.distributed.tensor is slow to import."""
         if name == "VocabParallel":
             from .parallel import VocabParallel
 

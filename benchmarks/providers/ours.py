@@ -43,7 +43,7 @@ def _recomputing(loss: Loss, mode: Mode) -> Loss:
 
 
 def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
-    """Classes ordered by their mean probability over some tokens, which a training run would know from earlier steps."""
+    """Classes ordered by their mean probability over some tokens, which training would know from earlier steps."""
     x, w = problem.input.detach()[:MEAN_OF_TOKENS], problem.linear_weight.detach()
     return (x @ w.T).float().softmax(1).mean(0).argsort(descending=True)
 

@@ -1,4 +1,4 @@
-"""The table of steps with a sparse gradient, on trained models' hidden states and with a flat prior, from sparse.csv."""
+"""The table of steps with a sparse gradient, on trained models' hidden states and a flat prior (sparse.csv)."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
 def row_blocks(
     input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor, multiple: int = 1
 ) -> list[tuple]:
-    """For each block of `nbytes`: its rows, counted as the chunk's are, and its part of the product and of the vectors."""
+    """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes // multiple, 1) * multiple
     if input.device.type == "cpu":

@@ -86,7 +86,7 @@ def typed(function: Function) -> Function:
 
 
 def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
-    """Refuses misnamed keywords that a method collected. A wrapper around the method could not be traced by torch.fx."""
+    """Refuses misnamed keywords that a method collected. torch.fx could not trace a wrapper around the method."""
     if isinstance(misnamed, dict):  # otherwise a torch.fx Proxy
         for name in misnamed:
             refuse_name(op, name, names)

@@ -54,7 +54,7 @@ class Replacements:
         self.originals: dict[Place, Any] = {}  # filled while they are replaced
 
     def put(self) -> None:
-        """Replaces all names. If one is not as known, raises NotImplementedError with its name, and replaces nothing."""
+        """Replaces all names. If one is not as known, replaces nothing and raises NotImplementedError with its name."""
         if self.originals:
             return
         for place in self.functions:

@@ -183,7 +183,7 @@ class TokenLosses:
 
     @property
     def denominator_weight(self) -> Tensor | None:  # (V,)
-        """The class weights whose sum divides the mean. Soft targets have none: their mean is over tokens, as in torch."""
+        """The class weights whose sum divides the mean. Soft targets have none: their mean is over tokens."""
         return self.operands.weight if self.target_weight is None else None
 
     @property

@@ -110,7 +110,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniforms(seed: Tensor, token: Tensor, tiles: range) -> tuple[Tensor, Tensor]:  # (), (n,) -> (n, T) each
-    """Returns u in units of 1 / ONE, int64, and the dither that is added to q before rounding down, in [0, 1), float32."""
+    """Returns u (int64, units of 1 / ONE) and the dither (float32, in [0, 1)), added to q before rounding down."""
     seed, tile = seed.to(torch.int64), torch.arange(tiles.start, tiles.stop, device=token.device)
     key = mix((token * GOLDEN & 0xFFFFFFFF) ^ (seed & 0xFFFFFFFF))
     key = mix(key ^ (seed >> 32 & 0xFFFFFFFF))

@@ -36,7 +36,7 @@ def of_tokens(values: Tensor, at: Any) -> Tensor:
 
 
 def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
-    """factor * values. If one of them is the number 1, no operation runs: on few numbers its overhead would dominate."""
+    """factor * values. If one is the number 1, no operation runs: on few numbers its overhead would dominate."""
     if isinstance(factor, float) and factor == 1.0:
         return values
     return factor if isinstance(values, float) and values == 1.0 else factor * values

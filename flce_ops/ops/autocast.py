@@ -15,7 +15,7 @@ OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands as autocast passes them to F.linear: floating-point tensors, except float64, in the autocast dtype."""
+    """The operands as autocast passes them to F.linear: floating tensors but float64 in the autocast dtype."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)

@@ -1,4 +1,4 @@
-"""The operator call that this thread runs. Code deep inside it uses this for work that is done once for a kind of call."""
+"""The operator call that this thread runs. Nested code uses it for work done once for a kind of call."""
 
 import threading
 from collections.abc import Callable

@@ -39,7 +39,7 @@ def without_autocast(device_type: str):
 
 
 def forward_mode_is_active() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level, also that of torch.func.jvp. Elsewhere no tensor has a tangent."""
+    """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent."""
     return forward_ad._current_level >= 0
 
 

@@ -110,7 +110,7 @@ def rows_to_retain(columns: int) -> int:
 
 @contextmanager
 def reserved(nbytes: int) -> Iterator[None]:
-    """Reserves a part of the workspace for this thread's operator call. What it calls inside the block leaves it free."""
+    """Reserves a part of the workspace for this thread's operator call. Calls inside the block leave it free."""
     before = getattr(_taken, "nbytes", 0)
     _taken.nbytes = before + nbytes
     try:

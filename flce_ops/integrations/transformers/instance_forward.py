@@ -19,7 +19,7 @@ class BoundForward:
     """
 
     def __init__(self, function: Callable, module: nn.Module, rebuild: Callable[[nn.Module], "BoundForward"]) -> None:
-        """rebuild: a top-level function of a file, which makes the bound forward again for the module that was loaded."""
+        """rebuild: a top-level function of a file, which makes the bound forward again for a loaded module."""
         self.__func__ = function
         self.__self__ = module
         self.flce_rebuild = rebuild

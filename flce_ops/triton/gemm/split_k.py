@@ -23,7 +23,7 @@ TILE_OVERHEAD = tl.constexpr(8)  # the cost of filling the pipeline and storing 
 
 @triton.jit
 def splits_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """S: the one whose waves of PROGRAMS tiles take the fewest steps, among those whose products fit `numbers` floats."""
+    """The number S of splits whose waves of PROGRAMS tiles take the fewest steps, within `numbers` floats."""
     tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
     splits = 1 + tl.arange(0, MOST_SPLITS)
     waves = (tiles * splits + PROGRAMS - 1) // PROGRAMS

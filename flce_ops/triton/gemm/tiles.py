@@ -1,4 +1,4 @@
-"""Tile shapes of the three GEMMs: a table by architecture, with the measurement beside each line. Nothing is autotuned."""
+"""Tile shapes of the three GEMMs by architecture, each with its measurement. Nothing is autotuned."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -81,5 +81,5 @@ WEIGHT_TILES = {
 
 
 def data_centre_chip(capability: int) -> bool:
-    """Whether the chip is one of the large chips since Hopper. Only these have both TMA and 227 KiB of shared memory."""
+    """Whether the chip is a large one since Hopper. Only these have both TMA and 227 KiB of shared memory."""
     return capability // 10 in (9, 10)

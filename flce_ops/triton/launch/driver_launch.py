@@ -169,7 +169,7 @@ class DriverLaunches:
             check(launch(stream_pointer, parameters, None))
 
     def add(self, launch: Launch, cell_at: Callable[[int], Cell | None]) -> bool:
-        """Adds a launch. Returns whether all of its addresses are known, which means that `cell_at` has cells for them."""
+        """Adds a launch. Returns whether `cell_at` has a cell for each of its addresses."""
         pointers = []
         for value in launch.parameters:
             cells = [cell_at(int.from_bytes(value[i : i + 8], "little")) for i in range(0, len(value) - 7, 8)]

@@ -78,7 +78,7 @@ def gather_tokens_kernel(
     BLOCK_D: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair
 ):
-    """One program a row. It computes z2 of the target's column, or of column 0 if this rank does not have the target."""
+    """One program a row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
     row = tl.program_id(0)
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:

@@ -152,7 +152,7 @@ def compact_tokens(
     num_classes: int,
     in_range: Tensor | None = None,  # () bool, out: whether all targets are in [0, num_classes)
 ) -> tuple[ValidTokens, Tensor]:  # (N,)
-    """The valid tokens, and the place of every token. With a target (N, K), a token is valid if any of its classes is."""
+    """The valid tokens, and the place of each token. A token with K targets is valid if any of them is."""
     if target.dim() == 2:
         target = launch_class_of_topk(target, ignore_index, num_classes)
     tokens = target.shape[0]

@@ -140,7 +140,7 @@ def launch_class_order(
     splits: int,  # the most splits
     hidden: int,
 ) -> tuple[SplitLists, Tensor]:  # (P, D) float32
-    """Returns the lists by class, and memory for the sums of their splits. The bits' memory is reused for these sums."""
+    """Returns the lists by class, and memory for the sums of their splits, which reuses that of the bits."""
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
     words = groups * WORDS_OF_GROUP.value

@@ -70,7 +70,7 @@ def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:
 
 
 def worth(num_classes: int, hidden: int) -> float:
-    """How many entries a token may keep until lists take as long as GEMMs over so many classes. Negative if D is small."""
+    """Entries a token at which lists take as long as GEMMs over `num_classes` classes. Negative if D is small."""
     return (1.0 - LISTS_COST / hidden) * num_classes / CLASSES_PER_ENTRY
 
 

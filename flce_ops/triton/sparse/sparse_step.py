@@ -57,7 +57,7 @@ MOST_ENTRIES = 2**31 - 1  # in the lists of a span: class_order.py counts in int
 
 
 class SparseStep(OnePassStep):
-    """A step whose gradient GEMMs cover only the dense classes. The other classes have lists, for one span at a time."""
+    """A step whose gradient GEMMs cover only the dense classes. The other classes have lists, span by span."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The CUDA implementation of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
+"""The CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
 
 import torch
 import triton
