@@ -215,7 +215,9 @@ def dense_divergence(problem, kind):
         log_q = (input @ linear_weight.T).log_softmax(-1)
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         halves = (kl(log_p, log_m) + kl(log_q, log_m)) / 2
-        return {"forward": kl(log_p, log_q), "reverse": kl(log_q, log_p), "jsd": halves}[kind]
+        accepted = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+        divergences = {"forward": kl(log_p, log_q), "reverse": kl(log_q, log_p), "jsd": halves}
+        return (divergences | {"tv": (1 - accepted).mean(), "nla": -accepted.log().mean()})[kind]
 
     return loss
 
