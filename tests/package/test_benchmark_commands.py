@@ -141,7 +141,7 @@ def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
     quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
     rows = rows_of(objective_errors.main(quick))
     names = list(dict.fromkeys(row["objective"] for row in rows))
-    assert len(names) == 21 + 6 and len(rows) == 17 * (3 + 1) + 6 * 3
+    assert len(names) == 21 + 6 and len(rows) == 21 * (3 + 1) + 6 * 3
     for row in rows:
         # what is left beside 64 classes of 501 is a difference of near numbers: docs/log_probs.md
         numbers = ["err_value"] if "tail" in row["objective"] else ["err_value", "err_dx", "err_dw"]
@@ -150,4 +150,4 @@ def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
                 ours, plain = float(row[name]), float(row[name.replace("err", "torch")])
                 assert ours <= (1e-3 if "tail" in row["objective"] else 1e-7) + 3 * plain, row
     table = error_tables.table(rows)
-    assert len(table.splitlines()) == 2 + 17 + 6 and "| divergence, jsd, of probabilities | " in table
+    assert len(table.splitlines()) == 2 + 21 + 6 and "| divergence, jsd, of probabilities | " in table
