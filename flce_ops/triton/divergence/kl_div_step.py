@@ -13,6 +13,7 @@ tokens of 151936 classes take 4 chunks of 1024 in the default workspace, 6 of 76
 teacher's probabilities are read where they are.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,24 +78,24 @@ def run_chunks(
     return chunking.chunks
 
 
+@dataclass(eq=False)
 class KlDivStep:
     """What the chunks of a step share."""
 
-    def __init__(
-        self,
-        operands: KlDivOperands,
-        options: KlDivOptions,
-        valid_tokens: ValidTokens,
-        gradients: Gradients,
-        chunking: RowChunking,
-    ) -> None:
-        self.operands, self.options, self.valid_tokens, self.chunking = operands, options, valid_tokens, chunking
-        self.grad_input, grad_weight, self.bias_sum = gradients
+    operands: KlDivOperands
+    options: KlDivOptions
+    valid_tokens: ValidTokens
+    gradients: Gradients
+    chunking: RowChunking
+
+    def __post_init__(self) -> None:
+        operands, chunking = self.operands, self.chunking
+        self.grad_input, grad_weight, self.bias_sum = self.gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
         self.tile = tiles_for(input).block_n
-        dtype = stored_dtype(input, options.softcap)
+        dtype = stored_dtype(input, self.options.softcap)
         # of the student, then G; behind them the teacher's
         self.logits = input.new_empty(chunking.rows * row_numbers(self.classes), dtype=dtype)
         self.teacher_rows = None
