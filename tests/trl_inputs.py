@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 # N tokens, D hidden, V vocabulary
 
 STEPS = 3
-UTILS, DISTILLATION = "trl.trainer.utils", "trl.trainer.distillation_trainer"
+UTILS, SFT, DISTILLATION = "trl.trainer.utils", "trl.trainer.sft_trainer", "trl.trainer.distillation_trainer"
 
 
 def trl_utils():

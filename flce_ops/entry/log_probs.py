@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and what else a row of logits is asked for, from one pass that holds no logits.
+"""Log-probabilities of given tokens, and other results of a row of logits, in one pass that never holds the logits.
 
 torch.ops.flce.linear_log_probs -> composite -> linear_cross_entropy_forward -> ATen over N numbers
 
@@ -23,7 +23,7 @@ OP = "linear_log_probs"
 
 
 def composite(call: LogProbs) -> tuple[Tensor, ...]:
-    """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
+    """Body of torch.ops.flce.linear_log_probs. Results that are not requested are (0,)."""
     layout = layout_of_call(OP, call)
     check_head(OP, call)
     operands = layout.head(call)

@@ -1,11 +1,12 @@
-"""Which combinations nobody wrote: one table, from the features of a call to what is said of them together.
+"""The combinations that are not implemented: a table from features of a call to the text of the error.
 
     source        a low-rank pair, positions (a head for each)
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, tiles, gradient_class_order
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
-All other combinations are implemented. What is new and does not go with everything adds its feature and its rows.
+All other combinations are implemented. A new feature that does not combine with everything adds its name and its rows
+here.
 """
 
 import sys
@@ -24,15 +25,15 @@ def wants_gradient(call: Any) -> bool:
     return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
 
 
-GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # by the argument
-# the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
+GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # present if the argument is given
+# The last three: objectives whose gradients backward always makes; what a layout tells; what a path tells.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards",)
 
 
 def features_of(call: Any) -> set[str]:
-    """What the arguments show."""
+    """The features that the arguments show."""
     values = vars(call)
     found = set()
     for name in GIVEN:

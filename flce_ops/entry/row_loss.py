@@ -1,10 +1,11 @@
-"""The body of the operators of an objective that has its own, a loss of a token's log-probability: linear_policy_loss.
+"""The body of operators of an objective that has its own, such as linear_policy_loss: a loss of a token's
+log-probability.
 
 composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
-          -> losses_of_rows      differentiable ATen over log-probabilities; of a sharded vocabulary always
+          -> losses_of_rows      differentiable ATen over log-probabilities; always with a sharded vocabulary
 
-Around them stands loss.py's loss_of_tokens. Schemas, kernels and derivatives follow from the objective
-(flce_ops/objectives/row.py): its tokens, numbers and options.
+loss_of_tokens in loss.py calls these two. Schemas, kernels and derivatives follow from the tokens, numbers and options
+of the objective (flce_ops/objectives/row.py).
 """
 
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.log_probs import log_probs_of_targets
 from ..math.options import TokenLosses, changed, logit_options
@@ -31,7 +33,7 @@ from .schemas import RowLoss
 
 
 def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
-    """(loss, log_probs), () or (...), and (...)."""
+    """Returns (loss, log_probs): the loss is () or (...), the log-probabilities are (...)."""
     op = call.objective.name
     layout = layout_of_call(op, call)
     check_row_loss(op, call)
@@ -55,10 +57,10 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
 def losses_with_grad(
     objective: RowObjective, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, tuple[Tensor]]:
-    """() with its gradients, the losses of tokens and their log-probabilities, (N,) each."""
+    """Returns the loss () with its gradients, and the losses of tokens and their log-probabilities, (N,) each."""
     input, linear_weight, target, linear_bias, _ = problem.operands
     call: Any = ROW_LOSSES[objective.name]
-    loss, losses, *_, log_probs = getattr(torch.ops.flce, call.op)(
+    loss, losses, *_, log_probs = getattr(ops, call.op)(
         input,
         linear_weight,
         target,
@@ -74,7 +76,7 @@ def losses_with_grad(
 
 
 def losses_of_rows(objective: RowObjective, layout: OneRank, problem: TokenLosses) -> tuple[Tensor, tuple[Tensor]]:
-    """(N,) each, 0 where ignored; the second a constant."""
+    """Losses and log-probabilities, (N,) each, 0 for ignored tokens. The second is detached."""
     rows, valid = rows_of(layout, problem), problem.valid
     log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = changed(objective.tokens, lambda values: torch.where(valid, values, 0.0))

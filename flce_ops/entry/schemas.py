@@ -1,4 +1,4 @@
-"""The arguments of the entry operators: the public functions' own, with each number as a Scalar."""
+"""The arguments of the entry operators. They are those of the public functions, with each number as a Scalar."""
 
 import types
 
@@ -62,7 +62,7 @@ class LogitsCrossEntropy(Arguments, keyword_from="weight"):
 
 
 class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
-    """The logits may be overwritten."""
+    """Variants whose logits may be overwritten."""
 
     @classmethod
     def schema(cls) -> str:
@@ -85,7 +85,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
 
 
 class RowLoss(Arguments, keyword_from="own"):
-    """Of an objective with operators of its own."""
+    """The arguments of an objective with operators of its own."""
 
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)

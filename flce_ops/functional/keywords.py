@@ -1,4 +1,4 @@
-"""Keyword arguments by name and type, for the overloads of functions whose result depends on one of theirs."""
+"""Types of keyword arguments, for overloads of functions whose result type depends on one of them."""
 
 from typing import TypedDict
 
@@ -56,7 +56,7 @@ class CrossEntropyKeywords(LossKeywords, SparseKeywords, total=False):
 
 
 class ForwardKeywords(TypedDict, total=False):
-    """What both modules' forward takes."""
+    """The keywords of forward in both modules."""
 
     token_weight: Tensor | None  # (...)
     target_weight: Tensor | None  # (..., K)

@@ -1,4 +1,4 @@
-"""linear_policy_loss: what its arguments mean."""
+"""linear_policy_loss and its documentation."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from .public import call_entry, public
 
 
 class LinearPolicyResult(NamedTuple):
-    """The loss, and log-probabilities through which no gradient flows."""
+    """The loss, and log-probabilities without a gradient."""
 
     loss: Tensor  # (), or target's shape with reduction="none"
-    log_probs: Tensor  # target's shape: log p(target), nats; 0 at tokens that are ignored or left out by weight 0
+    log_probs: Tensor  # target's shape: log p(target) in nats; 0 at tokens that are ignored or have weight 0
 
 
 @public(lambda given: LinearPolicyResult(*call_entry("linear_policy_loss", given)))

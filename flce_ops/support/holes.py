@@ -1,4 +1,4 @@
-"""What nobody wrote, by name, and what is said of it; combinations of arguments stand in flce_ops/entry/refusals.py."""
+"""What is not implemented, with the error texts. flce_ops/entry/refusals.py has the combinations of arguments."""
 
 from typing import Any, NoReturn
 

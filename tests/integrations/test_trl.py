@@ -17,7 +17,7 @@ import trl
 from tiny_models import make_model
 from transformers import set_seed
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-from trl_inputs import DISTILLATION, STEPS, UTILS, head_inputs, texts, trl_divergence, trl_utils, word_tokenizer
+from trl_inputs import DISTILLATION, SFT, STEPS, UTILS, head_inputs, texts, trl_divergence, trl_utils, word_tokenizer
 
 import flce_ops
 from flce_ops.integrations.trl import patch, patched, patching, unpatch
@@ -36,14 +36,20 @@ def prefer_even(completion_ids, **_) -> list[float]:
 TEXTS = {"text": texts(8, 9, seed=0)}
 PROMPTS = {"prompt": texts(8, 4, seed=1)}
 PAIRS = {**PROMPTS, "chosen": texts(8, 5, seed=2), "rejected": texts(8, 3, seed=3)}
+COMPLETIONS = {**PROMPTS, "completion": [text[: 3 * length] for length, text in enumerate(texts(8, 9, seed=4), 1)]}
 UNPAIRED = {**PROMPTS, "completion": texts(8, 5, seed=2), "label": [True, False] * 4}
 SAMPLED = {"max_completion_length": 5}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 POLICY = {**SAMPLED, "num_generations": 2, "temperature": 0.7, "reward_funcs": prefer_even, "learning_rate": 0.1}
 
 # name: (trainer, data, options, model). Learning rates: what STEPS move is above the rounding of a parameter.
 RUNS = {
     "SFT": ("SFT", TEXTS, {"loss_type": "nll", "learning_rate": 0.5}, "Llama"),
-    "SFT, tied head": ("SFT", TEXTS, {"gradient_accumulation_steps": 2, "learning_rate": 0.5}, "Llama tied"),
+    "SFT, tied head": ("SFT", TEXTS, {**ACCUMULATED, "learning_rate": 0.5}, "Llama tied"),
+    "SFT, prompts ignored": ("SFT", COMPLETIONS, {"learning_rate": 0.5}, "Cohere"),
+    "SFT, router loss": ("SFT", TEXTS, {**ACCUMULATED, "learning_rate": 0.5}, "Mixtral, router loss"),
+    "SFT, compiled": ("SFT", COMPLETIONS, {**COMPILED, "learning_rate": 0.5}, "Gemma2"),
     "SFT by DFT, softcap": ("SFT", TEXTS, {"loss_type": "dft", "learning_rate": 20.0}, "Gemma2"),
     "DPO with WPO's weights": ("DPO", PAIRS, {"use_weighting": True, "learning_rate": 1.0}, "Granite"),
     "DPO, softcap": ("DPO", PAIRS, {"learning_rate": 1.0}, "Gemma2"),
@@ -142,6 +148,10 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     with patched():
         before, ours, our_logs = train(name, tokenizer, tmp_path)
     assert len(calls) >= STEPS and not warned()
+    trainer, _, options, _ = RUNS[name]
+    of_sums = trainer == "SFT" and options.get("loss_type") != "dft"
+    of_tokens = "linear_kl_div" if trainer == "Distillation" else "linear_log_probs"
+    assert set(calls) == {"linear_cross_entropy" if of_sums else of_tokens}
     largest = max(float((theirs[key] - before[key]).abs().max()) for key in theirs)
     for key, expected in theirs.items():
         # seen: 5e-5 of the largest change by WPO, 3e-6 else, and a unit in the last place of the parameter
@@ -158,14 +168,15 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """Names of the operators that the integration called."""
-    from flce_ops.integrations.trl import divergence, log_probs
+    from flce_ops.integrations.trl import divergence, log_probs, sft
 
     made: list[str] = []
 
     def counted(function):
         return lambda *args, **kwargs: [made.append(function.__name__), function(*args, **kwargs)][1]
 
-    for module, function in [(log_probs, flce_ops.linear_log_probs), (divergence, flce_ops.linear_kl_div)]:
+    of = {log_probs: flce_ops.linear_log_probs, sft: flce_ops.linear_cross_entropy, divergence: flce_ops.linear_kl_div}
+    for module, function in of.items():
         monkeypatch.setattr(module, function.__name__, counted(function))
     return made
 
@@ -260,9 +271,11 @@ class Renamed(torch.autograd.Function):
         (UTILS, "_ChunkedLogProbFunction", Renamed, "_ChunkedLogProbFunction to take .*'logit_scale'.* got .*'scale'"),
         (UTILS, "add_fused_lm_head", lambda model: None, "add_fused_lm_head to call _ChunkedLogProbFunction, which"),
         (UTILS, "add_fused_lm_head", None, "add_fused_lm_head to call _ChunkedLogProbFunction, which"),
+        (UTILS, "_use_triton", None, "utils._use_triton is not there"),
+        (SFT, "SFTTrainer", None, "SFTTrainer.compute_loss is not there"),
         (DISTILLATION, "_chunked_divergence_loss", None, "_chunked_divergence_loss is not there"),
     ],
-    ids=["gone", "other arguments", "not called", "caller gone", "divergence gone"],
+    ids=["gone", "other arguments", "not called", "caller gone", "ignored tokens", "no SFT", "divergence gone"],
 )
 def test_a_trl_that_has_moved_its_places_is_refused_by_name(where, name, value, message, monkeypatch):
     monkeypatch.setattr(importlib.import_module(where), name, value)
@@ -284,16 +297,17 @@ def test_an_output_that_is_not_known_is_refused():
         ChunkedLogProbs.apply(*inputs, 1.0, 32, None, 1.0, ("log_probs", "top_k"))
 
 
-def test_the_benchmark_of_clients(tmp_path):
+@pytest.mark.parametrize("case", ["SFT nll", "SFT dft"])
+def test_the_benchmark_of_clients(case, tmp_path):
     from benchmarks import clients
     from benchmarks.client_steps import OURS, OWN, RETAINING
 
     sizes = "--tokens 8 --hidden 128 --vocabulary 101 --layers 1 --rounds 1 --ms 1 --device cpu".split()
-    clients.main(["--cases", "trl:SFT dft", *sizes, "--out", str(tmp_path)])
+    clients.main(["--cases", f"trl:{case}", *sizes, "--out", str(tmp_path)])
     (path,) = tmp_path.rglob("clients.csv")
     with path.open(newline="") as file:
         rows = {row["provider"]: row for row in csv.DictReader(file)}
-    assert list(rows) == [OWN, OURS, RETAINING]
+    assert list(rows) == [OWN, OURS, RETAINING][: 2 if case == "SFT nll" else 3]
     for row in rows.values():
         assert row["reason"] == "" and row["equal"] == "True" and float(row["head_ms"]) > 0
         assert float(row["err_dw"]) < float(row["tolerance"])

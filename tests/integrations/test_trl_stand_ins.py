@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 from trl_inputs import head_inputs, trl_divergence, trl_utils
 
+import flce_ops
 from flce_ops.integrations.trl import patched, zero3
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
 from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
+from flce_ops.integrations.trl.sft import SummedLogProbs
 
 
 def results_and_gradients(apply, inputs, options, outputs):
@@ -47,6 +49,56 @@ def test_every_output_is_that_of_trl(outputs, softcap, scale, temperature, bias)
     for our, their in zip(ours[1], theirs[1]):
         if their is not None:
             torch.testing.assert_close(our, their, rtol=0, atol=1e-5 * float(their.abs().max()))  # seen: 3e-6
+
+
+# --- SFT's nll: sums over the tokens ---
+
+
+def sums_and_gradients(apply, inputs, options, outputs):
+    inputs = [
+        None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs
+    ]
+    log_probs, *others = apply(*inputs, *options, outputs)
+    (-log_probs.sum() / 7).backward()
+    gradients = [tensor.grad for tensor in inputs[:3] if tensor is not None]
+    return [log_probs.sum(), *(row.sum(dtype=torch.float64) for row in others if row is not None)], gradients
+
+
+@pytest.mark.parametrize("outputs", [("log_probs", "entropy", "is_top1"), ("log_probs", *OPTIONAL_OUTPUTS)])
+@pytest.mark.parametrize("softcap,scale,temperature", [(None, 1.0, 1.0), (3.0, 1.7, 1.3)])
+@pytest.mark.parametrize("dtype,bias", [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("tokens", [37, 1])
+def test_sums_of_an_sft_head_are_those_of_trl(tokens, dtype, bias, softcap, scale, temperature, outputs):
+    inputs, options = head_inputs(dtype, bias=bias, tokens=tokens), (temperature, 32, softcap, scale)
+    doubles = [t if t is None or t.dtype == torch.int64 else t.detach().double().requires_grad_() for t in inputs]
+    exact = sums_and_gradients(SummedLogProbs.apply, doubles, options, outputs)
+    ours = sums_and_gradients(SummedLogProbs.apply, inputs, options, outputs)
+    theirs = sums_and_gradients(ChunkedLogProbFunction.apply, inputs, options, outputs)
+    for of_ours, of_theirs, of_exact in zip(*(both[0] + both[1] for both in (ours, theirs, exact)), strict=True):
+        # gradients were made in forward, for the mean of these tokens: the share of them in the loss is one rounding
+        rounding = torch.finfo(of_ours.dtype).eps * of_exact.norm()
+        assert (of_ours - of_exact).norm() <= 1.5 * (of_theirs - of_exact).norm() + rounding + 1e-5
+
+
+def test_an_sft_head_makes_its_gradients_in_forward():
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False)
+    SummedLogProbs.apply(hidden, weight, None, targets, 1.0, 32)
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
+
+
+def test_an_sft_batch_without_valid_tokens_has_gradients_of_zero():
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False, tokens=0)
+    found = SummedLogProbs.apply(hidden, weight, None, targets, 1.0, 32)
+    assert [row.shape for row in found] == [(0,)] * 5
+    found[0].sum().backward()
+    assert not weight.grad.any() and hidden.grad.shape == hidden.shape
+
+
+def test_an_sft_head_refuses_gradients_that_differ():
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False)
+    log_probs = SummedLogProbs.apply(hidden, weight, None, targets, 1.0, 32)[0]
+    with pytest.raises(RuntimeError, match="a gradient that differs from token to token; train without flce_ops"):
+        (log_probs * log_probs.detach().exp() * torch.arange(37)).sum().backward()
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -11,12 +11,25 @@ from inputs import make_inputs
 from reference_loss import error, run, run_reference
 
 import flce_ops
+from flce_ops.ops.paths import choice_of, path_of_loss
 from flce_ops.ops.registration import kernel
 
 
 @pytest.fixture
 def torch_for_amd(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
+    """The package sees it, torch itself does not: torch would look for AMD's libraries.
+
+    What was chosen for one maker's GPUs is forgotten before the other's: a process has one torch.
+    """
+    monkeypatch.setattr("flce_ops.support.vendor.torch", SimpleNamespace(version=SimpleNamespace(hip="7.0.51831")))
+    forget_choices()
+    yield
+    forget_choices()
+
+
+def forget_choices():
+    for cached in (choice_of, path_of_loss):
+        cached.cache_clear()
 
 
 def rows(inputs):
@@ -51,6 +64,7 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
 def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
     """(9, 4) is an MI300, (9, 0) an MI200: NVIDIA's numbers for other chips."""
     device = pytest.importorskip("flce_ops.triton.gemm.device")
+    device.chip_of_gpu.cache_clear()
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(64, 4096))
     with pytest.raises(NotImplementedError, match="made for NVIDIA's GPUs"):
         device.tiles_for(tensor)

@@ -23,7 +23,7 @@ DOCUMENTS = sorted(str(path.relative_to(ROOT)) for pattern in PATTERNS for path 
 COLUMNS = 120
 SOURCES = [
     f"/{path.relative_to(ROOT)}"
-    for folder in ("flce_ops", "tests", "benchmarks", "examples", "docs")
+    for folder in ("flce_ops", "tests", "benchmarks", "examples", "docs", "release")
     for path in (ROOT / folder).rglob("*.py")
 ]
 # What cannot be broken: a line that a program prints so, and lines of a map of files, one a file.

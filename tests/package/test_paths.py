@@ -289,7 +289,7 @@ def as_markdown() -> str:
     for title, paths in tables.items():
         lines += [f"### {title[0].upper()}{title[1:]}", ""]
         for path in paths:
-            what = path.why or (f"`{path.kernel}`" if path.kernel else "")
+            what = path.why or (f"`flce_ops{path.kernel}`" if path.kernel else "")
             lines.append(f"- **{path.name}**{what and ': '}{what}")
             lines += [f"    - expects {condition.name}" for condition in path.conditions]
         lines.append("")

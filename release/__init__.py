@@ -1,0 +1,4 @@
+"""How a version leaves the checkout. CONTRIBUTING.md has the order.
+
+kernel_hub.py    the package as Hugging Face's `kernels` loads it
+"""
