@@ -24,6 +24,10 @@ MODES = (
     *("two_forwards", "two_backwards", "compile_eager", "compile_aot", *REFUSED),
 )
 
+# Who holds what: DTensors on a mesh of one rank, whose shards are whole. (Meshes of more: tests/layouts.)
+MESHES = ("", "tokens", "classes")
+MESH_MODES = ("backward", "grad", "retain_graph", "no_grad", "saved_tensor_hooks", "two_backwards")
+
 # What the arguments have to do with each other; any that do not contradict may be together.
 RELATIONS = (
     "tied",  # input = tanh(weight[ids])
@@ -110,6 +114,7 @@ class Case:
     threshold: float = 2.0**-6
     class_order: bool = False  # gradient_class_order, a permutation
     main_grad: str = ""  # dtype of the buffer: "own" is the weight's, "sums" float32 or float64
+    mesh: str = ""  # what is sharded
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several
     recompute: bool = True  # whether a small workspace of the Triton path may recompute

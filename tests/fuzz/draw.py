@@ -1,11 +1,15 @@
-"""How a case is drawn: step by step, each a dict of what it adds to the case so far."""
+"""How a case is drawn: step by step, each a dict of what it adds to the case so far.
+
+A campaign draws by number, `draw(seed, index, device)`, so that processes share the cases out and a report names each.
+tests/fuzz/property.py draws the same cases by hypothesis.
+"""
 
 import math
 from bisect import bisect_right
 from dataclasses import replace
 from random import Random
 
-from tests.fuzz.cases import ARGMAX_METRICS, BUFFER_MODES, LOG_PROB_METRICS, METRICS, RELATIONS, Case
+from tests.fuzz.cases import ARGMAX_METRICS, BUFFER_MODES, LOG_PROB_METRICS, MESHES, METRICS, RELATIONS, Case
 from tests.fuzz.consistent import consistent
 
 # D hidden, V vocabulary, E hidden of the teacher
@@ -17,7 +21,11 @@ FAMILIES = 24
 
 def draw(seed: int, index: int, device: str) -> Case:
     """Case `index` of `seed`."""
-    free = fixed = Random(f"{seed}:{index}")
+    return drawn_by(Random(f"{seed}:{index}"), device, seed, index)
+
+
+def drawn_by(free: Random, device: str, seed: int = 0, index: int = 0) -> Case:
+    fixed = free
     case = Case(seed=free.getrandbits(48))
     if device == "cuda":
         family = index % FAMILIES
@@ -40,6 +48,8 @@ def draw(seed: int, index: int, device: str) -> Case:
     if case.dtype in ("float32", "float64") and free.random() < 0.06:
         half = "float16" if device == "interpreter" else free.choice(["bfloat16", "float16"])
         case = replace(case, autocast=half, half_input=case.dtype == "float32" and free.random() < 0.4)
+    if device == "cpu":
+        case = replace(case, mesh=choose(free, dict(zip(MESHES, (10, 1, 1)))))
     return consistent(case)
 
 
