@@ -12,7 +12,7 @@ def remember_what_is_patched() -> None:
     They are the same at each: listed once here, and none where a namespace is patched already, which is as a whole.
     What is patched, and with what, is left to it.
     """
-    if importlib.util.find_spec("triton") is None:
+    if None in (importlib.util.find_spec("triton"), importlib.util.find_spec("numpy")):  # the interpreter needs both
         return
     from triton.language.core import is_builtin
     from triton.runtime import interpreter

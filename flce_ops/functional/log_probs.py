@@ -18,15 +18,22 @@ from .public import call_entry, public
 class LinearLogProbs(NamedTuple):
     """One number a token, (...); float32 (float64 for float64 input), argmax int64.
 
-    entropy, argmax and tail_log_prob are None unless requested. Their type includes `Any`, so that a caller who
-    requested them need not convince a type checker.
+    entropy, argmax and tail_log_prob are None unless asked for. Their type is `Any` beside Tensor, so that a caller who
+    asked for them need not convince a type checker.
+
+    Attributes:
+        log_probs: log p(target), nats, of target's shape; 0 at ignored tokens.
+        lse: logsumexp of the logits; 0 at ignored tokens.
+        entropy: entropy of the distribution, nats; 0 at ignored tokens.
+        argmax: class of the largest logit; -1 at ignored tokens.
+        tail_log_prob: log of the probability of all classes that target does not name, nats.
     """
 
-    log_probs: Tensor  # target's shape: log p(target) in nats; 0 where target is ignore_index
-    lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
-    entropy: Tensor | Any  # entropy of the distribution, nats; 0 at ignored tokens
-    argmax: Tensor | Any  # class of the largest logit, -1 at ignored tokens
-    tail_log_prob: Tensor | Any = None  # log of the probability of all classes that target does not name, nats
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor | Any
+    argmax: Tensor | Any
+    tail_log_prob: Tensor | Any = None
 
 
 def call(given: dict[str, Any]) -> Any:

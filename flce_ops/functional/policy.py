@@ -13,10 +13,15 @@ from .public import call_entry, public
 
 
 class LinearPolicyResult(NamedTuple):
-    """The loss, and log-probabilities without a gradient."""
+    """The loss, and log-probabilities through which no gradient flows.
 
-    loss: Tensor  # (), or target's shape with reduction="none"
-    log_probs: Tensor  # target's shape: log p(target) in nats; 0 at tokens that are ignored or have weight 0
+    Attributes:
+        loss: (), or of target's shape with reduction="none".
+        log_probs: log p(target), nats, of target's shape; 0 at tokens that are ignored or left out by weight 0.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
 
 
 @public(lambda given: LinearPolicyResult(*call_entry("linear_policy_loss", given)))

@@ -49,6 +49,17 @@ def test_the_reference_documents_every_public_name(site):
     assert "label_smoothing" in api and "Composability" in api
 
 
+def test_the_reference_has_no_name_but_public_ones_and_the_fields_of_results(site):
+    api = page(site, "api")
+    headings = re.findall(r'<h\d id="flce_ops[^"]*"[^>]*>(.*?)</h\d>', api, re.DOTALL)
+    names = {re.search(r"flce_ops[\w.]*", re.sub(r"<[^>]+>", "", heading))[0] for heading in headings}
+    public = {f"flce_ops.{name}" for name in flce_ops.__all__} - {"flce_ops.__version__"}
+    assert {name for name in names if not name.startswith("flce_ops.integrations.")} == public
+    for result in (flce_ops.LinearCrossEntropyMetrics, flce_ops.LinearLogProbs, flce_ops.LinearPolicyResult):
+        section = api.split(f'id="flce_ops.{result.__name__}"')[1].split("</h3>", 1)[1].split("<h3")[0]
+        assert all(f">{field}</span>" in section for field in result._fields), result
+
+
 def test_pages_load_nothing_from_the_network(site):
     for html in site.rglob("*.html"):
         text = html.read_text()

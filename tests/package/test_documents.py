@@ -301,6 +301,19 @@ def test_the_public_workflow_runs_what_a_submission_does_with_its_inputs():
     assert "make newest" in workflow
 
 
+def test_a_release_is_tested_on_every_python_of_the_package_before_it_is_published():
+    workflow, package = text_of(".github/workflows/release.yml"), text_of("pyproject.toml")
+    (pythons,) = re.findall(r"python: \[(.*)\]", workflow)
+    (oldest,) = re.findall(r'requires-python = ">=3\.(\d+)"', package)
+    assert pythons == ", ".join(f'"3.{minor}"' for minor in range(int(oldest), 15))
+    assert pythons.replace('"', "").split(", ") == re.findall(r"Python :: (3\.\d+)", package)
+    assert "python -m release.smoke dist/*.whl" in workflow
+    assert "$(PYTHON) -m release.smoke dist/*.whl" in text_of("Makefile")
+    for job, needed in (("smoke", "build"), ("publish", "smoke")):
+        assert f"  {job}:\n    needs: {needed}\n" in workflow
+    assert "id-token: write" in workflow and "password" not in workflow
+
+
 def test_pages_make_mathml_of_inline_and_display_formulas():
     pytest.importorskip("latex2mathml")
     spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
