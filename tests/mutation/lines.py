@@ -107,8 +107,8 @@ def lines_of(folder: Path) -> dict[str, set[tuple[str, int]]]:
         name = None
         for text in file.read_text().splitlines():
             if text.startswith("="):
-                number = int(text[1:])
-                name = names[number - 1] if number else None
+                number = int(text[1:])  # 0 between tests; the last one's name is not known where it was ended
+                name = names[number - 1] if 0 < number <= len(names) else None
             elif name in found:
                 path, _, line = text.rpartition(":")
                 found[name].add((path, int(line)))

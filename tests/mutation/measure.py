@@ -66,13 +66,19 @@ def measure(
         process.start()
     for process in processes:
         process.join()
+    content = gathered(copy, work / "lines")
+    out.write_text(written(content))
+    print(f"{len(content['tests'])} tests of {len(files)} files")
+    return 0
+
+
+def gathered(project: Project, folder: Path) -> dict[str, Any]:
+    """The map of what the tests of several files wrote, a folder each."""
     lines: dict[str, set[tuple[str, int]]] = {}
     taken: dict[str, float] = {}
-    for folder in sorted((work / "lines").iterdir()):
-        if (folder / "tests.json").exists():
-            tests: dict[str, Any] = json.loads((folder / "tests.json").read_text())
+    for one in sorted(folder.iterdir()):
+        if (one / "tests.json").exists():
+            tests = json.loads((one / "tests.json").read_text())
             taken |= {name: test["seconds"] for name, test in tests.items()}
-            lines |= lines_of(folder)
-    out.write_text(written(made_of(copy.root / copy.package, lines, taken)))
-    print(f"{len(lines)} tests of {len(files)} files")
-    return 0
+            lines |= lines_of(one)
+    return made_of(project.root / project.package, lines, taken)
