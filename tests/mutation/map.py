@@ -4,7 +4,8 @@
     lines    {file: {function: {"n ...": [offset, ...]}}}   n into `tests`, offset from the function's first line
 
 Counting lines within their function keeps the map of a file true for the functions that did not change. Of the tests
-that run a line MOST are kept, at most TWICE of one test file: mutants that survive few tests survive many.
+that run a line at most MOST are kept, OF_A_FILE of one test file, SECONDS together. Several files rather than one: their
+yardsticks differ.
 """
 
 import ast
@@ -13,9 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-MOST = 12
-TWICE = 2
-SECONDS = 40.0  # the tests of a line together
+MOST = 24
+OF_A_FILE = 3
+SECONDS = 60.0  # the tests of a line together
 
 
 def functions_of(source: str) -> list[tuple[str, int, int]]:
@@ -47,7 +48,7 @@ def choose(tests: set[str], seconds: dict[str, float]) -> list[str]:
     total = 0.0
     for name in sorted(tests, key=lambda test: (seconds[test], test)):
         file = name.partition("::")[0]
-        if of_file[file] < TWICE and len(chosen) < MOST and (not chosen or total + seconds[name] <= SECONDS):
+        if of_file[file] < OF_A_FILE and len(chosen) < MOST and (not chosen or total + seconds[name] <= SECONDS):
             chosen.append(name)
             of_file[file] += 1
             total += seconds[name]

@@ -195,4 +195,4 @@ def test_a_line_belongs_to_the_innermost_function():
 
 def test_tests_are_chosen_quickest_first_and_from_several_files():
     seconds = {f"{file}::{number}": number for file in "ab" for number in range(1, 9)}
-    assert choose(set(seconds), seconds) == ["a::1", "b::1", "a::2", "b::2"]
+    assert choose(set(seconds), seconds) == ["a::1", "b::1", "a::2", "b::2", "a::3", "b::3"]
