@@ -47,6 +47,8 @@ REDUCTIONS |= {"softmax", "log_softmax", "cat", "stack", "unsqueeze", "squeeze",
 EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 CASTS = {"float", "double", "to", "detach"}
 MASKS = {"mask"}
+# keywords that change no result, at least not in the interpreter
+OF_SPEED = {"num_warps", "num_stages", "eviction_policy", "cache_modifier", "is_pure", "pack", "strict", "stacklevel"}
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST, ast.expr | str]]:
             changed = [*node.args[:place], other, one, *node.args[place + 2 :]]
             yield "swapped", node, ast.Call(node.func, changed, node.keywords)
     for keyword in node.keywords:
-        if keyword.arg not in (None, "num_warps", "num_stages", "strict", "stacklevel"):  # not of results
+        if keyword.arg is not None and keyword.arg not in OF_SPEED and not _is_zero_where_masked(keyword):
             rest = [other for other in node.keywords if other is not keyword]
             kind = "mask" if keyword.arg in MASKS else "keyword"
             yield kind, node, ast.Call(node.func, node.args, rest)
@@ -197,6 +199,11 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST, ast.expr | str]]:
         yield "bound", node, node.args[0]
     if name in CASTS and isinstance(node.func, ast.Attribute):
         yield "cast", node, node.func.value
+
+
+def _is_zero_where_masked(keyword: ast.keyword) -> bool:
+    """The interpreter loads 0 where nothing is said, a GPU whatever is there."""
+    return keyword.arg == "other" and ast.unparse(keyword.value) in ("0", "0.0")
 
 
 def _other_dims(node: ast.Call) -> Iterator[ast.Call]:

@@ -4,8 +4,8 @@
     lines    {file: {function: {"n ...": [offset, ...]}}}   n into `tests`, offset from the function's first line
 
 Counting lines within their function keeps the map of a file true for the functions that did not change. Of the tests
-that run a line at most MOST are kept, OF_A_FILE of one test file, SECONDS together. Several files rather than one: their
-yardsticks differ.
+that run a line at most MOST are kept, OF_A_FILE of one test file, SECONDS together: of several files rather than of
+one, as their yardsticks differ.
 """
 
 import ast
