@@ -193,6 +193,8 @@ def test_a_line_belongs_to_the_innermost_function():
     assert [function_at(functions, line)[0] for line in (1, 2, 4, 6)] == ["A", "A.f", "A.f.g", ""]
 
 
-def test_tests_are_chosen_quickest_first_and_from_several_files():
-    seconds = {f"{file}::{number}": number for file in "ab" for number in range(1, 9)}
-    assert choose(set(seconds), seconds) == ["a::1", "b::1", "a::2", "b::2", "a::3", "b::3"]
+def test_tests_are_chosen_from_the_quickest_to_the_slowest_of_every_file():
+    seconds = {f"{file}::{number}": float(number) for file in "ab" for number in range(1, 9)}
+    assert choose(set(seconds), seconds) == ["a::1", "b::1", "a::3", "b::3", "a::5", "b::5", "a::7", "b::7"]
+    assert choose({"a::1", "b::2"}, {"a::1": 1.0, "b::2": 70.0}) == ["a::1"]
+    assert choose({"b::2"}, {"b::2": 70.0}) == ["b::2"]
