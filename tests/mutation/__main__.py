@@ -15,7 +15,12 @@ def main() -> int:
     add("--mutants", type=int, default=400)
     add("--seed", type=int, default=0)
     add("--area", nargs="*", default=[], help="how a file's path in the package begins: math triton/rows")
-    add("--again", type=Path, metavar="CSV", help="what no test killed in it, instead of a draw")
+    add(
+        "--again",
+        type=Path,
+        metavar="CSV",
+        help="what no test killed in it, instead of a draw; --out gets the rest too",
+    )
     add("--tests", nargs="*", help="these files or tests, instead of the map's")
     add("--jobs", type=int, default=1, help="processes")
     add("--seconds", type=float, default=float("inf"), help="of the whole command")
@@ -42,6 +47,8 @@ def main() -> int:
                 sample=arguments.sample,
                 seconds=arguments.seconds,
             )
+        out = arguments.out or Path("mutants.csv")
+        before = run.read(arguments.again) if arguments.again else []
         if arguments.again:
             mutants = run.again(project, arguments.again)
         else:
@@ -50,12 +57,15 @@ def main() -> int:
             project,
             mutants,
             Map.read(arguments.map_file),
-            arguments.out or Path("mutants.csv"),
+            out,
             work=Path(work),
             jobs=arguments.jobs,
             seconds=arguments.seconds,
             named=[(name, 60.0) for name in arguments.tests] if arguments.tests else None,
         )
+    if before:
+        rows = run.merged(before, rows)
+        run.write(out, rows)
     print(run.summary(rows))
     return 0
 

@@ -47,8 +47,18 @@ REDUCTIONS |= {"softmax", "log_softmax", "cat", "stack", "unsqueeze", "squeeze",
 EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 CASTS = {"float", "double", "to", "detach"}
 MASKS = {"mask"}
-# keywords that change no result, at least not in the interpreter
-OF_SPEED = {"num_warps", "num_stages", "eviction_policy", "cache_modifier", "is_pure", "pack", "strict", "stacklevel"}
+# keywords that change no result, at least none on the CPU
+OF_SPEED = {
+    "num_warps",
+    "num_stages",
+    "eviction_policy",
+    "cache_modifier",
+    "is_pure",
+    "pack",
+    "strict",
+    "stacklevel",
+    "device",
+}
 
 
 @dataclass(frozen=True)

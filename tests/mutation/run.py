@@ -18,6 +18,7 @@ from .map import Map, function_at, functions_of
 from .server import call
 
 FIELDS = ("file", "line", "function", "operator", "before", "after", "result", "by", "tests", "seconds", "reason")
+OPEN = ("survived", "not run", "unfinished")
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "site", "demo_output")
 GIB = 1 << 30
 MEMORY = 24 * GIB  # addresses of a process: a mutant may ask for more than there is
@@ -86,13 +87,35 @@ def draw(project: Project, areas: list[str], count: int, seed: int) -> list[Muta
 
 def again(project: Project, rows: Path) -> list[Mutant]:
     """Those of a CSV that no test killed, found by their text where lines have moved."""
-    with open(rows, newline="") as file:
-        wanted = [row for row in csv.DictReader(file) if row["result"] in ("survived", "not run", "unfinished")]
     found = []
-    for row in wanted:
-        same = [mutant for mutant in mutants_of(project, row["file"]) if _key(mutant.row()) == _key(row)]
-        found += sorted(same, key=lambda mutant: abs(mutant.fault.line - int(row["line"])))[:1]
+    for row in read(rows):
+        if row["result"] in OPEN:
+            same = [mutant for mutant in mutants_of(project, row["file"]) if _key(mutant.row()) == _key(row)]
+            found += sorted(same, key=lambda mutant: abs(mutant.fault.line - int(row["line"])))[:1]
     return found
+
+
+def read(rows: Path) -> list[dict[str, Any]]:
+    with open(rows, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
+    with open(out, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`before` with what was found since; its reasons stay."""
+    found = {_key(row): row for row in rows} | {(row["line"], *_key(row)): row for row in rows}
+    return [
+        found.get((row["line"], *_key(row)), found.get(_key(row), row)) | {"reason": row["reason"]}
+        if row["result"] in OPEN
+        else row
+        for row in before
+    ]
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
@@ -217,8 +240,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """The rows in the order in which they came; `out` has each as soon as it is known."""
     end = time.monotonic() + seconds
-    with open(out, "w", newline="") as file:
-        csv.DictWriter(file, FIELDS).writeheader()
+    write(out, [])
     context = multiprocessing.get_context("fork")  # torch is imported once
     following, lock = context.Value("i", 0), context.Lock()
 
@@ -241,8 +263,7 @@ def run(
         process.start()
     for process in processes:
         process.join()
-    with open(out, newline="") as file:
-        return list(csv.DictReader(file))
+    return read(out)
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -97,6 +97,10 @@ mutants = [m for m in run.mutants_of(project, "formulas.py") if [m.fault.before,
 run.PATIENCE = 20.0, 1.0
 rows = run.run(project, mutants, Map.read(folder / "map.json"), folder / "out.csv", work=work, jobs=2)
 print(run.summary(rows))
+(left,) = run.again(project, folder / "out.csv")
+named = [("tests/all/test_toy.py", 1.0)]  # with its test that fails everywhere
+found = run.run(project, [left], None, folder / "again.csv", work=work / "again", named=named)
+run.write(folder / "again.csv", run.merged(rows, found))
 """
 
 PLANTED = {
@@ -121,6 +125,8 @@ def test_planted_faults_are_killed_or_survive(toy):
     for fault, (result, test) in PLANTED.items():
         assert rows[fault]["result"] == result, rows[fault]
         assert rows[fault]["by"].startswith(f"tests/all/test_toy.py::{test}" if test else ""), rows[fault]
+    with open(toy / "again.csv", newline="") as file:
+        assert [row["result"] for row in csv.DictReader(file)].count("survived") == 1
     assert (toy / "toy/formulas.py").read_text() == FORMULAS
     tests = Map.read(toy / "map.json")
     assert not any("wrong" in name for name in tests.tests)
