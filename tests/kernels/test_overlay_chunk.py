@@ -21,7 +21,7 @@ from flce_ops.triton.gemm import device
 from flce_ops.triton.rows.valid_tokens import choose_chunking
 from flce_ops.triton.steps import backward, chunking, chunks, forward, one_pass_step, overlay
 from flce_ops.triton.steps.chunking import chunk_tokens
-from flce_ops.triton.steps.overlay import overlay_chunk
+from flce_ops.triton.steps.overlay import overlay_chunk, slice_tiles
 
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU here: tests/objectives/test_numerics.py", allow_module_level=True)
@@ -154,6 +154,8 @@ def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more)
         padded = -(-(cols.stop - cols.start) // 8) * 8
         assert found.rows * padded <= (before.stop - before.start) * hidden  # E of a slice in the place before it
     first = found.columns[0].stop
+    # of one size, as far as the tokens allow: a smaller first slice would take more of them
+    assert len(slice_tiles(-(-vocab // 256), first // 256 - 1, rows, hidden)) != len(found.columns)
     assert found.rows * first == found.workspace_numbers
     assert found.workspace_numbers * size <= workspace
     if not found.rows_apart:

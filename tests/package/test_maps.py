@@ -12,6 +12,7 @@ FOLDERS = (
     "flce_ops/integrations/*",
     "flce_ops/triton/*",
     "tests/fuzz",
+    "tests/mutation",
 )  # flce_ops itself: DESIGN.md, test_layers.py
 MAPS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/__init__.py"))
 
