@@ -14,7 +14,7 @@ from flce_ops.aten import cross_entropy as aten
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 
-# of the interpreter, which has no fused multiplication and addition: twice what was seen
+# for the interpreter, which has no fused multiply-add: twice the error that was seen
 TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 
 
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("shape", "padded", "options"),
-    [  # a block has 32 numbers in float32, 64 in float16; up to 2 are held, without a softcap
+    [  # a block has 32 numbers in float32, 64 in float16; without a softcap up to 2 blocks stay in registers
         ((3, 131), 0, {}),
         ((3, 203), 3, {"label_smoothing": 0.1}),
         ((3, 131), 3, OPTIONS[1]),
@@ -77,7 +77,7 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
 
 @pytest.mark.parametrize("softcap", [50.0, 300.0, 1e4, 1e8])
 def test_a_large_softcap_leaves_logits_their_digits(softcap, device):
-    """The public function where CUDA is, the kernels in the interpreter where it is not."""
+    """Calls the public function on CUDA, and the kernels in the interpreter otherwise."""
     logits, target = 3.0 * torch.randn(16, 509, device=device), torch.randint(509, (16,), device=device)
     scale = torch.rand(16, device=device) + 0.5
 
