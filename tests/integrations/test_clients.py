@@ -1,4 +1,4 @@
-"""Loops of other libraries around the operator, as docs/clients.md has them: the same steps as dense logits."""
+"""Training loops of other libraries with the operator, as in docs/clients.md: the same steps as with dense logits."""
 
 import copy
 import json
@@ -77,11 +77,11 @@ def test_a_lightning_module(kind, tmp_path):
     check_same_parameters(ours, theirs, start)
 
 
-# ---------------------------------------------------------------- loops by hand
+# ---------------------------------------------------------------- plain loops
 
 
 def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
-    """nanoGPT, nanochat: forward(idx, targets) with a head and a cross-entropy at its end."""
+    """nanoGPT and nanochat: forward(idx, targets) ends with a head and a cross-entropy."""
 
     class GPT(nn.Module):
         def __init__(self) -> None:
@@ -92,7 +92,7 @@ def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
             hidden = self.embed(tokens).tanh()
             if target is None:
                 return 15 * torch.tanh(self.lm_head(hidden) / 15)
-            target = target.masked_fill(target == -100, -1)  # theirs
+            target = target.masked_fill(target == -100, -1)  # their ignore_index
             if fused:
                 return flce_ops.linear_cross_entropy(hidden, self.lm_head.weight, target, ignore_index=-1, softcap=15)
             return F.cross_entropy(self(tokens).flatten(0, 1), target.flatten(), ignore_index=-1)
@@ -109,7 +109,7 @@ def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_litgpt(softcap):
-    """Its GPT returns logits: a head that keeps the hidden states in their place."""
+    """LitGPT's GPT returns logits, so a head that returns hidden states replaces its own."""
     litgpt = pytest.importorskip("litgpt", reason="litgpt 0.5 does not install beside the pinned Transformers")
     config = litgpt.Config(
         block_size=16, n_layer=1, n_embd=DIM, n_head=2, padded_vocab_size=VOCAB, final_logit_softcapping=softcap
@@ -130,7 +130,7 @@ def test_litgpt(softcap):
 
 
 def hidden_states(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """What `model` gives its lm_head, which makes no logits meanwhile."""
+    """The hidden states that `model` passes to its lm_head, without computing logits."""
     kept = []
     hook = model.lm_head.register_forward_pre_hook(lambda _, args: [kept.append(args[0]), (args[0][..., :0, :],)][1])
     model(tokens)
@@ -164,7 +164,7 @@ def test_verl_heads():
 
 
 def test_llama_factory(tmp_path):
-    """Its launcher behind `patch` of the model's class, as the guide has it."""
+    """LLaMA-Factory's launcher, after `patch` of the model's class, as in the guide."""
     tuner = pytest.importorskip("llamafactory.train.tuner", reason="LLaMA-Factory 0.9 asks for transformers<=5.6")
     from safetensors.torch import load_file
     from tiny_models import make_model

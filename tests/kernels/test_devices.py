@@ -1,4 +1,6 @@
-"""Tensors on two devices are refused by name, whichever of a call is the odd one; "meta" stands for another device."""
+"""Tensors on two devices are refused by name, whichever argument is on the other device. "meta" stands for the other
+device.
+"""
 
 # N tokens, D and E hidden sizes, V vocabulary, K positions of a K-dimensional loss
 
@@ -12,8 +14,8 @@ N, D, E, V, K = 6, 4, 5, 9, 2
 HIDDEN, HEAD = {"input": torch.randn(N, D)}, {"linear_weight": torch.randn(V, D), "linear_bias": torch.randn(V)}
 LABELS = {"target": torch.randint(V, (N,))}
 FACTORS = {"weight": torch.rand(V), "token_weight": torch.rand(N)}
-NUMBERS = {"normalizer": torch.tensor(3.0)}  # which may be on the CPU beside tensors of a GPU
-SCALES = {"logit_scale": torch.tensor(2.0), "temperature": torch.tensor(0.5)}  # the same
+NUMBERS = {"normalizer": torch.tensor(3.0)}  # may be on the CPU beside tensors of a GPU
+SCALES = {"logit_scale": torch.tensor(2.0), "temperature": torch.tensor(0.5)}  # may be on the CPU, too
 TEACHER = {"teacher_input": torch.randn(N, E), "teacher_weight": torch.randn(V, E), "teacher_bias": torch.randn(V)}
 POSITIONS = {
     "linear_weight": torch.randn(V, K, D),

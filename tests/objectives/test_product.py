@@ -1,14 +1,14 @@
-"""Every option beside every source, objective, sink and layout gives the dense formula's result or is refused by name.
+"""Every option with every source, objective, sink and layout gives the dense formula's result, or is refused by name.
 
 source       a head; a head with a low-rank pair, frozen or trained; given logits
 objective    one class, K classes, class probabilities, log-probabilities, policies, divergences
 sink         gradients made in forward, or in backward (reduction="none"); main_grad; over the logits; sparse
 layout       one process; tokens sharded; vocabulary sharded
 
-Options and the values to try come from the signatures, shapes of tensors from the comments beside them. So a new option
-is walked without a line here: it must change the result or be refused. Until dense() knows the option, the gradients
-must be the differences of the loss. Float64 and ATen: tests/kernels/test_triton_*.py have the kernels, others the other
-dtypes.
+The test takes options, and values to try, from the signatures, and the shapes of tensors from the comments beside them.
+So a new option is tested without a line here: it must change the result or be refused. Until dense() knows the option,
+the gradients are compared with differences of the loss. The cases run in float64 in ATen.
+tests/kernels/test_triton_*.py test the kernels, other files the other dtypes.
 """
 
 # N tokens, K classes, D and E hidden, V vocabulary, r rank of the pair
@@ -42,9 +42,9 @@ SIZES = {"...": (2, 5), "K": (3,), "D": (5,), "E": (6,), "V": (11,), "r": (2,), 
 SOURCES = inspect.getsource(schemas) + "".join(map(inspect.getsource, FUNCTIONS.values()))
 FUNCTIONS["linear_cross_entropy_low_rank"] = PAIR
 SHAPES = dict(re.findall(r"^    (\w+): [^#\n]*Tensor[^#\n]*# \(([^)]*?),?\)", SOURCES, re.MULTILINE))
-SHAPES |= {"topk": "..., K", "probabilities": "..., V"}  # other targets
+SHAPES |= {"topk": "..., K", "probabilities": "..., V"}  # shapes of other targets
 
-# By function, objectives: names of the tensors of a call, and its other arguments.
+# For each function and objective: the names of a call's tensors, and its other arguments.
 HEAD, TEACHER = ("input", "linear_weight"), ("teacher_input", "teacher_weight")
 TARGETS = {"one class": ("target",), "K classes": ("topk", "target_weight"), "probabilities": ("probabilities",)}
 CELLS = {
@@ -65,7 +65,8 @@ CELLS = {
         for teacher in (TEACHER, ("teacher_probs",))
     },
 }
-SPARSE = {"gradient_threshold": 1e-30, "gradient_seed": torch.tensor(7)}  # no entry is below: exact
+# no entry is below the threshold, so the gradient is exact
+SPARSE = {"gradient_threshold": 1e-30, "gradient_seed": torch.tensor(7)}
 SINKS = {
     "made in forward": {},
     "made in backward": {"reduction": "none"},
@@ -91,7 +92,7 @@ REFUSED = {
 }
 LEAVES = {"input", "linear_weight", "low_rank_input", "low_rank_weight", "logits"}
 
-# An option that acts on another's term is tried beside it.
+# An option that only changes another option's term is tried together with that option.
 LARGE = {"gradient_threshold": 0.1, "gradient_seed": torch.tensor(5)}
 BESIDE = {
     **dict.fromkeys(("gradient_mode", "gradient_seed", "gradient_sparse", "gradient_class_order"), LARGE),
@@ -100,21 +101,21 @@ BESIDE = {
     "kl_estimator": {"beta": 0.3, "ref_log_probs": ...},
     "beta": {"ref_log_probs": ...},
 }
-# No term of the formula: what is returned, and where gradients go.
+# These options are no term of the formula: they change what is returned, or where gradients go.
 NO_TERM = {"return_metrics", "entropy", "argmax", "tail", "main_grad", "inplace_backward", "options"}
 NO_TERM |= {"gradient_class_order", *SparseGradient._fields}
-# What does nothing, as its documentation says: (option, a word of the cell or of the sink).
+# Combinations that have no effect, as documented: (option, a word of the cell or of the sink).
 INERT = {
-    ("options", ""),  # torch's chunk sizes
+    ("options", ""),  # chunk sizes for torch's own function
     ("inplace_backward", "made in backward"),
     ("inplace_backward", "sharded"),
-    ("beta", "forward divergence"),  # the mixture of "jsd"
+    ("beta", "forward divergence"),  # only "jsd" has a mixture
     ("beta", "reverse divergence"),
     ("beta", "tv divergence"),
     ("beta", "nla divergence"),
     ("gradient_class_order", "drop"),
     ("gradient_class_order", "tiles"),
-    ("gradient_sparse", "tiles"),  # one tile holds all classes, and a target
+    ("gradient_sparse", "tiles"),  # one tile holds all classes, and so a target
 }
 
 
@@ -123,7 +124,7 @@ def made(call: dict) -> dict:
 
 
 def tensor_of(name: str) -> Tensor:
-    """float64; targets, permutations and distributions are such, class and token weights positive."""
+    """float64. Targets, permutations and distributions are valid; class and token weights are positive."""
     shape = sum((SIZES[size.strip()] for size in SHAPES.get(name, "").split(",")), ())
     if name in ("target", "topk"):
         target = torch.randint(SIZES["V"][0], shape)
@@ -138,7 +139,7 @@ def tensor_of(name: str) -> Tensor:
         return made.softmax(-1)
     if name in ("linear_weight", "low_rank_weight"):
         return made / 2
-    if name == "old_log_probs":  # ratios beyond each bound for either sign of advantage
+    if name == "old_log_probs":  # ratios beyond each bound, for advantages of either sign
         return torch.tensor([-9.0, -9.0, -9.0, 0.0, 0.0]) + 0.1 * made
     if name == "advantages":
         return torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0]) * (made.abs() + 0.2)
@@ -148,7 +149,7 @@ def tensor_of(name: str) -> Tensor:
 
 
 def parameters(function) -> dict[str, tuple[object, object]]:
-    """{name: (default, annotation)}; of the operator by the public function's annotations, a number for a Scalar."""
+    """{name: (default, annotation)}. An operator gets the public function's annotations, with a number for a Scalar."""
     if function is not PAIR:
         return {name: (p.default, p.annotation) for name, p in inspect.signature(function).parameters.items()}
     known = parameters(flce_ops.linear_cross_entropy)
@@ -158,7 +159,7 @@ def parameters(function) -> dict[str, tuple[object, object]]:
 
 
 def values(name: str, default: object, annotation: object) -> list:
-    """Other ones than the default, of each type that the option may have."""
+    """Values other than the default, for each type that the option may have."""
     if name == "options":
         return [torch.nn.LinearCrossEntropyOptions()] if hasattr(torch.nn, "LinearCrossEntropyOptions") else []
     found: list = []
@@ -179,7 +180,7 @@ def values(name: str, default: object, annotation: object) -> list:
 
 
 def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
-    """Results of all (..., V) logits, and which arguments were not read."""
+    """Returns results computed from all (..., V) logits, and the arguments that were not read."""
     left = dict(call)
     take = left.pop
     reduction, ignore_index = take("reduction", "mean"), take("ignore_index", -100)
@@ -206,7 +207,7 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
     if not target.is_floating_point():
         topk = target if several else target[..., None]
         counted = topk != ignore_index
-        index, valid = topk.where(counted, 0).clamp(max=V - 1), counted.any(-1)  # a divergence reads no class
+        index, valid = topk.where(counted, 0).clamp(max=V - 1), counted.any(-1)  # a divergence does not read the class
         of_target = counted * take("target_weight", torch.ones(1).double())
         q, count = torch.zeros_like(z).scatter_add(-1, index, of_target), valid.sum()
         log_probs = counted * log_q.gather(-1, index)
@@ -255,7 +256,7 @@ def results_of(found: object) -> dict[str, Tensor]:
 
 
 def scalar_of(results: dict[str, Tensor], names: list[str]) -> Tensor:
-    """Each entry by a factor of its own."""
+    """Weights each entry with a different factor."""
     total = torch.zeros(())
     for place, name in enumerate(names, 1):
         part = full(results[name]).double()
@@ -264,11 +265,11 @@ def scalar_of(results: dict[str, Tensor], names: list[str]) -> Tensor:
 
 
 def run(function, call: dict, place) -> tuple[dict[str, Tensor | None], list[str]]:
-    """Results, gradients, what became of main_grad and of the logits; the names of results that have a gradient."""
+    """Returns results, gradients, the final main_grad and logits; and the names of the results that have a gradient."""
     before = {name: value.detach().clone() for name, value in call.items() if isinstance(value, Tensor)}
     placed = {name: place(name, before[name].clone()) if name in before else value for name, value in call.items()}
     leaves = {name: placed[name].requires_grad_() for name in before if call[name].requires_grad}
-    logits = {"logits": placed["logits"] * 1.0} if "logits" in call else {}  # no leaf
+    logits = {"logits": placed["logits"] * 1.0} if "logits" in call else {}  # the logits are not a leaf
     results = results_of(function(**placed | logits))
     learnt = [name for name, result in results.items() if result.requires_grad]
     scalar_of(results, learnt).backward()
@@ -283,7 +284,7 @@ def run(function, call: dict, place) -> tuple[dict[str, Tensor | None], list[str
 
 
 def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
-    """What was found, right in all that dense() knows; None where the call is refused by name."""
+    """Returns the results, after comparing what dense() knows; None if the call is refused by name."""
     try:
         found, learnt = run(function, call, place)
     except (NotImplementedError, ValueError, TypeError) as refused:
@@ -309,7 +310,7 @@ def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
 
 
 def check_differences(function, call: dict, place, found, learnt: list[str], step: float = 1e-6) -> None:
-    """Gradients, along one direction, by the difference of the loss at two points."""
+    """Compares the gradients, along one direction, with the difference of the loss at two points."""
     grads = {name: found[f"d {name}"] for name in call if found.get(f"d {name}") is not None}
     direction = {name: torch.randn_like(grad) for name, grad in grads.items()}
 
@@ -329,7 +330,7 @@ def changed(found: dict, without: dict) -> bool:
 
 
 def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
-    """(objective, sink) that are refused, and options that some cell accepts."""
+    """Returns the pairs (objective, sink) that are refused, and the options that some cell accepts."""
     function, options = FUNCTIONS[name], parameters(FUNCTIONS[name])
     refused, accepted, silent = set(), set(), []
     for (objective, (tensors, others)), sink in itertools.product(CELLS[name].items(), sinks):
@@ -348,7 +349,7 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
                 continue
             beside = {name: value for name, value in BESIDE.get(option, {}).items() if name in options}
             start = base | made(beside)
-            if option == "ignore_index" and "target" in start:  # which has no -100 then
+            if option == "ignore_index" and "target" in start:  # then the target has no -100
                 start["target"] = start["target"].clamp(min=0)
             without = check(function, start, place) if beside or option == "ignore_index" else usual
             for value in values(option, default, annotation):

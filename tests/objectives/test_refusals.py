@@ -1,4 +1,4 @@
-"""Each row of flce_ops/entry/refusals.py is raised by name for a call that has its features."""
+"""Each row of flce_ops/entry/refusals.py raises its error for a call that has its features."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import flce_ops
 from flce_ops.entry.refusals import FEATURES, REFUSED
 
-# those of several processes are tested there: test_kl_div_distributed.py, test_sparse_distributed.py and others
+# rows for several processes are tested in test_kl_div_distributed.py, test_sparse_distributed.py and others
 ROWS = [(feature, *others) for feature, rows in REFUSED.items() for others in rows]
 OF_RANKS = {"DTensors", "sharded vocabulary", "recomputing shards", "recomputing always"}
 HERE = [row for row in ROWS if not OF_RANKS & set(row)]

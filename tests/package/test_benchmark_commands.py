@@ -1,4 +1,4 @@
-"""Commands beside `python -m benchmarks`, at toy size on a CPU: what they write, and the tables made of it."""
+"""The commands beside `python -m benchmarks`, at toy size on a CPU: what they write, and the tables made from it."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_pa
 
 
 def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_path):
-    for compiled in ("torch_compile", "dora_compile"):  # seconds
+    for compiled in ("torch_compile", "dora_compile"):  # compiling takes seconds
         monkeypatch.delitem(lora.PROVIDERS, compiled)
     quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
     lora.main(["--shapes", "37x24x131", "--ranks", "3", "--dtype", "float32", *quick])
@@ -89,7 +89,9 @@ def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_p
 
 
 def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path, monkeypatch):
-    """Each of the logits as they were given, whatever the one before wrote over them: its peak takes steps, too."""
+    """Each provider gets the original logits, even if another one overwrote them. Measuring peak memory takes steps,
+    too.
+    """
 
     def a_step(step, device):
         step()
@@ -116,7 +118,9 @@ def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
 
 
 def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(tmp_path, capsys, monkeypatch):
-    """Ours beside bare GEMMs; a peer that is not installed is a reason, and no line of a table."""
+    """This package is measured beside bare GEMMs. A library that is not installed gives a reason, and no line in a
+    table.
+    """
     named = ("fwd_bwd", "none", "policy", "softcap_smoothing", "metrics", "kl_forward")
     monkeypatch.setattr(objectives, "LINES", [line for line in objectives.LINES if line[0] in named])
     quick = ["--shapes", "24x16x101", "--rounds", "1", "--ms", "1", "--processes", "0", "--device", "cpu"]
@@ -143,7 +147,7 @@ def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
     names = list(dict.fromkeys(row["objective"] for row in rows))
     assert len(names) == 21 + 6 and len(rows) == 21 * (3 + 1) + 6 * 3
     for row in rows:
-        # what is left beside 64 classes of 501 is a difference of near numbers: docs/log_probs.md
+        # the probability outside 64 classes of 501 is a difference of close numbers: docs/log_probs.md
         numbers = ["err_value"] if "tail" in row["objective"] else ["err_value", "err_dx", "err_dw"]
         for name in numbers:
             if row[name]:

@@ -1,4 +1,4 @@
-"""The maps of the package, the docstring of a folder's `__init__.py`, name every file beside it, once, and no other."""
+"""Each folder's map, the docstring of its `__init__.py`, names every file of the folder once, and no other file."""
 
 import ast
 import re
