@@ -2,8 +2,10 @@
 
 import copy
 import json
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,16 +165,18 @@ def test_verl_heads():
 # ---------------------------------------------------------------- LLaMA-Factory
 
 
-def test_llama_factory(tmp_path):
-    """LLaMA-Factory's launcher, after `patch` of the model's class, as in the guide."""
+def test_llama_factory(tmp_path, monkeypatch):
+    """A configuration by its own way in, and by the guide's launcher."""
     tuner = pytest.importorskip("llamafactory.train.tuner", reason="LLaMA-Factory 0.9 asks for transformers<=5.6")
     from safetensors.torch import load_file
     from tiny_models import make_model
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from flce_ops.integrations.transformers import patched
+    from flce_ops.integrations.transformers import unpatch
 
+    guide = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    launcher = re.search(r"### LLaMA-Factory.*?```py\n(.*?)```", guide, re.DOTALL)[1]
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 2} | {f"w{i}": i for i in (1, *range(3, 101))}, "w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "w1"}
@@ -183,18 +187,21 @@ def test_llama_factory(tmp_path):
     (tmp_path / "texts.json").write_text(json.dumps(rows))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.json"}}))
 
-    def train(name: str) -> dict[str, torch.Tensor]:
+    def train(name: str, run) -> dict[str, torch.Tensor]:
         data = {"dataset": "texts", "dataset_dir": str(tmp_path), "template": "empty", "cutoff_len": 32}
         steps = {"max_steps": STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         rate = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd"}
         folders = {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / name)}
         kind = {"stage": "sft", "do_train": True, "finetuning_type": "full", "report_to": "none", "use_cpu": True}
-        tuner.run_exp({**data, **steps, **rate, **folders, **kind, "bf16": False, "enable_liger_kernel": False})
+        options = {**data, **steps, **rate, **folders, **kind, "bf16": False, "enable_liger_kernel": False}
+        (tmp_path / "sft.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in options.items()))
+        monkeypatch.setattr(sys, "argv", ["launcher.py", str(tmp_path / "sft.yaml")])
+        run()
         return load_file(tmp_path / name / "model.safetensors")
 
-    theirs, start = train("theirs"), load_file(tmp_path / "model" / "model.safetensors")
-    with patched(LlamaForCausalLM):
-        ours = train("ours")
+    theirs, start = train("theirs", tuner.run_exp), load_file(tmp_path / "model" / "model.safetensors")
+    ours = train("ours", lambda: exec(launcher, {}))
+    unpatch(LlamaForCausalLM)
     assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     step = max(float((theirs[name] - before).abs().max()) for name, before in start.items())
     for name, expected in theirs.items():
