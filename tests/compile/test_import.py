@@ -85,7 +85,9 @@ def test_works_without_numpy_and_triton_and_does_not_speak_of_them():
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "NumPy" not in done.stderr and "triton" not in done.stderr
+    # torch's FLOP counter says itself that Triton is missing, in a build for CUDA
+    said = [line for line in done.stderr.splitlines() if "flop_counter.py" not in line]
+    assert not [line for line in said if "NumPy" in line or "triton" in line]
 
 
 def test_works_where_torch_distributed_is_not_available():
