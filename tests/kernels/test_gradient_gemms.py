@@ -18,8 +18,8 @@ from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.copy_rows import launch_spread_rows
 from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.steps.chunking import chunk_tokens
-from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit
+from flce_ops.triton.steps.chunking import chunk_tokens, problem_of
+from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit, slices
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -251,3 +251,19 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
     made.clear()
     launch_kl_div_with_grad(x, w, None, x, w, None, None, None, per_token, **every)
     assert set(made) == all_three
+
+
+@pytest.mark.parametrize("tokens, hidden, vocab", [(8192, 896, 151936), (13000, 4096, 32000), (8192, 2304, 256000)])
+def test_a_few_chunks_more_than_fit_are_taken_where_they_take_fewer_steps(tokens, hidden, vocab):
+    weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    problem = problem_of(tokens, weight, [True, True, False], smoothed=False, sum_pairs=0)
+
+    def steps_of(cuts):
+        return sum(problem.steps(c.stop - c.start, problem.product_bytes(cuts[0].stop) // 4) for c in cuts)
+
+    steps, chunks = problem.chunks(0)
+    fewest = slices(tokens, problem.fitting())
+    assert len(chunks) > len(fewest)
+    assert steps == steps_of(chunks) < steps_of(fewest)
+    assert chunks[0].start == 0 and chunks[-1].stop == tokens
+    assert all(before.stop == after.start for before, after in zip(chunks, chunks[1:]))

@@ -1,7 +1,8 @@
 """The map from lines of the package to the tests that run them, quickest first: `map.json`, made by `--map`.
 
-    tests    [[name, seconds], ...]                 those that some line names
-    lines    {file: {function: {"n ...": [offset, ...]}}}   n into `tests`, offset from the function's first line
+    tests    [[name, seconds], ...]                       those that some set names
+    sets     [[n, ...], ...]                              n into `tests`
+    lines    {file: {function: {"k": [offset, ...]}}}     k into `sets`, offset from the function's first line
 
 Counting lines within their function keeps the map of a file true for the functions that did not change. Tests that run
 the same line are kept evenly from the quickest to the slowest, OF_A_FILE of a test file, MOST altogether, those beyond
@@ -14,9 +15,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-OF_A_FILE = 4
-MOST = 32
-SECONDS = 60.0  # together
+OF_A_FILE = 8
+MOST = 64
+SECONDS = 120.0  # together
 
 
 def functions_of(source: str) -> list[tuple[str, int, int]]:
@@ -66,33 +67,37 @@ def made_of(package: Path, lines: dict[str, set[tuple[str, int]]], seconds: dict
         for at in found:
             tests_of[at].add(name)
     numbers: dict[str, int] = {}
+    sets: dict[tuple[int, ...], int] = {}
     files: dict[str, Any] = {}
     functions = {file: functions_of((package / file).read_text()) for file in sorted({file for file, _ in tests_of})}
     for (file, line), tests in sorted(tests_of.items()):
         function, first = function_at(functions[file], line)
         if function:  # else what importing runs
-            chosen = [numbers.setdefault(name, len(numbers)) for name in choose(tests, seconds)]
+            chosen = tuple(numbers.setdefault(name, len(numbers)) for name in choose(tests, seconds))
             of_tests = files.setdefault(file, {}).setdefault(function, {})
-            of_tests.setdefault(" ".join(map(str, chosen)), []).append(line - first)
-    return {"tests": [[name, round(seconds[name], 2)] for name in numbers], "lines": files}
+            of_tests.setdefault(str(sets.setdefault(chosen, len(sets))), []).append(line - first)
+    return {"tests": [[name, round(seconds[name], 2)] for name in numbers], "sets": list(sets), "lines": files}
 
 
 def written(content: dict[str, Any]) -> str:
-    """JSON with a line a test and a line a function."""
-    tests = ",\n".join(json.dumps(test) for test in content["tests"])
-    files = ",\n".join(
-        f"{json.dumps(file)}: {{\n"
-        + ",\n".join(f"{json.dumps(name)}: {json.dumps(lines)}" for name, lines in functions.items())
-        + "}"
-        for file, functions in content["lines"].items()
-    )
-    return f'{{"tests": [\n{tests}],\n"lines": {{\n{files}}}}}\n'
+    """JSON with a line a test, a set and a function."""
+
+    def short(value: Any) -> str:
+        return json.dumps(value, separators=(",", ":"))
+
+    def lines_of(functions: dict[str, Any]) -> str:
+        return ",\n".join(f"{short(name)}:{short(lines)}" for name, lines in functions.items())
+
+    tests, sets = (",\n".join(map(short, content[name])) for name in ("tests", "sets"))
+    files = ",\n".join(f"{short(file)}:{{\n{lines_of(functions)}}}" for file, functions in content["lines"].items())
+    return f'{{"tests":[\n{tests}],\n"sets":[\n{sets}],\n"lines":{{\n{files}}}}}\n'
 
 
 class Map:
     def __init__(self, content: dict[str, Any]) -> None:
         self.tests = [name for name, _ in content["tests"]]
         self.seconds = dict(content["tests"])
+        self.sets = content["sets"]
         self.lines = content["lines"]
 
     @classmethod
@@ -107,14 +112,10 @@ class Map:
         """
         functions = self.lines.get(file, {})
         for offset in offsets:
-            for numbers, lines in functions.get(function, {}).items():
+            for place, lines in functions.get(function, {}).items():
                 if offset in lines:
-                    return self._named(numbers.split())
+                    return [(self.tests[n], self.seconds[self.tests[n]]) for n in self.sets[int(place)]]
         inner = [lines for name, lines in functions.items() if name == function or name.startswith(f"{function}.")]
         around = inner or list(functions.values())
-        some = {self.tests[int(number)] for lines in around for numbers in lines for number in numbers.split()}
+        some = {self.tests[n] for lines in around for place in lines for n in self.sets[int(place)]}
         return [(name, self.seconds[name]) for name in choose(some, self.seconds)]
-
-    def _named(self, numbers: list[str]) -> list[tuple[str, float]]:
-        names = [self.tests[int(number)] for number in numbers]
-        return [(name, self.seconds[name]) for name in names]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.faults import faults_of
-from tests.mutation.map import Map, choose, function_at, functions_of
+from tests.mutation.map import SECONDS, Map, choose, function_at, functions_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,7 +200,12 @@ def test_a_line_belongs_to_the_innermost_function():
 
 
 def test_tests_are_chosen_from_the_quickest_to_the_slowest_of_every_file():
-    seconds = {f"{file}::{number}": float(number) for file in "ab" for number in range(1, 9)}
-    assert choose(set(seconds), seconds) == ["a::1", "b::1", "a::3", "b::3", "a::5", "b::5", "a::7", "b::7"]
-    assert choose({"a::1", "b::2"}, {"a::1": 1.0, "b::2": 70.0}) == ["a::1"]
-    assert choose({"b::2"}, {"b::2": 70.0}) == ["b::2"]
+    seconds = {f"{file}::{number:02}": float(number) for file in "ab" for number in range(1, 17)}
+    odd = [f"{file}::{number:02}" for number in range(1, 17, 2) for file in "ab"]
+    total, expected = 0.0, []
+    for name in odd:
+        total += seconds[name]
+        expected += [name] if total <= SECONDS else []
+    assert choose(set(seconds), seconds) == expected
+    assert choose({"a::1", "b::2"}, {"a::1": 1.0, "b::2": SECONDS}) == ["a::1"]
+    assert choose({"b::2"}, {"b::2": SECONDS + 1}) == ["b::2"]

@@ -90,6 +90,21 @@ def test_smoothing_under_a_softcap_recomputes_where_triton_would(options, op, re
     assert flce_ops.last_path().op == f"linear_cross_entropy_{op}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_takes_half_operands_and_given_logits_in_float32_too(dtype):
+    """On an NVIDIA GPU; a scalar loss in float16 makes its gradients in backward, so that operator is not for it."""
+    for op, paths in KERNELS.items():
+        taken = HALF
+        if op.startswith("cross_entropy"):
+            taken = [*HALF, torch.float32]
+        elif op == "linear_cross_entropy_double_backward":
+            taken = []
+        elif op.endswith("with_grad") and not op.startswith("linear_kl_div"):
+            taken = [torch.bfloat16]
+        assert (choose(paths, CallFacts("cuda", dtype)).name == "triton") is (dtype in taken), op
+        assert choose(paths, CallFacts("cpu", dtype)).name == "aten", op
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, SMOOTHED_AND_CAPPED, {"class_scale": 1}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frozen_head_with_a_pair_is_copied_under_transforms_alone(dtype, options):

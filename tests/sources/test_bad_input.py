@@ -240,58 +240,6 @@ def test_cuda_inputs_on_other_devices(device):
         flce_ops.linear_cross_entropy(inputs.input, inputs.linear_weight, inputs.target.cpu())
 
 
-PER_TOKEN, PER_CLASS, ONE = torch.rand(N), torch.rand(V), torch.tensor(1.0)
-TARGET, ROWS, CLASSES = torch.randint(V, (N,)), torch.randn(N, D), torch.randn(V, D)
-ON_ONE_DEVICE = [
-    (
-        flce_ops.linear_cross_entropy,
-        (ROWS, CLASSES, TARGET),
-        {"linear_bias": PER_CLASS, "weight": PER_CLASS, "token_weight": PER_TOKEN, "normalizer": ONE}
-        | {"logit_scale": ONE},
-    ),
-    (flce_ops.linear_cross_entropy, (ROWS, CLASSES, TARGET), {"temperature": ONE}),
-    (
-        flce_ops.linear_cross_entropy,
-        (ROWS, CLASSES, torch.randint(V, (N, 2))),
-        {"target_weight": torch.rand(N, 2)},
-    ),
-    (
-        flce_ops.linear_cross_entropy,
-        (ROWS.clone().requires_grad_(), CLASSES, TARGET),
-        {"gradient_threshold": 1e-3, "gradient_seed": torch.tensor(1), "gradient_class_order": torch.arange(V)},
-    ),
-    (
-        flce_ops.cross_entropy,
-        (torch.randn(N, V), TARGET),
-        {"weight": PER_CLASS, "token_weight": PER_TOKEN, "normalizer": ONE},
-    ),
-    (flce_ops.linear_log_probs, (ROWS, CLASSES, TARGET), {"linear_bias": PER_CLASS, "logit_scale": ONE}),
-    (
-        flce_ops.linear_policy_loss,
-        (ROWS, CLASSES, TARGET, PER_TOKEN),
-        {"old_log_probs": PER_TOKEN, "ref_log_probs": PER_TOKEN, "linear_bias": PER_CLASS, "token_weight": PER_TOKEN},
-    ),
-    (
-        flce_ops.linear_kl_div,
-        (ROWS, CLASSES, ROWS, CLASSES),
-        {"linear_bias": PER_CLASS, "teacher_bias": PER_CLASS, "target": TARGET, "token_weight": PER_TOKEN},
-    ),
-    (flce_ops.linear_kl_div, (ROWS, CLASSES), {"teacher_probs": torch.rand(N, V)}),
-]
-
-
-@pytest.mark.parametrize("function, first, others", ON_ONE_DEVICE)
-def test_each_tensor_on_another_device_is_refused_by_name(function, first, others):
-    """On meta, which every machine has."""
-    arguments = dict(zip(inspect.signature(function).parameters, first)) | others
-    function(**arguments)
-    first_name = next(iter(arguments))
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and name != first_name:
-            with pytest.raises(ValueError, match=f"expected {name} on the device of {first_name}, cpu, got meta"):
-                function(**arguments | {name: value.to("meta")})
-
-
 # ---------------------------------------------------------------- wrong types
 
 HEAD = {"input": torch.randn(N, D), "linear_weight": torch.randn(V, D), "target": torch.randint(V, (N,))}
