@@ -55,6 +55,7 @@ def copy_of_the_package(root: Path) -> Path:
     return root
 
 
+@pytest.mark.exhaustive
 def test_an_upgraded_package_runs_its_own_code(tmp_path):
     """Two copies of the package, alike but for one line of what AOTAutograd traces, and one directory of caches."""
     tag = f"flce_ops-test-{uuid.uuid4()}"
