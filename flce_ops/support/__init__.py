@@ -8,6 +8,7 @@ holes.py                  what is not implemented, with the error texts
 readable.py               layouts of matrices that BLAS reads without a copy
 exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
 rank_check.py             FLCE_CHECK_RANKS=1: finds arguments that differ between the ranks of DTensors
+versions.py               the oldest torch and Triton; older ones are refused by name
 vendor.py                 the GPU's vendor; the GPU for which kernels are compiled ahead
 torch_private.py          every private name of torch that is used
 compile_cache.py          torch.compile's caches, keyed by this package's code

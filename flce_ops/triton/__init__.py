@@ -11,10 +11,16 @@
 This package is imported only when a CUDA kernel of an operator runs.
 """
 
-from .rows.grad_output import launch_scale_in_place
-from .steps.backward import launch_backward, launch_backward_in_place
-from .steps.forward import launch_forward
-from .steps.with_grad import launch_with_grad
+import triton
+
+from ..support.versions import check_version
+
+check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed; the planner has a stand-in
+
+from .rows.grad_output import launch_scale_in_place  # noqa: E402
+from .steps.backward import launch_backward, launch_backward_in_place  # noqa: E402
+from .steps.forward import launch_forward  # noqa: E402
+from .steps.with_grad import launch_with_grad  # noqa: E402
 
 __all__ = [
     "launch_backward",

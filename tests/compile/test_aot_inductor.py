@@ -57,6 +57,7 @@ def run_without_flce_ops(package, args, expected) -> subprocess.CompletedProcess
     return run_script(RUN, str(package), str(file))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("packages_load")
 def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, monkeypatch):
     monkeypatch.setattr(decompositions, "CLASSES_PER_BLOCK", 16)

@@ -55,6 +55,7 @@ def copy_of_the_package(root: Path) -> Path:
     return root
 
 
+@pytest.mark.exhaustive
 def test_an_upgraded_package_runs_its_own_code(tmp_path):
     """Two copies of the package share a directory of caches. They differ in one line of what AOTAutograd traces."""
     tag = f"flce_ops-test-{uuid.uuid4()}"

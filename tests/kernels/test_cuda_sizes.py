@@ -1,4 +1,4 @@
-"""Matrices of more than 2^31 numbers on a GPU."""
+"""Matrices of more than 2^31 and 2^32 numbers on a GPU."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -35,17 +35,18 @@ def assert_of_last_rows(found, last, reduction):
     assert not found["input"][:-count].any()
 
 
+@pytest.mark.parametrize("power, N, gibibytes", [(31, 20000, 60), (32, 40000, 110)])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_more_than_two_to_the_31_logits_in_one_chunk(reduction):
-    """int32 offsets would overflow."""
-    needs_memory(60)
-    N, D, V = 20000, 64, 128256
-    assert N * V > 2**31
+def test_more_than_two_to_the_31_and_32_logits_in_one_chunk(reduction, power, N, gibibytes):
+    """Offsets of int32 would overflow, signed or not."""
+    needs_memory(gibibytes)
+    D, V = 64, 128256
+    assert N * V > 2**power
     inputs = make_inputs((N, D, V), device="cuda", dtype=torch.bfloat16, ignored=0.0)
     few = only_last_rows(inputs, 64)
-    with flce_ops.workspace(40 * 2**30):
+    with flce_ops.workspace((gibibytes - 20) * 2**30):
         found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
-    assert flce_ops.last_path().rows_per_chunk * V > 2**31, flce_ops.last_path()
+    assert flce_ops.last_path().rows_per_chunk * V > 2**power, flce_ops.last_path()
     assert_of_last_rows(found, few, reduction)
 
 

@@ -256,6 +256,7 @@ def check_types(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_pages_and_typed_calls_pass_mypy_against_the_wheel(typed_programs):
     pytest.importorskip("mypy")
     folder, python = typed_programs
@@ -264,6 +265,7 @@ def test_the_pages_and_typed_calls_pass_mypy_against_the_wheel(typed_programs):
     check_types(folder, "-m", "mypy", *options, "--python-executable", str(python), *files)
 
 
+@pytest.mark.exhaustive
 def test_the_pages_and_typed_calls_pass_pyright_against_the_wheel(typed_programs):
     pytest.importorskip("pyright")
     folder, python = typed_programs
