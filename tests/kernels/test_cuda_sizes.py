@@ -35,16 +35,16 @@ def assert_of_last_rows(found, last, reduction):
     assert not found["input"][:-count].any()
 
 
-@pytest.mark.parametrize("power, N, gibibytes", [(31, 20000, 60), (32, 40000, 110)])
+@pytest.mark.parametrize("power, N", [(31, 20000), (32, 40000)])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_more_than_two_to_the_31_and_32_logits_in_one_chunk(reduction, power, N, gibibytes):
+def test_more_than_two_to_the_31_and_32_logits_in_one_chunk(reduction, power, N):
     """Offsets of int32 would overflow, signed or not."""
-    needs_memory(gibibytes)
+    needs_memory(60)
     D, V = 64, 128256
     assert N * V > 2**power
     inputs = make_inputs((N, D, V), device="cuda", dtype=torch.bfloat16, ignored=0.0)
     few = only_last_rows(inputs, 64)
-    with flce_ops.workspace((gibibytes - 20) * 2**30):
+    with flce_ops.workspace(40 * 2**30):
         found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
     assert flce_ops.last_path().rows_per_chunk * V > 2**power, flce_ops.last_path()
     assert_of_last_rows(found, few, reduction)
