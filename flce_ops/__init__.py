@@ -34,6 +34,7 @@ SAC_SAVE_OPS = [
     torch.ops.flce.linear_cross_entropy_forward.default,
     torch.ops.flce.linear_cross_entropy_low_rank_with_grad.default,
     torch.ops.flce.linear_kl_div_forward.default,
+    torch.ops.flce.linear_support_forward.default,
 ]
 
 __all__ = [

@@ -26,6 +26,7 @@ from ..math.shards import argmax_of_shards, lse_of_shards
 from ..math.statistics import Rows, asked_of_forward
 from ..math.topk import in_columns
 from ..ops.autograd import finite_in_empty_rows
+from ..ops.support_rows import forward_of_support
 from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -93,14 +94,12 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    results = torch.ops.flce.linear_cross_entropy_forward(
-        *operands,
-        ignore_index=problem.ignore_index,
-        **problem.logits._asdict(),
-        vocab_start=num_classes if empty else classes.start,
-        vocab_size=num_classes,
-        **asked,
-    )
+    options = {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes, **asked}
+    options |= {"ignore_index": problem.ignore_index, **problem.logits._asdict()}
+    if problem.support is None:
+        results = torch.ops.flce.linear_cross_entropy_forward(*operands, **options)
+    else:
+        results = forward_of_support(operands, problem.support, num_classes, **options)
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
     numbers = {
         "logit_sum": logit_sum,

@@ -82,6 +82,7 @@ def linear_log_probs(
     entropy: bool = False,
     argmax: bool = False,
     tail: bool = False,
+    support: Tensor | tuple[Tensor, Tensor] | None = None,  # (..., K)
     gradient_threshold: float = 0.0,
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()

@@ -22,6 +22,7 @@ from torch import SymFloat, Tensor
 
 from .precision import accumulation_dtype
 from .sparse_gradient import SparseGradient
+from .support import TokenIds
 
 # N tokens, K classes, D hidden, V vocabulary (a rank's part of it where it is sharded)
 
@@ -169,6 +170,7 @@ class TokenLosses:
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
     target_weight: Tensor | None = None  # (N, K), of a target (N, K)
     sparse: SparseGradient = SparseGradient()
+    support: TokenIds | None = None  # None: all classes
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)

@@ -6,7 +6,8 @@ function.py                      what every operator's derivative is made of
     autograd.py                  derivatives of the forward and the backward operators
     made_in_forward.py           of a scalar loss whose gradients forward makes
     with_grad_autograd.py        of those of a head, and their gradients made a second time
-    kl_div_autograd.py, cross_entropy_autograd.py
+    kl_div_autograd.py, cross_entropy_autograd.py, support_autograd.py
+support_rows.py                  the forward operator of a support, called as that of a head is
 saved_logits.py                  how many tokens' logits wait for backward
 grad_output.py                   gradients that forward made, times the factor that backward brings
 autocast.py, flops.py            kernels on autocast's keys; formulas for torch.utils.flop_counter
