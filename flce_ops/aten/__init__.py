@@ -8,6 +8,7 @@ with_grad.py                           those of one pass: any row objective, als
     sparse_gradients.py                the entries of a sparse gradient, as a dense matrix
     row_statistics.py                  exponentials of a chunk, and the by-products that are asked for
 cross_entropy.py                       of given logits, without a GEMM
+support.py                             rows of the classes of a support, without a GEMM
 low_rank.py                            with_grad of a frozen head with a low-rank pair
     row_norms.py                       of W + s B A, which DoRA divides by
 second_order.py, backward_tangent.py   what second derivatives share; their derivative along a vector

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..math.options import Cotangents, LogitOptions, changed
 from ..math.precision import accumulation_dtype
 from ..math.topk import in_columns
-from ..meta.arguments import Backward
+from ..meta.arguments import Backward, SupportBackward
 from .chunks import chunk_product
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -161,7 +161,7 @@ class SoftmaxFactors(NamedTuple):
         return changed(self, lambda factor: factor[rows])
 
 
-def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+def softmax_factors(call: Backward | SupportBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
     """`grad_lse` as Cotangents.masked left it.
 
     exp(z) of an ignored row, whose lse is 0, may be inf, and inf times its factor of 0 nan: its lse is inf here.

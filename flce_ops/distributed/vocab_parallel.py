@@ -12,7 +12,7 @@ Backward: d lse / d lse_r = exp(lse_r - lse), so each rank takes its own row of 
 remains is the sum of grad_input over ranks, which belongs to the caller's placements.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,8 +94,8 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    options = {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes, **asked}
-    options |= {"ignore_index": problem.ignore_index, **problem.logits._asdict()}
+    options: dict[str, Any] = {"ignore_index": problem.ignore_index, **problem.logits._asdict(), **asked}
+    options |= {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes}
     if problem.support is None:
         results = torch.ops.flce.linear_cross_entropy_forward(*operands, **options)
     else:

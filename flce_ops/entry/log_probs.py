@@ -31,8 +31,8 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     logits = logit_options(call.numbers, operands.input)
     support = support_of_call(OP, layout, call, operands.target)
-    options = {"sparse": call.sparse, "support": support}
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked, **options)
+    of_rows = operands, call.ignore_index, LossOptions(), logits, asked
+    problem = TokenLosses(*of_rows, sparse=call.sparse, support=support)
     rows = rows_of(layout, problem)
     numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
     of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)

@@ -67,11 +67,12 @@ def support_of_call(op: str, layout: OneRank, call: LogProbs | RowLoss, target: 
 def check_support(op: str, call: LogProbs | RowLoss) -> None:
     support, offsets, tokens = call.support, call.support_offsets, tuple(call.input.shape[:-1])
     assert support is not None
-    check_dense(op, support=support, offsets=offsets)
-    for name, tensor in (("support", support), ("offsets of support", offsets)):
+    named: dict[str, Any] = {"support": support, "offsets of support": offsets}
+    check_dense(op, **named)
+    for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in TARGET_DTYPES:
             raise TypeError(f"{op}: expected {name} in int64 or int32, got {tensor.dtype}")
-    check_device(op, call.input, **{"support": support, "offsets of support": offsets})
+    check_device(op, call.input, **named)
     if offsets is None:
         if support.dim() != len(tokens) + 1 or support.shape[:-1] != tokens:
             raise ValueError(
@@ -87,6 +88,6 @@ def check_support(op: str, call: LogProbs | RowLoss) -> None:
         )
     if any_dtensor(support, offsets):
         raise ValueError(
-            f"{op}: ids and offsets of support are of all tokens; pass them as plain tensors that are the same on every "
-            "rank"
+            f"{op}: expected ids and offsets of support, which are of all tokens, as plain tensors that are the same "
+            "on every rank, got DTensors"
         )

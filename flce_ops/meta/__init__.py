@@ -5,6 +5,7 @@ does before any work, so that shapes, dtypes and refusals cannot drift apart bet
 Of this package it imports math and support alone.
 
 arguments.py, call.py            each operator's arguments and results as a class; a class as a schema and as a call
+all_classes.py                   tokens without a support, by the operators of a head
 results.py                       kinds of results, how each is allocated
 outputs.py                       the checks of a call, and its results
 checks.py                        refusals of operands that operators share

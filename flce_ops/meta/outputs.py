@@ -196,8 +196,8 @@ def check_support(op: str, call: Any) -> None:
     tokens = input.shape[0]
     if classes.dim() != 1 or offsets.shape != (tokens + 1,) or sizes.shape != (tokens,):
         raise ValueError(
-            f"{op}: expected classes of shape (E,), offsets of shape ({tokens + 1},) and sizes of shape ({tokens},), got "
-            f"{tuple(classes.shape)}, {tuple(offsets.shape)} and {tuple(sizes.shape)}"
+            f"{op}: expected classes of shape (E,), offsets of shape ({tokens + 1},) and sizes of shape ({tokens},), "
+            f"got {tuple(classes.shape)}, {tuple(offsets.shape)} and {tuple(sizes.shape)}"
         )
     for name, tensor in call.support._asdict().items():
         if tensor.dtype != torch.int64:

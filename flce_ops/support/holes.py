@@ -49,8 +49,8 @@ HOLES = {
     "{expected}; pass acc_dtype=None",
     "acc_policy": "options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
     "read is rounded to it; pass 'auto', or operands in float32",
-    "shift and support": "shift=True with a support is not implemented, as the support of a label could be meant or that "
-    "of its position; shift the target yourself, and pass the support of each position",
+    "shift and support": "shift=True with a support is not implemented, as the support of a label could be meant or "
+    "that of its position; shift the target yourself, and pass the support of each position",
     # DTensors
     "vocab_size of DTensors": "vocab_size={vocab_size} with DTensors is not implemented, as rows would move between "
     "ranks; give the padding a bias of -inf in both models, or distribute weight[:vocab_size]",

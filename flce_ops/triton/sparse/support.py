@@ -163,9 +163,7 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
     *of_rows, products = results
     all_classes = num_classes if call.vocab_size is None else call.vocab_size
     with torch.cuda.device_of(input):
-        assert_in_range(
-            in_range(target, all_classes, call.ignore_index).all(), target, all_classes, call.ignore_index
-        )
+        assert_in_range(in_range(target, all_classes, call.ignore_index).all(), target, all_classes, call.ignore_index)
         support_products_kernel[(tokens,)](
             call.operands,
             call.support,
