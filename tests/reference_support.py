@@ -11,7 +11,7 @@ from torch import Tensor
 def draw(
     shape: tuple[int, int, int], width: int, *, without: int = 3, **made
 ) -> tuple[Inputs, Tensor]:  # ids (N, width)
-    """Of a Zipf prior. Ragged: 1 to `width` ids, the target among them; every `without`-th token has none, 0 for none."""
+    """Of a Zipf prior: 1 to `width` ids, the target among them; every `without`-th token has none, none if it is 0."""
     inputs = make_inputs(shape, **made)
     target, V = inputs.target, shape[2]
     generator = torch.Generator(target.device).manual_seed(int(target.clamp(min=0).sum()) + V)

@@ -110,7 +110,7 @@ def rows_of_shard(
     }
     others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in one order on all ranks
     if empty:
-        lse, max_logit = 0.0 * lse - torch.inf, torch.full_like(lse, -torch.inf)
+        lse, max_logit = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.full_like(lse, -torch.inf)
         others = dict.fromkeys(others, torch.zeros_like(lse))
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:

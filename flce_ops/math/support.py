@@ -41,23 +41,23 @@ class SortedIds:
         place = torch.arange(given.ids.shape[0], device=counts.device)
         behind = torch.searchsorted(given.begins, place, right=True)  # 1 + the token, 0 for none
         named = (given.ids >= 0) & (place < pad(given.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
-        self.none = (tokens + 1) * num_classes
-        self.pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none).sort().values
         self.of_token = torch.arange(tokens + 1, device=counts.device) * num_classes  # the first pair it may have
+        self.none = self.of_token[-1:]  # a tensor: a number that is a symbol would be a constant of a graph
+        self.pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none).sort().values
 
     def support(self, classes: slice) -> Support:
         """`classes` are those of a shard."""
         distinct = (self.pairs != pad(self.pairs, (1, 0), value=-1)[:-1]) & (self.pairs < self.none)
         column = self.pairs % self.num_classes - classes.start
         here = distinct & (column >= 0) & (column < classes.stop - classes.start)
-        place, entries = pad(here.cumsum(0), (1, 0)), here.shape[0]
-        found = column.new_full((entries + 1,), -1).scatter(0, torch.where(here, place[:-1], entries), column)
+        behind = pad(here.cumsum(0), (1, 0))  # 1 + the place of each that is here
+        found = pad(torch.full_like(column, -1), (1, 0)).scatter(0, torch.where(here, behind[1:], 0), column)
         begins = torch.searchsorted(self.pairs, self.of_token)
-        return Support(found[:-1], place[begins], pad(distinct.cumsum(0), (1, 0))[begins].diff())
+        return Support(found[1:], behind[begins], pad(distinct.cumsum(0), (1, 0))[begins].diff())
 
     def holds(self, target: Tensor) -> Tensor:  # (N,) -> (N,) bool
         """Whether the target is among its token's ids, or the token has none."""
         wanted = self.of_token[:-1] + target
         begins = torch.searchsorted(self.pairs, self.of_token)
-        found = pad(self.pairs, (0, 1), value=self.none)[torch.searchsorted(self.pairs, wanted)] == wanted
+        found = torch.cat([self.pairs, self.none])[torch.searchsorted(self.pairs, wanted)] == wanted
         return found | (begins.diff() == 0)

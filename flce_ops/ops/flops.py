@@ -23,9 +23,10 @@ def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
 
 def flops(call: Any) -> int:
     operands = call.operands
-    logits = product(operands.input, operands.linear_weight)
     if isinstance(call, SupportForward | SupportBackward):  # of the classes that are gathered
-        logits = 2 * call.support.classes[0] * operands.input[1]
+        products = sum(call.output_mask[:2]) if isinstance(call, SupportBackward) else 1
+        return 2 * call.support.classes[0] * operands.input[1] * products
+    logits = product(operands.input, operands.linear_weight)
     if isinstance(call, DoubleBackward):  # logits, S @ W and S.T @ X; H and two more products for each cotangent
         return logits * (3 + 2 * sum(grad is not None for grad in call.grad_grads[:2]))
     if isinstance(call, LowRankWithGrad):  # the head is frozen
