@@ -139,8 +139,9 @@ def linear_log_probs(
 
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens with saved logits
-        (``set_workspace``), 4 for the others, 0 for those with a support, whose classes are gathered. Ranks that share a vocabulary exchange 2 to 7 numbers per token, and
-        K - 1 more for K classes. What is not asked for costs nothing.
+        (``set_workspace``), 4 for the others, 0 for those with a support, whose classes are gathered. Ranks that share
+        a vocabulary exchange 2 to 7 numbers per token, and K - 1 more for K classes. What is not asked for costs
+        nothing.
 
     Source:
         docs/kernels.md has the mathematics, docs/log_probs.md what each result is for and costs.

@@ -110,8 +110,8 @@ def linear_policy_loss(
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
         graphs, DTensor. Forward makes the gradients of a scalar loss, in the same pass over the logits. In float16,
         under checkpointing, torch.func, for reduction="none", with a support and over a sharded vocabulary backward
-        makes them, as those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the gradient of a token
-        beyond its bound is 0 all the same.
+        makes them, as those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the
+        gradient of a token beyond its bound is 0 all the same.
 
     Source:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017; Shao et al., "DeepSeekMath", 2024 (GRPO); Yu
