@@ -13,6 +13,7 @@ HOLES = {
     "torch.export.export, or torch.fx.wrap your function that makes the call",
     "onnx": "ONNX has no such operator; {instead}",
     "exported sparse gradient": "a gradient with gradient_threshold is not implemented; leave gradient_threshold out",
+    "exported support": "rows of a support are not implemented; leave support out, or export with this package",
     # arguments that get no gradient
     "number": "{name} gets no gradient here; pass it detached",
     "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",

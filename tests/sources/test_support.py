@@ -236,7 +236,7 @@ def test_a_policy_loss_is_that_of_the_renormalised_policy(device, dtype, reducti
     found = flce_ops.linear_policy_loss(input, linear_weight, target, **call)
     found.loss.sum().backward()
     for mine, theirs, right in zip([found.loss, *(leaf.grad for leaf in ours.leaves.values())], plain, truth):
-        assert error(mine, right) <= 1.5 * error(theirs, right) + 20 * torch.finfo(mine.dtype).eps
+        assert error(mine, right) <= 1.5 * error(theirs, right) + 10 * torch.finfo(dtype).eps
     assert not found.log_probs.requires_grad
 
 
@@ -289,6 +289,8 @@ def test_an_exported_program_has_the_operator():
     fewer = tuple(t[:30] if t.shape[0] == SHAPE[0] else t for t in args)
     for given in (args, fewer):
         assert torch.equal(program.module()(*given), Rows()(*given))
+    with pytest.raises(NotImplementedError, match="export_decompositions: rows of a support"):
+        program.run_decompositions(flce_ops.export_decompositions())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -327,6 +329,9 @@ def test_torch_func():
     grads = torch.func.grad(loss, (0, 1))(*args)
     loss(inputs.input, inputs.linear_weight, inputs.target, ids).backward()
     assert torch.equal(grads[0], inputs.input.grad) and torch.equal(grads[1], inputs.linear_weight.grad)
+    one = torch.func.grad(lambda x, target, ids: loss(x[None], args[1], target[None], ids[None]))
+    each = torch.func.vmap(one)(args[0], args[2], ids)
+    assert error(each, inputs.input.grad) < 1e-13
 
 
 def test_second_derivatives_are_refused_by_name():
