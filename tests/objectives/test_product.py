@@ -130,6 +130,8 @@ def tensor_of(name: str) -> Tensor:
         target = torch.randint(SIZES["V"][0], shape)
         target[:, 1], target[:, 2], target[1, 3] = -100, 1, 7
         return target
+    if name == "support":  # of which with_target makes one that holds the target
+        return torch.stack([torch.randperm(SIZES["V"][0])[:4] for _ in range(10)]).view(2, 5, 4)
     if name == "gradient_class_order":
         return torch.randperm(*shape)
     if name == "gradient_seed":
@@ -146,6 +148,25 @@ def tensor_of(name: str) -> Tensor:
     if name == "ref_log_probs":
         return 0.5 * made - 2.0
     return made if name in LEAVES else made.abs() + 0.2
+
+
+def with_target(support: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """The target first, and a token without ids; as it is for several targets a token, which are refused."""
+    ids = (support if isinstance(support, Tensor) else support[0]).view(2, 5, 4).clone()
+    if target.shape == ids.shape[:-1]:
+        ids[..., 0] = target.where(target >= 0, 3)
+    if isinstance(support, tuple):
+        return torch.cat([ids.flatten()[:8], ids.flatten()[12:]]), support[1] - 4 * (support[1] > 8)
+    ids[0, 3], ids[1, 4, 3] = -1, -1
+    return ids
+
+
+def allowed_classes(support: Tensor | tuple[Tensor, Tensor], classes: int) -> Tensor:  # (2, 5, V) bool
+    if isinstance(support, tuple):
+        rows = [torch.tensor(row) for row in (support[0][a:b].tolist() for a, b in support[1].unfold(0, 2, 1))]
+        support = torch.nn.utils.rnn.pad_sequence([row.long() for row in rows], True, -1).view(2, 5, -1)
+    found = (support[..., None] == torch.arange(classes)).any(-2)
+    return found | ~found.any(-1, keepdim=True)
 
 
 def parameters(function) -> dict[str, tuple[object, object]]:
@@ -174,6 +195,8 @@ def values(name: str, default: object, annotation: object) -> list:
             found += [tensor_of(name), tensor_of(name)]
             if found[-1].is_floating_point():
                 found[-1].requires_grad_()
+        elif get_origin(part) is tuple:  # ids and offsets
+            found.append((tensor_of(name).flatten(), torch.arange(11) * 4))
         elif part is not types.NoneType:  # return_metrics' names
             found += [[metric] for metric in metrics.NAMES]
     return found
@@ -196,6 +219,10 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
             weight = torch.cat([weight, take("low_rank_weight")], -1)
             weight = weight * take("class_scale", torch.ones(1))[:, None]
         z = dense_logits(input, weight, bias, logit_scale=scale, **logit_options)[..., :vocab]
+    support, allowed = take("support", None), torch.ones_like(z, dtype=torch.bool)
+    if support is not None:
+        allowed = allowed_classes(support, z.shape[-1])
+        z = z.masked_fill(~allowed, -torch.inf)
     lse, log_q, (V,) = z.logsumexp(-1), z.log_softmax(-1), z.shape[-1:]
     target = take("target", None)
     target = torch.zeros(z.shape[:-1], dtype=torch.int64) if target is None else target
@@ -210,7 +237,7 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         index, valid = topk.where(counted, 0).clamp(max=V - 1), counted.any(-1)  # a divergence does not read the class
         of_target = counted * take("target_weight", torch.ones(1).double())
         q, count = torch.zeros_like(z).scatter_add(-1, index, of_target), valid.sum()
-        log_probs = counted * log_q.gather(-1, index)
+        log_probs = log_q.gather(-1, index).where(counted, 0.0)
         named = torch.zeros_like(z).scatter_add(-1, index, counted.double()) > 0
         tail = log_q.masked_fill(named, -torch.inf).logsumexp(-1)
     penalty = take("z_loss", 0.0) * lse.square()
@@ -242,8 +269,12 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         right = valid & (top == index[..., 0])
         found |= {"argmax": top.where(valid, -1), "is_top1": right, "token_accuracy": right.sum() / valid.sum()}
     p = log_q.exp()
-    of_rows = {"lse": lse, "entropy": -(p * log_q).sum(-1), "log_sum_sq_probs": p.square().sum(-1).log()}
-    of_rows |= {"mean_logit": z.mean(-1), "z_loss": penalty}
+    of_rows = {
+        "lse": lse,
+        "entropy": -(p * log_q.masked_fill(~allowed, 0.0)).sum(-1),
+        "log_sum_sq_probs": p.square().sum(-1).log(),
+    }
+    of_rows |= {"mean_logit": z.masked_fill(~allowed, 0.0).sum(-1) / allowed.sum(-1), "z_loss": penalty}
     return found | {name: row.where(valid, 0.0) for name, row in of_rows.items()}, set(left)
 
 
@@ -353,6 +384,7 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
                 start["target"] = start["target"].clamp(min=0)
             without = check(function, start, place) if beside or option == "ignore_index" else usual
             for value in values(option, default, annotation):
+                value = with_target(value, start["target"]) if option == "support" else value
                 found = check(function, start | {option: value}, place)
                 accepted |= {option} if found is not None else set()
                 inert = any(option == known and word in f"{objective}, {sink}, {layout}" for known, word in INERT)

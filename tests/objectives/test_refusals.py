@@ -30,6 +30,7 @@ def arguments(features: tuple[str, ...]) -> dict:
         "argmax": {"return_metrics": True},
         "metrics": {"return_metrics": ["lse"]},
         "z_loss": {"z_loss": 1e-3},
+        "support": {"support": torch.arange(N)[:, None] % V},
     }
     for feature in features:
         call |= changes.get(feature, {})
@@ -42,11 +43,14 @@ def test_a_combination_that_nobody_wrote_is_refused(row):
     call = arguments(row)
     feature, *others = row
     expected = REFUSED[feature][tuple(others)].format(linear_weight=tuple(call["linear_weight"].shape))
-    input = call.pop("input")
+    input, function = call.pop("input"), flce_ops.linear_cross_entropy
+    if "support" in row:
+        function = flce_ops.linear_log_probs
+        call.pop("target_weight", None)
 
     def loss(input):
-        return flce_ops.linear_cross_entropy(input, **call)
+        return function(input, **call)
 
     with pytest.raises(NotImplementedError) as refused:
         torch.func.grad(loss)(input) if "torch.func" in row else loss(input)
-    assert str(refused.value) == f"linear_cross_entropy: {expected}"
+    assert str(refused.value) == f"{function.__name__}: {expected}"

@@ -13,6 +13,7 @@ from benchmarks import (
     objective_errors,
     objectives,
     overhead,
+    support,
 )
 from benchmarks.tables import objective_errors as error_tables
 
@@ -86,6 +87,20 @@ def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_p
     assert all(float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 for row in rows.values())
     for name in ours:
         assert all(float(rows[name][error]) < 1e-5 for error in ("err_loss", "err_dx", "err_da", "err_db"))
+
+
+def test_steps_over_a_support_are_rows_beside_the_exact_step(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    support.main(["--shapes", "37x24x131", "--mean", "6", "--dtype", "float32", *quick])
+    (path,) = tmp_path.rglob("support.csv")
+    rows = rows_of(path)
+    kinds = ["", "ragged", "padded", "one in 16 without"]
+    assert [(row["function"], row["support"]) for row in rows] == [
+        (function, kind) for function in ("policy", "log_probs") for kind in kinds
+    ]
+    for row in rows:
+        assert float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 and float(row["err_log_probs"]) < 1e-6
+        assert float(row["x_exact"]) == 1.0 or row["support"]
 
 
 def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path, monkeypatch):
