@@ -25,6 +25,7 @@ from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
+from ..gemm.tma import Matrix, load_tile, store_tile
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
@@ -40,7 +41,7 @@ class Distributions(NamedTuple):
 
     student: Softmax
     teacher: Softmax | None
-    teacher_probs: Tensor | None  # (N, V)
+    teacher_probs: Matrix | None  # (N, V)
 
 
 class RowScale(NamedTuple):
@@ -52,14 +53,13 @@ class RowScale(NamedTuple):
 
 
 @triton.jit
-def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
+def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V):
     """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
 
     What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
     come at a time whatever V is.
     """
-    places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
+    logits = load_tile(Matrix(softmax.logits, softmax.stride), rows, cols, row_mask, cols < softmax.stride)
     if softmax.logits.dtype.element_ty == tl.int16:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
@@ -85,10 +85,6 @@ def divergence_kernel(
     valid_tokens,  # ValidTokens
     n,
     V,
-    stride_student,
-    stride_teacher,
-    stride_probs_n,
-    stride_probs_v,
     OF_GIVEN_P: tl.constexpr,  # p in place of log p
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -105,14 +101,11 @@ def divergence_kernel(
         row_mask = rows < count
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
-        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
+        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V)
         if distributions.teacher_probs is None:
-            teacher = distributions.teacher
-            log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
+            log2_p, _ = log_probabilities(distributions.teacher, rows, cols, row_mask, vocab_block, n, V)
         else:
-            places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
-            mask = row_mask[:, None] & (cols < V)[None, :]
-            log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
+            log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
             if not OF_GIVEN_P:
                 log2_p = tl.log2(log2_p)
         beta = number(beta_ptr)
@@ -135,12 +128,7 @@ def divergence_kernel(
             if student.softcap is not None:
                 gradient *= dz_du
             gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
-            places = rows.to(tl.int64)[:, None] * stride_student + cols[None, :]
-            tl.store(
-                gradient_ptr + places,
-                gradient.to(gradient_ptr.dtype.element_ty),
-                mask=(rows < n)[:, None] & (cols < stride_student)[None, :],
-            )
+            store_tile(Matrix(gradient_ptr, student.stride), gradient, rows, cols, rows < n, cols < student.stride)
 
 
 class RowResults(NamedTuple):
@@ -267,8 +255,7 @@ class Rows:
         row_number: Tensor | None,  # (n,)
         scale: RowScale | None,
     ) -> None:
-        student, teacher, probs = self.distributions
-        logits = student.logits
+        student, logits = self.distributions.student, self.distributions.student.logits
         assert gradient is None or gradient.stride() == logits.stride()
         # ms of 2048x128256, at 16 rows and 8 warps: forward 0.486, reverse's G 0.479, jsd's sums 0.682; at 8 and 4:
         # 0.483, 0.420, 0.594; at 4 and 2: 0.455, 0.423, 0.589
@@ -282,9 +269,6 @@ class Rows:
             scale,
             self.valid_tokens,
             *logits.shape,
-            logits.stride(0),
-            0 if teacher is None else teacher.logits.stride(0),
-            *((0, 0) if probs is None else probs.stride()),
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,

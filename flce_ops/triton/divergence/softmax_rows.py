@@ -37,7 +37,8 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 
 
 class Softmax(NamedTuple):
-    logits: Tensor  # (n, V) u; its rows are apart by a multiple of 16
+    logits: Tensor  # (n, V) u
+    stride: int  # between its rows, a multiple of 16
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
     softcap: Tensor | None = None  # (), of logits that are stored before it

@@ -4,6 +4,7 @@ And the order of a GEMM's tiles, and matrices of rank 1 that are added to a tile
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,22 +14,37 @@ Outer = tuple[Tensor | None, Tensor | None]  # vectors whose outer product is ad
 NO_OUTER: Outer = (None, None)
 
 
+class Matrix(NamedTuple):
+    """One that a kernel reads or writes by pointers; one argument."""
+
+    pointer: Tensor
+    stride: int  # between rows
+    stride_col: int | None = None  # None for contiguous rows
+
+
+def matrix_of(tensor: Tensor | None) -> Matrix | None:
+    if tensor is None:
+        return None
+    stride, unit = tensor.stride()
+    return Matrix(tensor, stride, None if unit == 1 else unit)
+
+
 @triton.jit
-def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col=None):
-    """By pointers; without `stride_col` columns are contiguous."""
-    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row
-    if stride_col is None:
+def load_tile(matrix, rows, cols, row_mask, col_mask):
+    places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride
+    if matrix.stride_col is None:
         places += cols[None, :]
     else:
-        places += cols.to(tl.int64)[None, :] * stride_col
+        places += cols.to(tl.int64)[None, :] * matrix.stride_col
     return tl.load(places, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(matrix_ptr, values, rows, cols, row_mask, col_mask, stride_row):
-    """By pointers, columns contiguous; rounded."""
-    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
-    tl.store(places, values.to(matrix_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+def store_tile(matrix, values, rows, cols, row_mask, col_mask):
+    """Rounded; the rows are contiguous."""
+    tl.static_assert(matrix.stride_col is None)
+    places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride + cols[None, :]
+    tl.store(places, values.to(matrix.pointer.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
 @triton.jit

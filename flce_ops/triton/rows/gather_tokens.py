@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits, loaded
-from ..gemm.tma import load_tile
+from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
 from .smoothing import ClassSum
@@ -132,11 +132,11 @@ def topk_logits_kernel(
     valid_tokens,  # ValidTokens
     rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
+    linear_weight,  # Matrix
     at_target,  # AtTarget, out: logits of 0 where a class is not here; the reference, that of column 0, the largest
     V,
     D,
     stride_rows_n,
-    weight_stride,  # of classes and features
     vocab_start,
     ignore_index,
     logit_options,  # LogitOptions
@@ -160,7 +160,7 @@ def topk_logits_kernel(
             for first in range(0, D, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
                 x = tl.load(rows_ptr + row.to(tl.int64) * stride_rows_n + d, mask=d < D, other=0.0)
-                w = load_tile(operands.linear_weight, tl.where(hit, column, 0), d, hit, d < D, *weight_stride)
+                w = load_tile(linear_weight, tl.where(hit, column, 0), d, hit, d < D)
                 acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
             bias = None
             if operands.linear_bias is not None:
@@ -234,11 +234,11 @@ def launch_gather_targets(
         valid_tokens,
         rows,
         operands._replace(weight=None),
+        matrix_of(linear_weight),
         at_target,
         linear_weight.shape[0],
         hidden,
         rows.stride(0),
-        linear_weight.stride(),
         vocab_start,
         call.ignore_index,
         logit_options,

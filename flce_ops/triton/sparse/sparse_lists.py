@@ -115,7 +115,8 @@ def start_of_row(rows, row, first_tile):
     compared = rows.compared
     limit = compared.threshold * tl.load(compared.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
-    return compared.exponentials + row.to(tl.int64) * compared.stride, limit, scale, key_of_row(rows, row, first_tile)
+    exponentials = compared.exponentials.pointer + row.to(tl.int64) * compared.exponentials.stride
+    return exponentials, limit, scale, key_of_row(rows, row, first_tile)
 
 
 @triton.jit
