@@ -39,7 +39,7 @@ from ..launch.replay import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
 from .live_tiles import LIVE, ComparedRows
-from .sparse_or_dense import NONE_DENSE, DenseClasses
+from .sparse_or_dense import DenseClasses
 
 # n rows of a chunk, V vocabulary (of this rank), R room of a row's list
 
@@ -281,29 +281,28 @@ def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClass
     return DrawnRows(compared, dense, sparse.gradient_seed if sparse.gradient_mode == "unbiased" else None)
 
 
-def launch_carried(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses, shard: Shard) -> Tensor:
+def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
     """(n,) int64, for launch_lists. The row sums are of whole rows."""
-    rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(shard.start, sparse_gradient.TILE)
+    compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
     last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
     return shard.shares_before(last)
 
 
 def launch_lists(
-    compared: ComparedRows,
+    rows: DrawnRows,
     finished: FinishedRows,
     column: Tensor,  # (n,)
-    sparse: SparseGradient,
     lists: Lists,  # of the chunk; out
-    dense: DenseClasses = NONE_DENSE,
     vocab_start: int = 0,  # of this rank
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column where its class is dense, -1 elsewhere."""
-    n, room, of_dense = compared.n, lists.entries.shape[1], column.new_empty(column.shape)
-    rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(vocab_start, sparse_gradient.TILE)
+    n, room, of_dense = rows.compared.n, lists.entries.shape[1], column.new_empty(column.shape)
+    first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
+    even = rows.compared.V % 8 == 0
     list_groups_kernel[(n,)](
-        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4
+        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
     )
     list_entries_kernel[(n, lists.walkers)](
         rows, lists, column, finished, room, first_tile, BEFORE=before, BLOCK=128, num_warps=4
