@@ -1,4 +1,4 @@
-"""Kernel of linear_cross_entropy_backward: logits, again where forward saved none, their gradient, two GEMMs."""
+"""linear_cross_entropy_backward: recomputes logits (except saved ones), then their gradient, then runs two GEMMs."""
 
 from collections.abc import Sequence
 
@@ -49,10 +49,10 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     cotangents = call.cotangents.masked(hit, valid, call.lse.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     weight = upcast(weight, call.lse.dtype)
-    # p and its factor are two matrices where the factor depends on the class
+    # p and its factor are separate matrices if the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
     in_block += draws is not None
-    # the user's sum; a half one, too, is added to in float32 over several chunks
+    # The user's buffer. A half buffer, too, gets a float32 sum if there are several chunks.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
     sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
     step = rows_beside_gradients(
@@ -79,6 +79,6 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
             if isinstance(gradients, SparseAccumulator):
                 gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, column[rows], chunk, rows)
             gradients.round_block(block, grad_logits)
-            del logits, grad_logits, slope  # before the next block is allocated
+            del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

@@ -1,4 +1,4 @@
-"""Kernel of linear_cross_entropy_forward: the numbers of a row that the loss needs."""
+"""linear_cross_entropy_forward: the numbers of each row that the loss needs."""
 
 from collections.abc import Sequence
 
@@ -65,4 +65,4 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
             total, rest = two_sum(row_max, row_sum.log())
             own_lse.copy_(total)
             own_rest.copy_(rest)
-            del logits  # before the next block is allocated
+            del logits  # frees memory before the next block is allocated

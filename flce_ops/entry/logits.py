@@ -1,11 +1,13 @@
-"""cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
+"""cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and their variants that may overwrite
+the logits.
 
 composite -> losses_with_grad       ..._with_grad_ | ..._with_grad
-          -> losses_and_statistics  ..._forward, then differentiable ATen; where ranks share the classes always
+          -> losses_and_statistics  ..._forward, then differentiable ATen; always if ranks share the classes
 
-DTensors are not overwritten.
+DTensors are never overwritten.
 
-Autocast changes nothing: whatever the logits' dtype, the loss is float32 (float64), as F.cross_entropy's there.
+Autocast changes nothing: for logits of any dtype the loss is float32 (float64 for float64), as F.cross_entropy's is
+under autocast.
 """
 
 import math
@@ -14,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .._ops import ops
 from ..math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..ops.cross_entropy_autograd import remember_handed_over
@@ -29,7 +32,7 @@ OP = "cross_entropy"
 
 
 def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, token_accuracy, argmax)."""
+    """Returns (loss, token_accuracy, argmax)."""
     loss, argmax = composite(call, handed_over, argmax=True)
     assert argmax is not None
     return loss, accuracy_and_top1(argmax, call.target, call.ignore_index)[0], argmax
@@ -52,18 +55,18 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
 
 
 def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
-    """(N, V), and whether that is a copy, which is nobody else's."""
+    """Returns the logits as (N, V), and whether that is a copy, which nobody else can see."""
     shape = (math.prod(logits.shape[:-1]), logits.shape[-1])
     try:
         return logits.view(shape), False
-    except (RuntimeError, ValueError):  # ValueError: a fake tensor's
+    except (RuntimeError, ValueError):  # ValueError: from a fake tensor
         return logits.reshape(shape), True
 
 
 def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
     """None where backward makes the gradient, or nothing does."""
-    ops = {"in place": torch.ops.flce.cross_entropy_with_grad_, "one pass": torch.ops.flce.cross_entropy_with_grad}
-    op = ops.get(path_of_given_logits(logits, handed_over))
+    paths = {"in place": ops.cross_entropy_with_grad_, "one pass": ops.cross_entropy_with_grad}
+    op = paths.get(path_of_given_logits(logits, handed_over))
     return None if op is None else partial(losses_with_grad, op)
 
 
@@ -78,7 +81,7 @@ def losses_of_handed_over(
 def losses_with_grad(
     op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
-    """() with its gradient, and the losses of tokens (N,)."""
+    """Returns the loss () with its gradient, the losses of tokens (N,), and the statistics."""
     argmax = problem.statistics.argmax
     loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=argmax)
     return loss, losses, TokenStatistics(largest if argmax else None)

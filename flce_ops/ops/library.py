@@ -1,5 +1,7 @@
-"""The namespace of the operators, torch.ops.flce."""
+"""What the operators are registered in."""
 
 import torch
 
-library = torch.library.Library("flce", "DEF")
+from .._ops import add_op_namespace_prefix
+
+library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "DEF")

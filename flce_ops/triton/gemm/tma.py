@@ -1,6 +1,6 @@
-"""Matrices as the GEMMs take them: by tensor maps (TMA) where all of them allow it, else tiles of them by pointers.
+"""How GEMMs read matrices: by tensor maps (TMA) if all of them allow it, else by pointers.
 
-And the order of a GEMM's tiles, and matrices of rank 1 that are added to a tile.
+Also the order of a GEMM's tiles, and rank-1 matrices that are added to a tile.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Outer = tuple[Tensor | None, Tensor | None]  # vectors whose outer product is added; None for 1, None for none
+# Two vectors whose outer product is added. A first vector of None stands for ones; a second of None adds nothing.
+Outer = tuple[Tensor | None, Tensor | None]
 NO_OUTER: Outer = (None, None)
 
 
 class Matrix(NamedTuple):
-    """One that a kernel reads or writes by pointers; one argument."""
+    """A matrix that a kernel reads or writes by pointers. Passed to kernels as one argument."""
 
     pointer: Tensor
     stride: int  # between rows
-    stride_col: int | None = None  # None for contiguous rows
+    stride_col: int | None = None  # between columns; None if rows are contiguous
 
 
 def matrix_of(tensor: Tensor | None) -> Matrix | None:
@@ -31,6 +32,7 @@ def matrix_of(tensor: Tensor | None) -> Matrix | None:
 
 @triton.jit
 def load_tile(matrix, rows, cols, row_mask, col_mask):
+    """Loads by pointers."""
     places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride
     if matrix.stride_col is None:
         places += cols[None, :]
@@ -41,7 +43,7 @@ def load_tile(matrix, rows, cols, row_mask, col_mask):
 
 @triton.jit
 def store_tile(matrix, values, rows, cols, row_mask, col_mask):
-    """Rounded; the rows are contiguous."""
+    """Rounds and stores by pointers. Columns are contiguous."""
     tl.static_assert(matrix.stride_col is None)
     places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride + cols[None, :]
     tl.store(places, values.to(matrix.pointer.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
@@ -49,7 +51,9 @@ def store_tile(matrix, values, rows, cols, row_mask, col_mask):
 
 @triton.jit
 def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
-    """GROUP blocks sweep those across together: (which of `blocks`, which of `across`)."""
+    """Orders tiles so that GROUP of the `blocks` sweep the other dimension together. Returns (which of `blocks`, which
+    of `across`).
+    """
     group_tiles = GROUP * across
     first = (tile // group_tiles) * GROUP
     height = min(blocks - first, GROUP)
@@ -58,7 +62,7 @@ def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
 
 @triton.jit
 def outer_product(outer, rows, cols, row_mask, col_mask):
-    """Of two vectors, the first None for 1."""
+    """The outer product of two vectors; a first vector of None stands for ones."""
     product = tl.load(outer[1] + cols, mask=col_mask, other=0.0)[None, :]
     if outer[0] is not None:
         product = product * tl.load(outer[0] + rows, mask=row_mask, other=0.0)[:, None]
@@ -66,7 +70,9 @@ def outer_product(outer, rows, cols, row_mask, col_mask):
 
 
 def fits_tma(tensor: Tensor | None) -> bool:
-    """Rows contiguous and apart, base and row stride multiples of 16 bytes: what a tensor map can address."""
+    """Whether a tensor map can address the matrix: contiguous rows that do not overlap, base and row stride multiples
+    of 16 bytes.
+    """
     if tensor is None:
         return True
     stride, unit = tensor.stride()
@@ -75,7 +81,7 @@ def fits_tma(tensor: Tensor | None) -> bool:
 
 
 def descriptors(matrices: Sequence[Tensor | None], blocks: Sequence[list[int]]) -> list:
-    """Tensor maps of the matrices in tiles of those sizes."""
+    """Tensor maps of the matrices, each in tiles of the given size."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return [

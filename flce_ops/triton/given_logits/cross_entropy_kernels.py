@@ -1,16 +1,16 @@
-"""The loss of given logits: one program a row, which memory reads once and whose gradient it writes once.
+"""The kernel of given logits: one program a row. It reads the row from HBM once and writes its gradient once.
 
-                      V
-        ┌──┬──┬──┬──┬──┬──┬──┐    the first blocks of a row stay in registers; the others are read a second time, latest
-      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    first, from the L2 cache: it has room for those of all rows that are taken at a time
-        └──┴──┴──┴──┴──┴──┴──┘    (50 MB on H100 and H200, of which about a half holds what one side of the chip reads)
+                 V
+        ┌──┬──┬──┬──┬──┬──┬──┐    The first blocks of a row stay in registers. The others are read twice, the second
+      i │▓▓│▓▓│▓▓│▓▓│  │  │  │    time backwards, from the L2 cache. The L2 has room for the rows of all running
+        └──┴──┴──┴──┴──┴──┴──┘    programs: 50 MB on H100 and H200, half of which holds what one side of the chip reads.
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
     lse = m + ln s               loss, l, a of the objective           flce_ops/objectives
     ask for row i + rows taken at a time
     for each block:              G = (l / s e^(z - m) + m_i w) dz/du                     and a at the target
 
-A row whose target is ignored is not read; its gradient is zeros.
+Rows with an ignored target are not read. Their gradient is zeros.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ from .logit_rows import (
 
 
 class ForwardNumbers(NamedTuple):
-    """(N,) each, as meta.forward_outputs has them; None where not asked for."""
+    """(N,) each, as in meta.forward_outputs; None if not requested."""
 
     target_logit: Tensor
     lse: Tensor
@@ -54,7 +54,7 @@ class ForwardNumbers(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """What forward found of the rows, and their cotangents; (N,) each. Without `lse` nothing is known."""
+    """Row statistics that forward saved, and their cotangents; (N,) each. If `lse` is None, all are None."""
 
     lse: Tensor | None = None
     lse_rest: Tensor | None = None
@@ -67,39 +67,39 @@ NOTHING_KNOWN = KnownRows()
 
 
 class LossResults(NamedTuple):
-    """Beside the gradient; (N,) each."""
+    """Results other than the gradient; (N,) each."""
 
     losses: Tensor
-    argmax: Tensor | None  # None where not asked for
+    argmax: Tensor | None  # None if not requested
 
 
 @Kernel
 def rows_kernel(
     logits,  # Matrix
-    grad_logits,  # Matrix, out, perhaps the same; None for the numbers of the rows alone
+    grad_logits,  # Matrix, out, may be the same; None: only the numbers of the rows
     target_ptr,  # (N,)
-    known,  # KnownRows, of which G is made without a sum; of nothing where the row is summed
-    reduction,  # Reduction, and the valid tokens, whose number divides a mean; None without a loss, as the next
-    valid_tokens,  # Count
-    outputs,  # ForwardNumbers, or of a loss LossResults
+    known,  # KnownRows: G is made from these without a sum; NOTHING_KNOWN: the row is summed
+    reduction,  # Reduction; None without a loss
+    valid_tokens,  # Count of valid tokens, which divides a mean; None without a loss
+    outputs,  # ForwardNumbers; LossResults with a loss
     class_weight_ptr,  # (V,) float32
-    objective,  # None without a loss, as the next
-    d_sum,  # the derivative of a loss by its logit sum
+    objective,  # None without a loss
+    d_sum,  # the loss's derivative by the logit sum; None without a loss
     logit_options,  # LogitOptions
     ignore_index,
-    later,  # rows that are taken at a time
+    later,  # the number of rows in flight: row i + later is prefetched
     N,
     V,
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
-    ALIKE: tl.constexpr,  # rows of logits and of grad_logits lie alike beside multiples of 16 bytes
+    ALIKE: tl.constexpr,  # rows of logits and grad_logits have equal alignment
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
-    HELD: tl.constexpr,  # a row's first blocks, in registers
+    HELD: tl.constexpr,  # blocks that stay in registers, the first of the row
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks of row i + later that are asked for as row i is written
+    AHEAD: tl.constexpr,  # blocks of row i + later to prefetch before row i's gradient is written
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)

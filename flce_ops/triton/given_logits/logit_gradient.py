@@ -1,8 +1,8 @@
-"""The gradient of a row of given logits, written once: its blocks, its edges, its target.
+"""Writes the gradient of a row of given logits: its blocks, its edges, then the target's entry.
 
     G_ij = (factor_i e^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
 
-It may stand where the logits stood: what the target and the edges are made of is read before anything is written.
+The gradient may overwrite the logits: everything that the target and the edges need is read before anything is written.
 """
 
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def store_block(groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.con
 @triton.jit
 def store_gradient(
     out_groups_ptr,
-    words,  # the block's
+    words,  # the block's words (logit_rows.py)
     block,
     row,  # Row
     slopes,  # Slopes
@@ -85,7 +85,7 @@ def store_gradient(
 @triton.jit
 def finish_gradient(
     out_row,
-    u_edges,  # (2 VEC,), read before anything was written, as u_target
+    u_edges,  # (2 VEC,), read before anything was written; so was u_target
     edge,
     there,
     u_target,

@@ -1,10 +1,10 @@
-"""A row of given logits, wherever it starts: V may be odd, and then rows start between multiples of 16 bytes.
+"""Reads a row of given logits at any alignment: if V is odd, rows do not start at multiples of 16 bytes.
 
     row    |h h|g g g g g g g g|g g g g g g g g| ... |t t t|       groups of VEC numbers, 16 bytes, at multiples of 16
             head                                      tail         up to VEC - 1 numbers on either side, the edges
 
-A program takes BLOCK_G groups at a time as a tile (BLOCK_G, VEC). A group is one load of a thread, so what is reduced
-along it stays in that thread. What a thread holds are words of 32 bits, of half numbers two in each:
+A program reads BLOCK_G groups at a time, as a tile (BLOCK_G, VEC). A group is one load of one thread, so reductions
+along a group stay in the thread. A thread holds 32-bit words, which contain two half numbers each:
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
@@ -24,7 +24,7 @@ from ..gemm.logits_gemm import LOG2E, base2_logits
 
 # N tokens, V vocabulary
 
-# below any logit, and finite: -inf - -inf would be nan
+# below any logit, and finite: -inf minus -inf would be nan
 LOWEST = tl.constexpr(-3.0e38)
 GROUP_WORDS = tl.constexpr(4)  # 16 bytes, one load or store of a thread
 PREFETCH = tl.constexpr(
@@ -34,11 +34,11 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class Matrix(NamedTuple):
-    """(N, V) whose rows have unit stride."""
+    """An (N, V) matrix with rows of unit stride."""
 
     pointer: Tensor
-    stride: int  # between rows
-    shift: int  # numbers that `pointer` lies behind a multiple of 16 bytes
+    stride: int  # distance between rows, in numbers
+    shift: int  # distance of `pointer` from the multiple of 16 bytes before it, in numbers
 
 
 def matrix_of(tensor: Tensor) -> Matrix:
@@ -72,7 +72,7 @@ def row_of(matrix, i, V, VEC: tl.constexpr):
 
 @triton.jit
 def target_of(target_ptr, i, ignore_index, V):
-    """Whether row i counts, and its target; 0 for one out of range, which is refused elsewhere."""
+    """Returns whether row i is valid, and its target; 0 for a target out of range, which is refused elsewhere."""
     target = tl.load(target_ptr + i).to(tl.int64)
     inside = (target >= 0) & (target < V)
     return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
@@ -90,7 +90,9 @@ def ask_for(row, groups, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def numbers_of(block, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
-    """Of a block's groups and numbers: (BLOCK_G, 1) and (BLOCK_G, VEC), counted from the first group."""
+    """Indices of a block's groups, (BLOCK_G, 1), and of its numbers, (BLOCK_G, VEC), counted from the row's first
+    group.
+    """
     group = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None]
     return group, group * VEC + tl.arange(0, VEC)[None, :]
 
@@ -102,10 +104,12 @@ def load_block(
     groups,
     valid,
     BLOCK_G: tl.constexpr,
-    MASKED: tl.constexpr,  # the block may have groups behind the last one
+    MASKED: tl.constexpr,  # the block may extend past the last group
     POLICY: tl.constexpr,
 ):
-    """Its words, (BLOCK_G, GROUP_WORDS): float32 of such logits, else int32; 0 of a row that does not count."""
+    """The words of a block, (BLOCK_G, GROUP_WORDS): float32 for float32 logits, else int32; 0 for a row that is not
+    valid.
+    """
     if groups_ptr.dtype.element_ty.primitive_bitwidth == 16:
         groups_ptr = groups_ptr.to(tl.pointer_type(tl.int32))
     group, word = numbers_of(0, BLOCK_G, GROUP_WORDS)
@@ -117,7 +121,7 @@ def load_block(
 
 @triton.jit
 def numbers_in(words, DTYPE: tl.constexpr):
-    """(BLOCK_G, GROUP_WORDS) -> (BLOCK_G, VEC) in float32."""
+    """Unpacks words: (BLOCK_G, GROUP_WORDS) -> (BLOCK_G, VEC) in float32."""
     if DTYPE == tl.float32:
         return words
     else:
@@ -132,7 +136,9 @@ def numbers_in(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def as_loaded(words):
-    """The same words, of which the compiler knows nothing: it would keep what it unpacked, in twice the registers."""
+    """Returns the same words through inline assembly, so that the compiler loads nothing it has unpacked before:
+    otherwise it keeps the unpacked numbers, in twice the registers.
+    """
     if INTERPRETED or words.dtype == tl.float32:
         return words
     else:
@@ -207,7 +213,7 @@ def whole_row(
     s,
     logit_sum,
     column,
-    u,  # (2 VEC,), the edges'
+    u,  # (2 VEC,), logits of the edges
     col,
     there,
     V,

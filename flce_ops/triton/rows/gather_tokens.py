@@ -1,4 +1,5 @@
-"""The valid tokens of a chunk, side by side, with their target's logit: the reference of the exponentials.
+"""Gathers the valid tokens of a chunk side by side, and computes their target's logit, the reference of the
+exponentials.
 
                 D                  D                 D
            ┌─────────┐        ┌─────────┐       ┌─────────┐
@@ -8,10 +9,11 @@
            └─────────┘        └─────────┘       └─────────┘
             input              rows              linear_weight
 
-And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue; and where asked
-for, the logit sum, which takes one more product of the row (smoothing.py).
+With a softcap it also computes dz/du at that logit, since the target's entry of the gradient is made outside of the
+GEMM's epilogue. On request it computes the logit sum, which takes one more dot product of the row (smoothing.py).
 
-A soft target names K classes. Their logits are made beside the gathered tokens, and the largest is the reference:
+A soft target names K classes. A second kernel computes their logits from the gathered rows. The largest logit is the
+reference:
 
                 D                         D
            ┌─────────┐               ┌─────────┐
@@ -20,7 +22,8 @@ A soft target names K classes. Their logits are made beside the gathered tokens,
              rows                    └─────────┘
                                     linear_weight
 
-K rows a token are n K D numbers: at 4096x4096 and K = 64, bfloat16, 2 GiB, of which the L2 has what tokens share.
+This reads n K D numbers. At 4096x4096 with K = 64 in bfloat16 these are 2 GiB, of which rows that tokens share come
+from the L2.
 """
 
 from typing import Any, NamedTuple
@@ -40,40 +43,42 @@ from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
 
-BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products are 32 registers of a thread
+BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products fill 32 registers of a thread
 
 
 class AtTarget(NamedTuple):
-    """(n,) each, of the valid tokens; the first three (n, K) of a soft target. One argument of a kernel."""
+    """Numbers of the valid tokens, (n,) each; the first three are (n, K) for soft targets. Passed to kernels as one
+    argument.
+    """
 
     logit: Tensor  # base 2
-    dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
-    column: Tensor  # int64, the target's, -1 if it is not here
+    dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`; with a class scale: that scale
+    column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
-    reference: Tensor  # a copy of `logit`, for a rescue to change
+    reference: Tensor  # a copy of `logit`, which a rescue changes
     guard: Tensor  # () int32, 0
-    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, where asked for
+    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
 
 @Kernel
 def gather_tokens_kernel(
     valid_tokens,  # ValidTokens
-    operands,  # Operands; without a target column 0
-    rows_ptr,  # (n, D) out, zeros behind the valid rows up to a multiple of 128
+    operands,  # Operands; if its target is None, column 0 is used
+    rows_ptr,  # (n, D) out, with zeros behind the valid rows up to a multiple of 128
     at_target,  # AtTarget, out
-    class_sum,  # ClassSum; its fields None where no logit sum is asked for
-    pair,  # Pair, of N tokens
+    class_sum,  # ClassSum; its fields are None without a logit sum
+    pair,  # Pair, with rows for all N tokens
     V,
     D,
-    input_stride,  # of tokens and features
-    weight_stride,  # of classes and features
+    input_stride,  # (between tokens, between features)
+    weight_stride,  # (between classes, between features)
     stride_rows_n,
     vocab_start,
     logit_options,  # LogitOptions
     BLOCK_D: tl.constexpr,
-    RANK: tl.constexpr,  # of the pair
+    RANK: tl.constexpr,  # r of the pair
 ):
-    """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
+    """One program a row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
     row = tl.program_id(0)
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
@@ -132,8 +137,10 @@ def topk_logits_kernel(
     valid_tokens,  # ValidTokens
     rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
-    linear_weight,  # Matrix
-    at_target,  # AtTarget, out: logits of 0 where a class is not here; the reference, that of column 0, the largest
+    linear_weight,  # Matrix, (V, D)
+    # AtTarget, out: logit 0 for classes of other ranks. On entry its reference is the logit of column 0; on return it
+    # is the largest logit
+    at_target,
     V,
     D,
     stride_rows_n,
@@ -187,7 +194,7 @@ def launch_gather_targets(
     rows: Tensor,  # (n, D) out
     *,
     class_sum: ClassSum | None = None,
-    pair: Pair = NO_PAIR,  # of N tokens, where a token has one class
+    pair: Pair = NO_PAIR,  # with all N tokens; only if a token has one class
 ) -> AtTarget:
     assert rows.stride(1) == 1
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)

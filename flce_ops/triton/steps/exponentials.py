@@ -5,9 +5,10 @@
     3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
            lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
 
-exp(z - reference) overflows where some logit is far above the reference: for tokens whose loss exceeds 40 nats, or that
-have no target here and whose column 0 is that unlikely. The kernels of step 3 are always launched and leave at once
-(a few microseconds) when they are not needed, which costs no host synchronisation and works in CUDA graphs.
+exp(z - reference) overflows if a logit is far above the reference. This happens to tokens whose loss exceeds 40 nats,
+and on a rank without the target if column 0, the reference then, is as unlikely. The kernels of step 3 are always
+launched. They return immediately (a few microseconds) if they are not needed. So there is no host synchronisation, and
+CUDA graphs work.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from .quantized_logits import QuantizedLogits, quantization
 
 
 class RowSums(NamedTuple):
-    """(n,) each, base 2; None where not asked for."""
+    """Sums over the classes of each row, (n,) each, in base 2; None if not requested."""
 
     exponentials: Tensor  # of exp2(z2 - reference_logit)
     reference_logit: Tensor
@@ -43,7 +44,7 @@ class RowSums(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which of RowSums, beside the first two; max_logit comes with argmax."""
+    """Which fields of RowSums are requested, besides the first two. `argmax` also gives max_logit."""
 
     logit_sum: bool = False
     expected: bool = False
@@ -53,12 +54,12 @@ class Asked(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Of a row and tile."""
+        """How many numbers the epilogue stores for a row and tile."""
         return sum(self) + self.argmax
 
 
 NOTHING_ELSE = Asked()
-AGAINST_REFERENCE = "expected", "squares"  # made again where that changes
+AGAINST_REFERENCE = "expected", "squares"  # sums relative to the reference: a rescue recomputes them
 
 
 def launch_exponentials(
@@ -69,7 +70,7 @@ def launch_exponentials(
     *,
     # columns from a multiple of 256, and (n, v) for their E
     class_slices: list[tuple[slice, Tensor | None]] | None = None,
-    quantized: QuantizedLogits | None = None,  # out, where E itself is not asked for
+    quantized: QuantizedLogits | None = None,  # written, if E itself is not wanted
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # whose logits are taken from it
@@ -135,7 +136,7 @@ def launch_exponentials(
 
 
 def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
-    """The largest logit and its class, the first of equals; the last class where the maximum is nan."""
+    """The largest logit and its class, the first of equals. If the maximum is nan, the last class."""
     row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
     max_logit = row_max.amax(0)
     return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)

@@ -1,7 +1,8 @@
-"""The tokens of a one-pass operator in a workspace too small for one pass: forward, then backward.
+"""The tokens of a one-pass operator if the workspace is too small for one pass: runs forward, then backward.
 
-Four GEMM passes instead of three, but grad_linear_weight is summed over many rows at a time whatever the workspace is.
-H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 rows, 1.4 times by this path.
+This takes four GEMM passes instead of three. But grad_linear_weight is summed over many rows at a time, however small
+the workspace is. H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs' time with chunks of 128 rows, 1.4 times on
+this path.
 """
 
 import torch
@@ -19,15 +20,15 @@ from .forward import run_forward
 from .gradients import Gradients
 from .one_pass_step import StepTokens
 
-# N tokens, n of them here
+# N tokens, n of which run here
 
 
 def recompute_step(
-    call: WithGrad,  # of N tokens
-    place: torch.Tensor,  # (N,) of each token in the order of all valid ones
+    call: WithGrad,  # with all N tokens
+    place: torch.Tensor,  # (N,) the place of each token in the order of all valid tokens
     per_token: StepTokens,
-    valid_tokens: ValidTokens,  # the tokens to take
-    gradients: Gradients,  # input: (n, D), in the order of `valid_tokens`
+    valid_tokens: ValidTokens,  # the tokens to run
+    gradients: Gradients,  # `input` is (n, D), in the order of `valid_tokens`
     weight_gradient: WeightGradient | None,
 ) -> list[slice]:
     """The ranges of rows it took."""
@@ -35,7 +36,7 @@ def recompute_step(
     smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
     forward = Forward.like(call, logit_sum=smoothed, **asked)
     outputs = meta.outputs(forward)
-    run_forward(forward, valid_tokens, outputs, own_target=False)  # as one pass has it
+    run_forward(forward, valid_tokens, outputs, own_target=False)  # own_target=False, as in a one-pass step
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     valid, here = place >= 0, place >= valid_tokens.start
     mine = here | ~valid
