@@ -30,6 +30,7 @@ from flce_ops.triton.gemm.tiles import (
     data_centre_chip,
     tiles_of_architecture,
 )
+from flce_ops.triton.gemm.tma import Matrix
 from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
 from flce_ops.triton.rows.valid_tokens import ValidTokens
@@ -68,6 +69,10 @@ class Variant(NamedTuple):
     num_stages: int
 
 
+def by_rows(pointer: str) -> Matrix:
+    return Matrix(pointer, "i32", "constexpr")
+
+
 def source(
     kernel: Any,
     tiles: Tiles,
@@ -75,25 +80,27 @@ def source(
     blocks: Mapping[str, tuple[str, list[int]]],  # dtype and tile of each matrix that a tensor map may load
     types: Mapping[str, Any],  # of the other arguments except integers; "constexpr" if absent
 ) -> ASTSource:
-    unit = {name: 1 for name in kernel.arg_names if name.startswith("stride_") and name.endswith("_d")}
     usual = {"USE_TMA": tiles.tma, "PROGRAMS": 132, **tiles.options}
-    values = {**constants, **unit, **{name: value for name, value in usual.items() if name in kernel.arg_names}}
+    values = {**constants, **{name: value for name, value in usual.items() if name in kernel.arg_names}}
     signature: dict[str, Any] = {}
     for place, name in enumerate(kernel.arg_names):
         if name in values:
             signature[name] = "constexpr"
         elif name in blocks:
             dtype, block = blocks[name]
-            signature[name] = f"tensordesc<{dtype}{block}>" if tiles.tma else f"*{dtype}"
+            signature[name] = f"tensordesc<{dtype}{block}>" if tiles.tma else by_rows(f"*{dtype}")
         else:
-            signature[name] = kind = types.get(name, "i32")
-            if kind == "constexpr":
-                values[name] = None
-            elif isinstance(kind, tuple):
-                values |= {(place, i): None for i, part in enumerate(kind) if part == "constexpr"}
-    attributes = {
-        (place,): ALIGNED for place, kind in enumerate(signature.values()) if kind == "i32" or str(kind).startswith("*")
-    }
+            signature[name] = types.get(name, "i32")
+        if signature[name] == "constexpr" and name not in values:
+            values[name] = None
+        elif isinstance(signature[name], tuple):
+            values |= {(place, i): None for i, part in enumerate(signature[name]) if part == "constexpr"}
+    attributes = {}
+    for place, kind in enumerate(signature.values()):
+        if kind == "i32" or str(kind).startswith("*"):
+            attributes[(place,)] = ALIGNED
+        elif isinstance(kind, Matrix):
+            attributes |= {(place, i): ALIGNED for i in range(2)}
     return ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
@@ -110,9 +117,9 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
     }
     out_columns = tiles.block_n // 2 if tiles.store_halves else tiles.block_n
     blocks = {
-        "input_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
-        "weight_ptr": ("bf16", [tiles.block_n, tiles.block_k]),
-        "out_ptr": ("bf16", [tiles.block_m, out_columns]),
+        "input": ("bf16", [tiles.block_m, tiles.block_k]),
+        "linear_weight": ("bf16", [tiles.block_n, tiles.block_k]),
+        "out": ("bf16", [tiles.block_m, out_columns]),
     }
     for name in epilogues:
         operands = OPERANDS[name]
@@ -125,11 +132,14 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         }
         matrices = dict(blocks)
         if name == "quantized":
-            matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
+            matrices["out"] = ("i16", matrices["out"][1])
         rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers the pair has a loop of its own
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
         if name == "low_rank":
-            matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
+            if tiles.tma:
+                matrices |= {"pair_input_ptr": matrices["input"], "pair_weight_ptr": matrices["linear_weight"]}
+            else:
+                types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "*bf16")
             types["class_scale_ptr"] = "*fp32"
         else:
             types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr", "class_scale_ptr"), "constexpr")
@@ -155,8 +165,8 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
     adds = chunk == "main_grad"
     of_rows = [tiles.block_k, tiles.block_n]
     blocks = {
-        "exponentials_ptr": ("bf16", [tiles.block_k, tiles.block_m]),
-        "rows_ptr": ("bf16", of_rows),
+        "exponentials": ("bf16", [tiles.block_k, tiles.block_m]),
+        "rows": ("bf16", of_rows),
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
     types = {"outer": ("constexpr", "constexpr"), "valid_tokens": VALID_TOKENS}
@@ -219,13 +229,13 @@ def transposed_variant(tiles: Tiles) -> Variant:
 def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
     """The input gradient over all of V, which its epilogue finishes, or over one of several slices."""
     blocks = {
-        "exponentials_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
-        "classes_ptr": ("bf16", [tiles.block_k, tiles.block_n]),
+        "exponentials": ("bf16", [tiles.block_m, tiles.block_k]),
+        "classes": ("bf16", [tiles.block_k, tiles.block_n]),
     }
     types = {
-        "weight_ptr": "*bf16",
+        "linear_weight": by_rows("*bf16"),
         "product_ptr": "*fp32",
-        "out_ptr": "*bf16",
+        "out": by_rows("*bf16"),
         "finish": FINISH,
         "valid_tokens": VALID_TOKENS,
     }

@@ -18,8 +18,8 @@ from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
 from flce_ops.triton.sparse.live_tiles import compared_rows
-from flce_ops.triton.sparse.sparse_lists import Lists, launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import lists_may_pay
+from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_lists
+from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, lists_may_pay
 from flce_ops.triton.steps import backward, with_grad
 from flce_ops.triton.steps.chunks import slices
 
@@ -80,7 +80,8 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     room = room_of_row(threshold, num_classes)
     lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32))
     sparse = SparseGradient(threshold, mode, torch.tensor(11))
-    launch_lists(compared_rows(exponentials, row_sum, valid_tokens, threshold), finished, column, sparse, lists)
+    compared = compared_rows(exponentials, row_sum, valid_tokens, threshold)
+    launch_lists(drawn_rows(compared, sparse, NONE_DENSE), finished, column, lists)
     count = len(order)
     expected = exponentials[:count] * factor[:count, None]
     keep_entries(expected, row_sum[:count] * factor[:count], sparse, Draws(order))

@@ -39,7 +39,7 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
     from flce_ops.triton.rows.finish_rows import FinishedRows
     from flce_ops.triton.rows.valid_tokens import compact_tokens
     from flce_ops.triton.sparse.live_tiles import LIVE, compared_rows
-    from flce_ops.triton.sparse.sparse_lists import Lists, launch_carried, launch_lists
+    from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
     from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses
 
     if has_dense and mode == "drop":
@@ -58,7 +58,7 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
         lists = Lists(torch.empty(N, room_of_row(2.0**-7, vocab), dtype=torch.int64), torch.empty(N, dtype=torch.int32))
         column = torch.full((N,), column)
         compared = compared_rows(exponentials, row_sum, valid_tokens, 2.0**-7)
-        launch_lists(compared, finished, column, sparse, lists, dense, start, carried)
+        launch_lists(drawn_rows(compared, sparse, dense), finished, column, lists, start, carried)
         return rows_of_lists(lists, start)
 
     rows, shards = -(-vocab // ranks), []
@@ -76,7 +76,9 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
 
     def carried_of(gather):
         return [
-            launch_carried(compared_rows(e, row_sum, valid_tokens, 2.0**-7), sparse, dense, Shard(start, rows, gather))
+            launch_carried(
+                drawn_rows(compared_rows(e, row_sum, valid_tokens, 2.0**-7), sparse, dense), Shard(start, rows, gather)
+            )
             for start, e, dense in shards
         ]
 

@@ -25,6 +25,7 @@ from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
+from ..gemm.tma import Matrix, load_tile, store_tile
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
@@ -40,7 +41,7 @@ class Distributions(NamedTuple):
 
     student: Softmax
     teacher: Softmax | None
-    teacher_probs: Tensor | None  # (N, V)
+    teacher_probs: Matrix | None  # (N, V)
 
 
 class RowScale(NamedTuple):
@@ -52,14 +53,13 @@ class RowScale(NamedTuple):
 
 
 @triton.jit
-def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
+def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
     The log-probabilities are -inf behind column V. Loads still run to the end of the padded row: rows are a multiple of
     16 numbers apart, so loads of 16 bytes work for any V.
     """
-    places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
+    logits = load_tile(Matrix(softmax.logits, softmax.stride), rows, cols, row_mask, cols < softmax.stride)
     if softmax.logits.dtype.element_ty == tl.int16:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
@@ -67,7 +67,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        logits, dz_du = base2_logits(logits, None, LogitOptions(number(softmax.softcap), 1.0))
+        logits, dz_du = base2_logits(logits, None, softmax, LogitOptions(number(softmax.softcap), 1.0))
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
@@ -85,10 +85,6 @@ def divergence_kernel(
     valid_tokens,  # ValidTokens
     n,
     V,
-    stride_student,
-    stride_teacher,
-    stride_probs_n,
-    stride_probs_v,
     OF_GIVEN_P: tl.constexpr,  # OF_ENTRY takes p instead of log p
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -105,14 +101,11 @@ def divergence_kernel(
         row_mask = rows < count
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
-        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
+        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V)
         if distributions.teacher_probs is None:
-            teacher = distributions.teacher
-            log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
+            log2_p, _ = log_probabilities(distributions.teacher, rows, cols, row_mask, vocab_block, n, V)
         else:
-            places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
-            mask = row_mask[:, None] & (cols < V)[None, :]
-            log2_p = tl.load(distributions.teacher_probs + places, mask=mask, other=0.0).to(tl.float32)
+            log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
             if not OF_GIVEN_P:
                 log2_p = tl.log2(log2_p)
         beta = number(beta_ptr)
@@ -135,12 +128,7 @@ def divergence_kernel(
             if student.softcap is not None:
                 gradient *= dz_du
             gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
-            places = rows.to(tl.int64)[:, None] * stride_student + cols[None, :]
-            tl.store(
-                gradient_ptr + places,
-                gradient.to(gradient_ptr.dtype.element_ty),
-                mask=(rows < n)[:, None] & (cols < stride_student)[None, :],
-            )
+            store_tile(Matrix(gradient_ptr, student.stride), gradient, rows, cols, rows < n, cols < student.stride)
 
 
 class RowResults(NamedTuple):
@@ -269,8 +257,7 @@ class Rows:
         row_number: Tensor | None,  # (n,)
         scale: RowScale | None,
     ) -> None:
-        student, teacher, probs = self.distributions
-        logits = student.logits
+        student, logits = self.distributions.student, self.distributions.student.logits
         assert gradient is None or gradient.stride() == logits.stride()
         # Time in ms at 2048x128256. 16 rows and 8 warps: forward 0.486, G of reverse 0.479, sums of jsd 0.682. 8 rows
         # and 4 warps: 0.483, 0.420, 0.594. 4 rows and 2 warps: 0.455, 0.423, 0.589.
@@ -284,9 +271,6 @@ class Rows:
             scale,
             self.valid_tokens,
             *logits.shape,
-            logits.stride(0),
-            0 if teacher is None else teacher.logits.stride(0),
-            *((0, 0) if probs is None else probs.stride()),
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,

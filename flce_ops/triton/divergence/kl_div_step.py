@@ -29,6 +29,7 @@ from ..gemm.device import tiles_for
 from ..gemm.input_gradient import Finish
 from ..gemm.split_k import float32_memory
 from ..gemm.tile_sums import launch_max_and_sum
+from ..gemm.tma import matrix_of
 from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.valid_tokens import ValidTokens, room_for_rows
@@ -166,7 +167,7 @@ class KlDivStep:
         tiles = triton.cdiv(self.classes, self.tile)
         per_tile = tokens.new_empty(matrices_of_tiles, tiles, room_for_rows(n), dtype=torch.float32)
         softmaxes = [
-            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
+            Softmax(stored, stored.stride(0), tile_max, per_tile.new_empty(2, n), softcap)
             for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))
         ]
         sums = per_tile[len(models) :]
@@ -181,7 +182,7 @@ class KlDivStep:
         if shifts is None:
             share_denominators(softmaxes, options.group, options.ranks)
         teacher = softmaxes[1] if len(softmaxes) > 1 else None
-        return Distributions(softmaxes[0], teacher, operands.teacher_probs), sums
+        return Distributions(softmaxes[0], teacher, matrix_of(operands.teacher_probs)), sums
 
     def teacher_tokens(self, logits: Tensor) -> Tensor:  # (n, V) -> (n, E)
         (n, _), hidden = logits.shape, self.operands.teacher_input.shape[1]

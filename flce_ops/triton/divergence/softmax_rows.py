@@ -37,7 +37,8 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 
 
 class Softmax(NamedTuple):
-    logits: Tensor  # (n, V) u; rows start at multiples of 16 numbers
+    logits: Tensor  # (n, V) u
+    stride: int  # between its rows, a multiple of 16
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
     softcap: Tensor | None = None  # (), if the logits are stored before it

@@ -13,7 +13,7 @@ GEMM's epilogue writes grad_input and needs no such memory.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 from .device import input_tiles_for, multiprocessors
 from .split_k import splits_of
-from .tma import descriptors, fits_tma, load_tile, store_tile
+from .tma import descriptors, fits_tma, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
 
@@ -53,9 +53,7 @@ def finished_tile(
     row_mask,
     col_mask,
     finish,  # Finish
-    weight_ptr,  # (V, D)
-    stride_weight_v,
-    stride_weight_d,
+    linear_weight,  # (V, D)
 ):
     if finish.row_factor is not None:
         product *= tl.load(finish.row_factor + rows, mask=row_mask, other=0.0)[:, None]
@@ -63,7 +61,7 @@ def finished_tile(
         column = tl.load(finish.column + rows, mask=row_mask, other=-1)
         residual = tl.where(column >= 0, tl.load(finish.residual + rows, mask=row_mask, other=0.0), 0.0)
         there = row_mask & (column >= 0)
-        weight = load_tile(weight_ptr, column, cols, there, col_mask, stride_weight_v, stride_weight_d)
+        weight = load_tile(linear_weight, column, cols, there, col_mask)
         product += residual[:, None] * weight.to(tl.float32)
     if finish.outer_row is not None:
         outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
@@ -73,11 +71,11 @@ def finished_tile(
 
 @Kernel
 def input_gradient_kernel(
-    exponentials_ptr,  # (n, v): tensor descriptor with USE_TMA, else a pointer
-    classes_ptr,  # (v, D): likewise, rows of linear_weight
-    weight_ptr,  # (V, D), all of linear_weight
+    exponentials,  # (n, v): tensor descriptor with USE_TMA, else a Matrix
+    classes,  # (v, D): likewise, rows of linear_weight
+    linear_weight,  # (V, D), all of linear_weight
     product_ptr,  # (S, count, D) float32: written, or added to
-    out_ptr,  # (n, D) out
+    out,  # (n, D) out
     finish,  # Finish
     valid_tokens,  # ValidTokens
     live,  # Steps
@@ -86,10 +84,6 @@ def input_gradient_kernel(
     v,
     numbers,  # how many float32 numbers `product` holds
     depth_of_splits,  # main-loop steps of the longest slice: all slices get the same number of splits
-    stride_exponentials_n,
-    stride_weight_v,
-    stride_weight_d,
-    stride_out_n,
     WHOLE: tl.constexpr,  # the slice is all of V
     FIRST: tl.constexpr,  # this is the first slice
     USE_TMA: tl.constexpr,
@@ -120,20 +114,18 @@ def input_gradient_kernel(
             if live.number is None:
                 step = k
             if USE_TMA:
-                a = exponentials_ptr.load([row_start, step * BLOCK_K])
-                b = classes_ptr.load([step * BLOCK_K, col_start])
+                a = exponentials.load([row_start, step * BLOCK_K])
+                b = classes.load([step * BLOCK_K, col_start])
             else:
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(exponentials_ptr, rows, ks, row_mask, ks < v, stride_exponentials_n)
-                b = load_tile(classes_ptr, ks, cols, ks < v, col_mask, stride_weight_v, stride_weight_d)
+                a = load_tile(exponentials, rows, ks, row_mask, ks < v)
+                b = load_tile(classes, ks, cols, ks < v, col_mask)
             acc = tl.dot(a, b, acc)
             if live.number is not None:
                 step = step_at(live, row_start, k + 1, BLOCK_K)
         if WHOLE and splits == 1:
-            grad = finished_tile(
-                acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d
-            )
-            store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
+            grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight)
+            store_tile(out, grad, rows, cols, row_mask, col_mask)
         else:
             mask = row_mask[:, None] & col_mask[None, :]
             product = product_ptr + (split.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
@@ -145,17 +137,14 @@ def input_gradient_kernel(
 @Kernel
 def finish_product_kernel(
     product_ptr,  # (S, count, D) float32
-    weight_ptr,  # (V, D)
-    out_ptr,  # (n, D) out
+    linear_weight,  # (V, D)
+    out,  # (n, D) out
     finish,  # Finish
     valid_tokens,  # ValidTokens
     n,
     D,
     numbers,
     depth_of_splits,
-    stride_weight_v,
-    stride_weight_d,
-    stride_out_n,
     WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,  # these three describe the GEMM's tiles
     BLOCK_N: tl.constexpr,
@@ -179,8 +168,8 @@ def finish_product_kernel(
         for split in range(splits):
             product = product_ptr + (split * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
             acc += tl.load(product, mask=mask, other=0.0)
-        grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, weight_ptr, stride_weight_v, stride_weight_d)
-        store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
+        grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight)
+        store_tile(out, grad, rows, cols, row_mask, col_mask)
 
 
 @dataclass(eq=False)
@@ -197,24 +186,26 @@ class InputGradient:
 
     def __post_init__(self) -> None:
         self.whole = len(self.columns) == 1
-        assert self.out.stride(1) == 1 and (self.whole or self.product.shape[0] >= self.out.numel())
+        assert self.whole or self.product.shape[0] >= self.out.numel()
+        self.whole_weight = matrix_of(self.linear_weight)
         self.programs = multiprocessors(self.out)
         self.tiles = input_tiles_for(self.linear_weight, live=self.live.number is not None)
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
         self.numbers = min(self.product.shape[0], 2**31 - 1)
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
-        assert exponentials.stride(1) == 1
         tiles, classes = self.tiles, self.linear_weight[columns]
-        matrices = [exponentials, classes]
+        matrices: list[Any] = [matrix_of(exponentials), matrix_of(classes)]
         assert not tiles.tma or fits_tma(exponentials)
         if tiles.tma:
-            matrices = descriptors(matrices, ([tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]))
+            matrices = descriptors(
+                [exponentials, classes], ([tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n])
+            )
         input_gradient_kernel[(self.programs,)](
             *matrices,
-            self.linear_weight,
+            self.whole_weight,
             self.product,
-            self.out,
+            matrix_of(self.out),
             self.finish,
             self.valid_tokens,
             self.live,
@@ -222,9 +213,6 @@ class InputGradient:
             classes.shape[0],
             self.numbers,
             self.depth,
-            exponentials.stride(0),
-            *classes.stride(),
-            self.out.stride(0),
             WHOLE=self.whole,
             FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
@@ -242,16 +230,14 @@ class InputGradient:
         blocks = min(triton.cdiv(n, rows), triton.cdiv(16 * self.programs, triton.cdiv(hidden, columns)))
         finish_product_kernel[(blocks, triton.cdiv(hidden, columns))](
             self.product,
-            self.linear_weight,
-            self.out,
+            self.whole_weight,
+            matrix_of(self.out),
             self.finish,
             self.valid_tokens,
             n,
             hidden,
             self.numbers,
             self.depth,
-            *self.linear_weight.stride(),
-            self.out.stride(0),
             WHOLE=self.whole,
             BLOCK_M=self.tiles.block_m,
             BLOCK_N=self.tiles.block_n,

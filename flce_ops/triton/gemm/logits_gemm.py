@@ -22,6 +22,8 @@ the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -36,7 +38,7 @@ from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from .tiles import LogitsTiles
-from .tma import block_of_tile, descriptors, fits_tma, load_tile, store_tile
+from .tma import block_of_tile, descriptors, fits_tma, load_tile, matrix_of, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -50,23 +52,20 @@ LARGEST_SUM = tl.constexpr(2.0**60)
 
 @triton.jit
 def loaded(logit_options):
-    """LogitOptions with numbers in place of pointers."""
-    softcap = None
-    if logit_options.softcap is not None:
-        softcap = number(logit_options.softcap)
-    return LogitOptions(softcap, number(logit_options.logit_scale))
+    """LogitOptions with numbers in place of pointers, 1 in place of None, which Triton 3.6 cannot return."""
+    return LogitOptions(number(logit_options.softcap), number(logit_options.logit_scale))
 
 
 @triton.jit
-def base2_logits(acc, bias, options, UNIT: tl.constexpr = LOG2E):
+def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
     """(z UNIT, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
 
-    `options` are LogitOptions that were loaded.
+    `logit_options` says which options there are. `numbers` are these options, loaded.
     """
-    logit_scale, softcap = options.logit_scale, options.softcap
+    logit_scale, softcap = numbers.logit_scale, numbers.softcap
     if bias is not None:
         acc = acc + bias
-    if softcap is not None:
+    if logit_options.softcap is not None:
         # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
         # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
         y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
@@ -97,13 +96,13 @@ def exceeds(guard_ptr):
 
 @Kernel
 def logits_gemm_kernel(
-    input_ptr,  # (n, D): tensor descriptor with USE_TMA, else a pointer
-    weight_ptr,  # (V, D): likewise
-    out_ptr,  # (n, V): likewise, out; None where nothing is stored
+    input,  # (n, D): tensor descriptor with USE_TMA, else a Matrix
+    linear_weight,  # (V, D): likewise
+    out,  # (n, V): likewise, out; None where nothing is stored
     bias_ptr,  # (V,) or None
     logit_options,  # LogitOptions
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
-    pair_input_ptr,  # (n, r): as input_ptr; None without a pair
+    pair_input_ptr,  # (n, r): tensor descriptor with USE_TMA, else a pointer; None without a pair
     pair_weight_ptr,  # (V, r)
     class_scale_ptr,  # (V,) float32; multiplies the products and the stored result; None for 1
     guard_ptr,  # () int32, bits of an earlier pass's largest row sum; returns unless it is too large; None: always run
@@ -111,11 +110,6 @@ def logits_gemm_kernel(
     n,
     D,
     V,
-    stride_input_n,
-    stride_input_d,
-    stride_weight_v,
-    stride_weight_d,
-    stride_out_n,
     EPILOGUE: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
@@ -153,7 +147,7 @@ def logits_gemm_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(depth + pair_depth):
             if USE_TMA:
-                inputs, weights, step = input_ptr, weight_ptr, k
+                inputs, weights, step = input, linear_weight, k
                 if RANK > 0:
                     if k >= depth:  # selects one of two tensor maps, so that one loop serves both products
                         inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
@@ -161,8 +155,8 @@ def logits_gemm_kernel(
                 b = weights.load([col_start, step * BLOCK_K])
             else:
                 ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(input_ptr, rows, ks, row_mask, ks < D, stride_input_n, stride_input_d)
-                b = load_tile(weight_ptr, cols, ks, col_mask, ks < D, stride_weight_v, stride_weight_d)
+                a = load_tile(input, rows, ks, row_mask, ks < D)
+                b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
             acc = tl.dot(a, b.T, acc)
         if RANK > 0 and not USE_TMA:
             acc = add_pair_product(acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
@@ -172,9 +166,9 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, numbers)
+        z, dz_du = base2_logits(acc, bias, logit_options, numbers)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
-        if out_ptr is not None:
+        if out is not None:
             if BEFORE_SOFTCAP:
                 result = (acc if bias is None else acc + bias) * numbers.logit_scale
             elif FIXED_POINT:
@@ -184,18 +178,18 @@ def logits_gemm_kernel(
             if class_scale_ptr is not None:
                 result = result * class_scale
             if USE_TMA:
-                rounded = result.to(out_ptr.dtype)
+                rounded = result.to(out.dtype)
                 if STORE_HALVES:
                     # a staging buffer of half the size leaves shared memory for one more stage of the main loop
                     halves = tl.permute(tl.reshape(rounded, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
                     left, right = tl.split(halves)
-                    out_ptr.store([row_start, col_start], left)
-                    out_ptr.store([row_start, col_start + BLOCK_N // 2], right)
+                    out.store([row_start, col_start], left)
+                    out.store([row_start, col_start + BLOCK_N // 2], right)
                 else:
-                    out_ptr.store([row_start, col_start], rounded)
+                    out.store([row_start, col_start], rounded)
             else:
                 # also writes zeros behind the valid rows, as TMA does
-                store_tile(out_ptr, result, rows, cols, rows < n, col_mask, stride_out_n)
+                store_tile(out, result, rows, cols, rows < n, col_mask)
 
 
 def launch_logits_gemm(
@@ -212,16 +206,16 @@ def launch_logits_gemm(
     pair: Pair = NO_PAIR,  # a low-rank pair whose product is added
     tiles: LogitsTiles | None = None,
 ) -> None:
-    assert out is None or out.stride(1) == 1
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
-    matrices = [input, linear_weight, out, pair.input, pair.weight]
-    use_tma = tiles.tma and all(map(fits_tma, matrices))
+    given = [input, linear_weight, out, pair.input, pair.weight]
+    matrices: list[Any] = [*map(matrix_of, given[:3]), *given[3:]]
+    use_tma = tiles.tma and all(map(fits_tma, given))
     if use_tma:
         of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
         of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
-        matrices = descriptors(matrices, (of_rows, of_classes, of_out, of_rows, of_classes))
+        matrices = descriptors(given, (of_rows, of_classes, of_out, of_rows, of_classes))
     grid_tiles = triton.cdiv(n, tiles.block_m) * triton.cdiv(num_classes, tiles.block_n)
     programs = tiles.programs_per_sm * multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
@@ -236,9 +230,6 @@ def launch_logits_gemm(
         n,
         hidden,
         num_classes,
-        *input.stride(),
-        *linear_weight.stride(),
-        0 if out is None else out.stride(0),
         EPILOGUE=EPILOGUES[type(epilogue)],
         USE_TMA=use_tma,
         EVEN_V=num_classes % tiles.block_n == 0,

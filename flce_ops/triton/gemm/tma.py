@@ -4,6 +4,7 @@ Also the order of a GEMM's tiles, and rank-1 matrices that are added to a tile.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,22 +15,38 @@ Outer = tuple[Tensor | None, Tensor | None]
 NO_OUTER: Outer = (None, None)
 
 
+class Matrix(NamedTuple):
+    """A matrix that a kernel reads or writes by pointers. Passed to kernels as one argument."""
+
+    pointer: Tensor
+    stride: int  # between rows
+    stride_col: int | None = None  # between columns; None if rows are contiguous
+
+
+def matrix_of(tensor: Tensor | None) -> Matrix | None:
+    if tensor is None:
+        return None
+    stride, unit = tensor.stride()
+    return Matrix(tensor, stride, None if unit == 1 else unit)
+
+
 @triton.jit
-def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col=None):
-    """Loads by pointers. Without `stride_col` columns are contiguous."""
-    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row
-    if stride_col is None:
+def load_tile(matrix, rows, cols, row_mask, col_mask):
+    """Loads by pointers."""
+    places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride
+    if matrix.stride_col is None:
         places += cols[None, :]
     else:
-        places += cols.to(tl.int64)[None, :] * stride_col
+        places += cols.to(tl.int64)[None, :] * matrix.stride_col
     return tl.load(places, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(matrix_ptr, values, rows, cols, row_mask, col_mask, stride_row):
+def store_tile(matrix, values, rows, cols, row_mask, col_mask):
     """Rounds and stores by pointers. Columns are contiguous."""
-    places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
-    tl.store(places, values.to(matrix_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    tl.static_assert(matrix.stride_col is None)
+    places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride + cols[None, :]
+    tl.store(places, values.to(matrix.pointer.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
 @triton.jit

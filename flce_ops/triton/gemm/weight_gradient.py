@@ -31,6 +31,7 @@ dtype, once for each range of tokens. Additions by the memory took as long (H200
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -60,6 +61,7 @@ from .tma import (
     descriptors,
     fits_tma,
     load_tile,
+    matrix_of,
     outer_product,
 )
 from .transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
@@ -69,8 +71,8 @@ from .transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
 
 @Kernel
 def weight_gradient_kernel(
-    exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
-    rows_ptr,  # (n, D): likewise, c input
+    exponentials,  # (n, V): tensor descriptor with USE_TMA, else a Matrix
+    rows,  # (n, D): likewise, c input
     map_ptr,  # (V, D): tensor map of the sum, for the last chunk of the result; None if pointers store the tile
     stored_ptr,  # (V, D): the sum's tensor map, for the last chunk only
     sum_ptr,  # (V, D) float16; float32 if the result is float32
@@ -86,8 +88,6 @@ def weight_gradient_kernel(
     V,
     room,  # the largest product of one chunk, in units of the scale
     first_rows,  # rows of the first chunk; if they hold all valid tokens, it is the only chunk
-    stride_exponentials_n,
-    stride_rows_n,
     stride_out_v,
     stride_exponent,
     FIRST: tl.constexpr,
@@ -140,12 +140,12 @@ def weight_gradient_kernel(
             if live.number is None:
                 step = k
             if USE_TMA:
-                a = exponentials_ptr.load([step * BLOCK_K, class_start])
-                b = rows_ptr.load([step * BLOCK_K, feature_start])
+                a = exponentials.load([step * BLOCK_K, class_start])
+                b = rows.load([step * BLOCK_K, feature_start])
             else:
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(exponentials_ptr, ks, classes, ks < count, class_mask, stride_exponentials_n)
-                b = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
+                a = load_tile(exponentials, ks, classes, ks < count, class_mask)
+                b = load_tile(rows, ks, features, ks < count, features < D)
             acc = tl.dot(a.T, b, acc)
             if live.number is not None:
                 step = step_at(live, class_start, k + 1, BLOCK_K)
@@ -256,7 +256,6 @@ class WeightGradient:
         first: bool = False,
         last: bool = False,
     ) -> None:
-        assert exponentials.stride(1) == rows.stride(1) == 1
         out, total, tiles = self.out[columns], self.sum.of(columns), self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
@@ -264,12 +263,13 @@ class WeightGradient:
         of_classes, of_features = self.outer
         outer = None if of_classes is None else of_classes[columns], of_features
         assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
-        matrices = [exponentials, rows, None, None]
+        matrices: list[Any] = [matrix_of(exponentials), matrix_of(rows), None, None]
         if tiles.tma:
             stored = total.numbers
-            matrices[2:] = None if self.adds else out if last else stored, stored if last and not first else None
+            of_sum = None if self.adds else out if last else stored, stored if last and not first else None
             of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
-            matrices = descriptors(matrices, ([tiles.block_k, tiles.block_m], of_rows, half, half))
+            tile_shapes = [tiles.block_k, tiles.block_m], of_rows, half, half
+            matrices = descriptors([exponentials, rows, *of_sum], tile_shapes)
         if first and last:
             total = Sum(total.numbers)
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
@@ -288,8 +288,6 @@ class WeightGradient:
             num_classes,
             self.room,
             self.first_rows,
-            exponentials.stride(0),
-            rows.stride(0),
             out.stride(0),
             0 if total.exponents is None else total.exponents.stride(0),
             FIRST=first,

@@ -103,8 +103,8 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    scores = Scores(loaded(logit_options), class_weight_ptr)
-    logit_scale = scores.options.logit_scale
+    scores = Scores(logit_options, loaded(logit_options), class_weight_ptr)
+    logit_scale = scores.numbers.logit_scale
     valid, column = target_of(target_ptr, i, ignore_index, V)
     row = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row.pointer + row.head, 16)

@@ -57,7 +57,8 @@ class Row(NamedTuple):
 class Scores(NamedTuple):
     """What z and its weighted sums are made of, made in a kernel."""
 
-    options: LogitOptions  # loaded
+    options: LogitOptions  # pointers, which say what there is
+    numbers: LogitOptions  # loaded
     class_weight: Tensor | None  # (V,) float32
 
 
@@ -156,7 +157,7 @@ def edges_of(row, VEC: tl.constexpr):
 @triton.jit
 def logits_of(u, scores):
     """(z, dz/du / logit_scale) of given numbers."""
-    return base2_logits(u.to(tl.float32), None, scores.options, 1.0)
+    return base2_logits(u.to(tl.float32), None, scores.options, scores.numbers, 1.0)
 
 
 @triton.jit

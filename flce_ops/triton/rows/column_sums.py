@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.tma import load_tile
+from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
@@ -20,15 +20,13 @@ BLOCK_R, BLOCK_C = 32, 128
 
 @Kernel
 def weighted_column_sum_kernel(
-    matrix_ptr,  # (n, C)
+    matrix,  # (n, C)
     partial_ptr,  # (S, C) out
     n,
     C,
     rows_per_split,
     factor_ptr,  # (n,) float32
     valid_tokens,  # ValidTokens: only their rows are summed; None: all rows
-    stride_r,
-    stride_c,
     GATHERED: tl.constexpr,  # the rows are in the order of the valid tokens
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -47,7 +45,7 @@ def weighted_column_sum_kernel(
         places = rows
         if not GATHERED:
             places = tl.load(valid_tokens.order + rows, mask=rows < last, other=0)
-        values = load_tile(matrix_ptr, places, cols, rows < last, cols < C, stride_r, stride_c).to(tl.float32)
+        values = load_tile(matrix, places, cols, rows < last, cols < C).to(tl.float32)
         if factor_ptr is not None:
             values *= tl.load(factor_ptr + rows, mask=rows < last, other=0.0)[:, None]
         acc += values
@@ -63,7 +61,7 @@ def sum_over_rows(kernel: Any, matrix: Tensor, *arguments: Any, **options: Any) 
     splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
     partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
     sizes, blocks = (rows, columns, triton.cdiv(rows, splits)), {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
-    kernel[(column_blocks, splits)](matrix, partial, *sizes, *arguments, **options, **blocks, num_warps=4)
+    kernel[(column_blocks, splits)](matrix_of(matrix), partial, *sizes, *arguments, **options, **blocks, num_warps=4)
     return partial[0] if splits == 1 else weighted_column_sum(partial, None)
 
 
@@ -74,4 +72,4 @@ def weighted_column_sum(
     *,
     gathered: bool = True,  # the rows of the matrix are in the order of the valid tokens
 ) -> Tensor:  # (C,) float32
-    return sum_over_rows(weighted_column_sum_kernel, matrix, factor, valid_tokens, *matrix.stride(), GATHERED=gathered)
+    return sum_over_rows(weighted_column_sum_kernel, matrix, factor, valid_tokens, GATHERED=gathered)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm.device import interpreted
-from ..gemm.tma import load_tile, store_tile
+from ..gemm.tma import load_tile, matrix_of, store_tile
 from ..launch.replay import Kernel, repeated
 from .valid_tokens import ValidTokens, padded_rows, valid_rows
 
@@ -30,16 +30,13 @@ INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 @Kernel
 def copy_rows_kernel(
-    matrix_ptr,  # (N, C)
-    out_ptr,  # (n, out_columns)
+    matrix,  # (N, C)
+    out,  # (n, out_columns)
     # ValidTokens: their rows are copied, with zeros behind them up to a multiple of 128; None: all rows are copied
     valid_tokens,
     n,
     C,
     out_columns,
-    stride_matrix_n,
-    stride_matrix_c,
-    stride_out_n,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -50,24 +47,15 @@ def copy_rows_kernel(
         count = valid_rows(valid_tokens, n)
         end = padded_rows(count, n)
         sources = tl.load(valid_tokens.order + rows, mask=rows < count, other=0).to(tl.int64)
-    values = load_tile(matrix_ptr, sources, cols, rows < count, cols < C, stride_matrix_n, stride_matrix_c)
-    store_tile(out_ptr, values, rows, cols, rows < end, cols < out_columns, stride_out_n)
+    values = load_tile(matrix, sources, cols, rows < count, cols < C)
+    store_tile(out, values, rows, cols, rows < end, cols < out_columns)
 
 
 def launch_copy_rows(matrix: Tensor, out: Tensor, valid_tokens: ValidTokens | None = None) -> None:
-    assert out.stride(1) == 1
     (n, width), block_n, block_c = out.shape, 8, 512
+    sizes = n, matrix.shape[1], width
     copy_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(width, block_c))](
-        matrix,
-        out,
-        valid_tokens,
-        n,
-        matrix.shape[1],
-        width,
-        *matrix.stride(),
-        out.stride(0),
-        BLOCK_N=block_n,
-        BLOCK_C=block_c,
+        matrix_of(matrix), matrix_of(out), valid_tokens, *sizes, BLOCK_N=block_n, BLOCK_C=block_c
     )
 
 
@@ -101,12 +89,11 @@ def fits(matrix: Tensor, integer: torch.dtype) -> bool:
 
 @Kernel
 def spread_rows_kernel(
-    matrix_ptr,  # (N, D)
+    matrix,  # (N, D)
     place_ptr,  # (N,)
     count_ptr,  # ()
     N,
     D,
-    stride_n,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -118,18 +105,17 @@ def spread_rows_kernel(
     for block in range(0, blocks):
         rows = (blocks - 1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
         place = tl.load(place_ptr + rows, mask=rows < N, other=-1)
-        values = load_tile(matrix_ptr, place, cols, place >= 0, cols < D, stride_n)
+        values = load_tile(matrix, place, cols, place >= 0, cols < D)
         tl.debug_barrier()  # the whole block is read before any of it is written
-        store_tile(matrix_ptr, values, rows, cols, rows < N, cols < D, stride_n)
+        store_tile(matrix, values, rows, cols, rows < N, cols < D)
 
 
 def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor) -> None:
     """Moves row k to the place of the k-th valid token. Rows of ignored tokens become zeros."""
-    assert matrix.stride(1) == 1
     tokens, columns = matrix.shape
     # 32 columns are 64 bytes of half numbers, and 128 programs at D = 4096. Fewer columns a program took 1.5 times as
     # long. Fewer rows at a time wait for memory more often: H200, 23 us at 8192x1024 with 1024 rows, 33 with 256.
     block_d = 64 if interpreted(matrix) else 32
     spread_rows_kernel[(triton.cdiv(columns, block_d),)](
-        matrix, place, valid_tokens.total, tokens, columns, matrix.stride(0), BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
+        matrix_of(matrix), place, valid_tokens.total, tokens, columns, BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
     )

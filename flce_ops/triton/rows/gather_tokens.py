@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits, loaded
-from ..gemm.tma import load_tile
+from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
 from .smoothing import ClassSum
@@ -112,7 +112,7 @@ def gather_tokens_kernel(
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
         numbers = loaded(logit_options)
-        z2, dz_du = base2_logits(product, bias, numbers)
+        z2, dz_du = base2_logits(product, bias, logit_options, numbers)
         tl.store(at_target.logit + row, z2)
         tl.store(at_target.reference + row, z2)
         if pair.class_scale is not None:
@@ -123,7 +123,7 @@ def gather_tokens_kernel(
             bias_sum = None
             if class_sum.bias is not None:
                 bias_sum = tl.load(class_sum.bias)
-            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, numbers)
+            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_options, numbers)
             tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
@@ -137,13 +137,13 @@ def topk_logits_kernel(
     valid_tokens,  # ValidTokens
     rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
+    linear_weight,  # Matrix, (V, D)
     # AtTarget, out: logit 0 for classes of other ranks. On entry its reference is the logit of column 0; on return it
     # is the largest logit
     at_target,
     V,
     D,
     stride_rows_n,
-    weight_stride,  # (between classes, between features)
     vocab_start,
     ignore_index,
     logit_options,  # LogitOptions
@@ -167,12 +167,12 @@ def topk_logits_kernel(
             for first in range(0, D, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
                 x = tl.load(rows_ptr + row.to(tl.int64) * stride_rows_n + d, mask=d < D, other=0.0)
-                w = load_tile(operands.linear_weight, tl.where(hit, column, 0), d, hit, d < D, *weight_stride)
+                w = load_tile(linear_weight, tl.where(hit, column, 0), d, hit, d < D)
                 acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
             bias = None
             if operands.linear_bias is not None:
                 bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
-            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, numbers)
+            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, numbers)
             place = row.to(tl.int64) * TOPK + k
             tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
             tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
@@ -241,11 +241,11 @@ def launch_gather_targets(
         valid_tokens,
         rows,
         operands._replace(weight=None),
+        matrix_of(linear_weight),
         at_target,
         linear_weight.shape[0],
         hidden,
         rows.stride(0),
-        linear_weight.stride(),
         vocab_start,
         call.ignore_index,
         logit_options,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.tma import Outer, load_tile, outer_product, store_tile
+from ..gemm.tma import Outer, load_tile, matrix_of, outer_product, store_tile
 from ..launch.replay import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
@@ -29,18 +29,15 @@ BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 
 @Kernel
 def target_rows_kernel(
-    exponentials_ptr,  # (n, V)
-    rows_ptr,  # (n, D), c input
-    rest_ptr,  # (n, D), what rounding took from c input
+    exponentials,  # (n, V)
+    rows,  # (n, D), c input
+    rest,  # (n, D), what rounding took from c input
     column_ptr,  # (n,) int64, the tokens' target columns; -1 for targets of other ranks
-    out_ptr,  # (V, D), rows of which are written
+    out,  # (V, D), rows of which are written
     outer,  # Outer: (V,) and (D,) vectors whose outer product is added
     valid_tokens,  # ValidTokens
     n,
     D,
-    stride_exponentials_n,
-    stride_rows_n,
-    stride_out_v,
     BLOCK_M: tl.constexpr,  # targets
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
@@ -53,14 +50,14 @@ def target_rows_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(tl.cdiv(count, BLOCK_K)):
         ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a = load_tile(exponentials_ptr, ks, column, ks < count, column >= 0, stride_exponentials_n)
-        high = load_tile(rows_ptr, ks, features, ks < count, features < D, stride_rows_n)
-        low = load_tile(rest_ptr, ks, features, ks < count, features < D, stride_rows_n)
+        a = load_tile(exponentials, ks, column, ks < count, column >= 0)
+        high = load_tile(rows, ks, features, ks < count, features < D)
+        low = load_tile(rest, ks, features, ks < count, features < D)
         acc = tl.dot(a.T, high, acc)
         acc = tl.dot(a.T, low, acc)
     if outer[1] is not None:
         acc += outer_product(outer, column, features, column >= 0, features < D)
-    store_tile(out_ptr, acc, column, features, column >= 0, features < D, stride_out_v)
+    store_tile(out, acc, column, features, column >= 0, features < D)
 
 
 def launch_target_rows(
@@ -72,21 +69,15 @@ def launch_target_rows(
     valid_tokens: ValidTokens,
     outer: Outer,
 ) -> None:
-    assert rest.stride() == rows.stride()
     n, hidden = rows.shape
     target_rows_kernel[(triton.cdiv(n, BLOCK_M), triton.cdiv(hidden, BLOCK_N))](
-        exponentials,
-        rows,
-        rest,
+        *map(matrix_of, (exponentials, rows, rest)),
         column,
-        out,
+        matrix_of(out),
         outer,
         valid_tokens,
         n,
         hidden,
-        exponentials.stride(0),
-        rows.stride(0),
-        out.stride(0),
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,

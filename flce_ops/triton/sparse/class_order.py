@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.tma import load_tile
+from ..gemm.tma import Matrix, load_tile
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens
 from .gather_sums import SplitLists, launch_split_lists
@@ -86,7 +86,7 @@ def count_kernel(
     total = tl.zeros((BLOCK_V,), tl.int32)
     for start in range(0, G, BLOCK_G):
         word = start * WORDS_OF_GROUP + tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
-        bits = load_tile(order.bits, v, word, v < V, word < W, W).to(tl.uint32, bitcast=True)
+        bits = load_tile(Matrix(order.bits, W), v, word, v < V, word < W).to(tl.uint32, bitcast=True)
         count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
         group = start + tl.arange(0, BLOCK_G)
         before = total[:, None] + tl.cumsum(count, 1) - count
@@ -119,7 +119,7 @@ def scatter_kernel(
         mask = at < count
         entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=mask, other=0)
         v = entries & 0xFFFFFFFF
-        bits = load_tile(order.bits, v, word, mask, word <= own, G * WORDS_OF_GROUP).to(tl.uint32, bitcast=True)
+        bits = load_tile(Matrix(order.bits, G * WORDS_OF_GROUP), v, word, mask, word <= own).to(tl.uint32, bitcast=True)
         place = tl.sum(popcount(bits & earlier[None, :]), 1)
         place += tl.load(order.prefix + v * G + group, mask=mask, other=0)
         place += tl.load(classes.behind + v - 1, mask=mask & (v > 0), other=0)

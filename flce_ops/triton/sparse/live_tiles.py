@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.sparse_gradient import LIVE as TILE
-from ..gemm.tma import load_tile
+from ..gemm.tma import Matrix, load_tile, matrix_of
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, room_for_rows, valid_rows
 
@@ -45,21 +45,19 @@ EVERY_STEP = Steps()
 class ComparedRows(NamedTuple):
     """Rows of E whose |p - onehot| is compared with a threshold. Passed to kernels as one argument."""
 
-    exponentials: Tensor  # (n, V), with the targets' entries in place
+    exponentials: Matrix  # (n, V), with the targets' entries in place
     row_sum: Tensor  # (n,)
     valid_tokens: ValidTokens
     threshold: float
     V: int
-    stride: int
 
     @property
     def n(self) -> int:
-        return self.exponentials.shape[0]
+        return self.exponentials.pointer.shape[0]
 
 
 def compared_rows(exponentials: Tensor, row_sum: Tensor, valid_tokens: ValidTokens, threshold: float) -> ComparedRows:
-    assert exponentials.stride(1) == 1
-    return ComparedRows(exponentials, row_sum, valid_tokens, threshold, exponentials.shape[1], exponentials.stride(0))
+    return ComparedRows(matrix_of(exponentials), row_sum, valid_tokens, threshold, exponentials.shape[1])
 
 
 @triton.jit
@@ -105,7 +103,7 @@ def mark_tiles_kernel(
     for start in tl.static_range(0, LIVE, ROWS):
         row = tl.program_id(1) * LIVE + start + tl.arange(0, ROWS)
         limit = compared.threshold * tl.load(compared.row_sum + row, mask=row < count, other=1.0)
-        e = load_tile(compared.exponentials, row, cols, row < count, cols < compared.V, compared.stride).to(tl.float32)
+        e = load_tile(compared.exponentials, row, cols, row < count, cols < compared.V).to(tl.float32)
         live |= 1 - (tl.abs(e) < limit[:, None]).to(tl.int32)
     found = tl.maximum(tl.max(tl.max(live, 1), 0), tl.max(holds_target, 0))
     tl.store(live_ptr + tl.program_id(1) * stride_live + tl.program_id(0), found.to(tl.uint8))

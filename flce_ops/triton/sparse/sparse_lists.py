@@ -39,7 +39,7 @@ from ..launch.replay import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
 from .live_tiles import LIVE, ComparedRows
-from .sparse_or_dense import NONE_DENSE, DenseClasses
+from .sparse_or_dense import DenseClasses
 
 # n rows of a chunk, V vocabulary (of this rank), R room of a row's list
 
@@ -121,7 +121,8 @@ def start_of_row(rows, row, first_tile):
     compared = rows.compared
     limit = compared.threshold * tl.load(compared.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
-    return compared.exponentials + row.to(tl.int64) * compared.stride, limit, scale, key_of_row(rows, row, first_tile)
+    exponentials = compared.exponentials.pointer + row.to(tl.int64) * compared.exponentials.stride
+    return exponentials, limit, scale, key_of_row(rows, row, first_tile)
 
 
 @triton.jit
@@ -291,29 +292,28 @@ def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClass
     return DrawnRows(compared, dense, sparse.gradient_seed if sparse.gradient_mode == "unbiased" else None)
 
 
-def launch_carried(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses, shard: Shard) -> Tensor:
+def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
     """(n,) int64, the argument `carried` of launch_lists. The row sums must be those of whole rows."""
-    rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(shard.start, sparse_gradient.TILE)
+    compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
     last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
     return shard.shares_before(last)
 
 
 def launch_lists(
-    compared: ComparedRows,
+    rows: DrawnRows,
     finished: FinishedRows,
     column: Tensor,  # (n,)
-    sparse: SparseGradient,
     lists: Lists,  # the lists of the chunk; out
-    dense: DenseClasses = NONE_DENSE,
     vocab_start: int = 0,  # the first class of this rank
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column if its class is dense, else -1."""
-    n, room, of_dense = compared.n, lists.entries.shape[1], column.new_empty(column.shape)
-    rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(vocab_start, sparse_gradient.TILE)
+    n, room, of_dense = rows.compared.n, lists.entries.shape[1], column.new_empty(column.shape)
+    first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
+    even = rows.compared.V % 8 == 0
     list_groups_kernel[(n,)](
-        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4
+        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
     )
     list_entries_kernel[(n, lists.walkers)](
         rows, lists, column, finished, room, first_tile, BEFORE=before, BLOCK=128, num_warps=4

@@ -90,7 +90,7 @@ def kept_of_blocks_kernel(
         row = (place * count // tl.maximum(seen, 1)).to(tl.int64)
         scale = 1.0 / (compared.threshold * tl.load(compared.row_sum + row, mask=place < seen, other=1.0))
         mask = (place < seen)[:, None] & (cols < compared.V)[None, :]
-        e = load_tile(compared.exponentials, row, cols, place < seen, cols < compared.V, compared.stride).to(tl.float32)
+        e = load_tile(compared.exponentials, row, cols, place < seen, cols < compared.V).to(tl.float32)
         share = tl.abs(e) * scale[:, None]
         total += tl.where(share < 1.0, share, tl.where(mask, 1.0, 0.0))
     tl.store(kept_ptr + tl.program_id(0), tl.sum(tl.sum(total, 1), 0) / tl.maximum(seen, 1))

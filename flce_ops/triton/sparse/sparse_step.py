@@ -42,7 +42,7 @@ from ..steps.one_pass_step import OnePassStep, StepTokens
 from .class_order import GROUP, launch_class_order, order_bytes
 from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
 from .live_tiles import compared_rows
-from .sparse_lists import Lists, launch_carried, launch_lists
+from .sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
 from .sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
@@ -100,19 +100,11 @@ class SparseStep(OnePassStep):
         compared = compared_rows(exponentials, row_sum, valid_tokens, self.options.gradient_threshold)
         if chunk.start == 0 and self.dense.number is not None:
             launch_sparse_or_dense(compared, rows.shape[1], self.dense)
-        carried = None
-        if self.shard is not None and self.options.gradient_mode == "unbiased":
-            carried = launch_carried(compared, self.options, self.dense, self.shard)
-        of_dense = launch_lists(
-            compared,
-            finished,
-            tokens.column,
-            self.options,
-            self.lists_of(chunk),
-            self.dense,
-            0 if self.shard is None else self.shard.start,
-            carried,
-        )
+        drawn, start, carried = drawn_rows(compared, self.options, self.dense), 0, None
+        if self.shard is not None:
+            start = self.shard.start
+            carried = launch_carried(drawn, self.shard) if self.options.gradient_mode == "unbiased" else None
+        of_dense = launch_lists(drawn, finished, tokens.column, self.lists_of(chunk), start, carried)
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 

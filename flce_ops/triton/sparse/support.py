@@ -28,7 +28,7 @@ from ...meta.call import takes
 from ...support.path import record_run
 from ...support.target_range import assert_in_range, in_range
 from ..gemm.logits_gemm import base2_logits, loaded
-from ..gemm.tma import load_tile
+from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from ..rows.two_sum import in_two_float32
 from ..steps.chunks import contiguous
@@ -51,7 +51,7 @@ def support_products_kernel(
     products_ptr,  # (E,) out
     D,
     input_stride,  # of tokens and features
-    weight_stride,  # of classes and features
+    linear_weight,  # Matrix, (V, D)
     ENTRIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -66,7 +66,7 @@ def support_products_kernel(
         for start in range(0, D, BLOCK_D):
             d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
             x = tl.load(operands.input + token * input_stride[0] + d * input_stride[1], mask=d < D, other=0.0)
-            w = load_tile(operands.linear_weight, column, d, here, d < D, *weight_stride)
+            w = load_tile(linear_weight, column, d, here, d < D)
             acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
         product = tl.sum(acc, 1)
         if operands.linear_bias is not None:
@@ -77,11 +77,11 @@ def support_products_kernel(
 @triton.jit
 def logits_in_nats(product, logit_options):
     """z, and dz/du."""
-    options = loaded(logit_options)
-    z, slope = base2_logits(product, None, options, 1.0)
+    numbers = loaded(logit_options)
+    z, slope = base2_logits(product, None, logit_options, numbers, 1.0)
     if logit_options.softcap is None:
         slope = tl.full(product.shape, 1.0, tl.float32)
-    return z, slope * options.logit_scale
+    return z, slope * numbers.logit_scale
 
 
 @Kernel
@@ -168,7 +168,7 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
             products,
             hidden,
             input.stride(),
-            linear_weight.stride(),
+            matrix_of(linear_weight),
             ENTRIES=ENTRIES,
             BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
             num_warps=4,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objectives.in_triton import LN2, log2_within_2_22
-from ..gemm.tma import load_tile
+from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from ..rows.column_sums import sum_over_rows
 from ..rows.finish_rows import Tokens
@@ -35,7 +35,7 @@ LEAST = 2.0**-40
 
 @Kernel
 def logit_products_kernel(
-    exponentials_ptr,  # (n, V)
+    exponentials,  # (n, V)
     partial_ptr,  # (S, V) out
     n,
     V,
@@ -43,13 +43,10 @@ def logit_products_kernel(
     factor_ptr,  # (n,) f
     reference_ptr,  # (n,) r in base 2
     tokens,  # Tokens
-    rows_ptr,  # (n, D) the chunk's tokens
-    weight_ptr,  # (V, D)
+    input,  # (n, D) the chunk's tokens
+    linear_weight,  # (V, D)
     pair,  # Pair, of the chunk
     D,
-    stride_n,
-    stride_rows_n,
-    weight_stride,  # (between classes, between features)
     RANK: tl.constexpr,  # r of the pair
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -71,7 +68,7 @@ def logit_products_kernel(
     for start in range(first, last, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         row_mask = rows < last
-        entry = load_tile(exponentials_ptr, rows, cols, row_mask, col_mask, stride_n).to(tl.float32)
+        entry = load_tile(exponentials, rows, cols, row_mask, col_mask).to(tl.float32)
         exponential = entry / class_scale
         reference = tl.load(reference_ptr + rows, mask=row_mask, other=0.0)[:, None]
         logit = log2_within_2_22(tl.where(exponential > 0.0, exponential, 1.0)) + reference
@@ -83,8 +80,8 @@ def logit_products_kernel(
             product = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
             for d in range(0, D, BLOCK_D):
                 ks = d + tl.arange(0, BLOCK_D)
-                x = load_tile(rows_ptr, rows, ks, row_mask, ks < D, stride_rows_n)
-                w = load_tile(weight_ptr, cols, ks, col_mask, ks < D, *weight_stride)
+                x = load_tile(input, rows, ks, row_mask, ks < D)
+                w = load_tile(linear_weight, cols, ks, col_mask, ks < D)
                 product = tl.dot(x, w.T, product)
             product = add_pair_product(product, pair.input, pair.weight, rows, cols, row_mask, col_mask, RANK, BLOCK_D)
             logit = tl.where(small, product, logit)
@@ -101,23 +98,9 @@ def logit_products(
     reference: Tensor,  # (n,)
     tokens: Tokens,
 ) -> Tensor:  # (V,), input of gradient_of_scale
-    assert input.stride(1) == 1
-    return sum_over_rows(
-        logit_products_kernel,
-        exponentials,
-        factor,
-        reference,
-        tokens,
-        input,
-        linear_weight,
-        pair,
-        input.shape[1],
-        exponentials.stride(0),
-        input.stride(0),
-        linear_weight.stride(),
-        RANK=pair.rank,
-        BLOCK_D=64,
-    )
+    of_rows = factor, reference, tokens
+    head = matrix_of(input), matrix_of(linear_weight), pair, input.shape[1]
+    return sum_over_rows(logit_products_kernel, exponentials, *of_rows, *head, RANK=pair.rank, BLOCK_D=64)
 
 
 def away_from_zero(class_scale: Tensor) -> Tensor:  # (V,)

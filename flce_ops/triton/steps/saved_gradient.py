@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..gemm.device import interpreted
 from ..gemm.epilogues import Gradient, gradient
-from ..gemm.tma import load_tile, store_tile
+from ..gemm.tma import load_tile, matrix_of, store_tile
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
 from .quantized_logits import (
@@ -29,16 +29,14 @@ from .quantized_logits import (
 
 @Kernel
 def saved_gradient_kernel(
-    quantized_ptr,  # (n, V) int16, from the slice's first column on
-    out_ptr,  # (n, v) out, with zeros behind the valid rows up to a multiple of 128
+    quantized,  # (n, V) int16, from the slice's first column on
+    out,  # (n, v) out, with zeros behind the valid rows up to a multiple of 128
     quantization,  # Quantization
     operands,  # Gradient
     valid_tokens,  # ValidTokens
     n,
     v,
     first_tile,  # number of the slice's first tile
-    stride_quantized_n,
-    stride_out_n,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,  # one tile, with one maximum a row
     ALIGNED: tl.constexpr,  # columns of `out` in 16 bytes
@@ -51,11 +49,11 @@ def saved_gradient_kernel(
         row_mask, col_mask = rows < count, cols < v
         # includes the padding of rows, so that loads and stores have 16 bytes for any v
         inside = cols < tl.cdiv(v, ALIGNED) * ALIGNED
-        q = load_tile(quantized_ptr, rows, cols, row_mask, inside, stride_quantized_n)
+        q = load_tile(quantized, rows, cols, row_mask, inside)
         largest = tl.load(largest_places(quantization, rows, first_tile + tile), mask=row_mask, other=0.0)
         z = dequantize(q, largest, quantization.steps)
         result = gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, v, True)
-        store_tile(out_ptr, result, rows, cols, rows < n, inside, stride_out_n)
+        store_tile(out, result, rows, cols, rows < n, inside)
 
 
 def launch_saved_gradient(
@@ -67,23 +65,21 @@ def launch_saved_gradient(
     out: Tensor,  # (n, v)
     tile: int,  # tile width of the GEMM that wrote them
 ) -> None:
-    assert out.stride(1) == 1 and columns.start % tile == 0
+    assert columns.start % tile == 0
     n, classes = out.shape
     numbers = quantized.numbers[:, columns]
     quantization_of: Quantization = quantization(quantized, out.dtype)
     # ms at 2048x128256, without / with an entropy: 0.324 / 0.332 at 8 rows; 0.341 / 0.379 at 16 rows
     block_n = 16 if interpreted(numbers) else 8
     saved_gradient_kernel[(triton.cdiv(classes, tile), triton.cdiv(n, block_n))](
-        numbers,
-        out,
+        matrix_of(numbers),
+        matrix_of(out),
         quantization_of,
         operands,
         valid_tokens,
         n,
         classes,
         columns.start // tile,
-        numbers.stride(0),
-        out.stride(0),
         BLOCK_N=block_n,
         BLOCK_V=tile,
         ALIGNED=16 // out.itemsize,
