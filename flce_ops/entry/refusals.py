@@ -1,6 +1,6 @@
 """Which combinations nobody wrote: one table, from the features of a call to what is said of them together.
 
-    source        a low-rank pair, positions (a head for each)
+    source        a low-rank pair, positions (a head for each), a quantized head
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, tiles, gradient_class_order
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
@@ -17,6 +17,7 @@ from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
 from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 
+QUANTIZED = "a quantized linear_weight beside {} is not implemented; pass the dequantized weight"
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
 
 
@@ -28,7 +29,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order") 
 # the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards",)
+FEATURES += ("recomputing shards", "a quantized head")
 
 
 def features_of(call: Any) -> set[str]:
@@ -100,6 +101,12 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "a low-rank pair": {
         ("DTensors",): "a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
         "adapter, or out of the plan that shards it",
+    },
+    "a quantized head": {
+        ("sparse gradient",): QUANTIZED.format("gradient_threshold"),
+        ("class probabilities",): QUANTIZED.format("a target of class probabilities"),
+        ("DTensors",): QUANTIZED.format("DTensors"),
+        ("torch.func",): QUANTIZED.format("torch.func"),
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

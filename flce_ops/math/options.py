@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import SymFloat, Tensor
 
+from ..support.quantized import QuantizedHead
 from .precision import accumulation_dtype
 from .sparse_gradient import SparseGradient
 
@@ -169,6 +170,7 @@ class TokenLosses:
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
     target_weight: Tensor | None = None  # (N, K), of a target (N, K)
     sparse: SparseGradient = SparseGradient()
+    quantized: QuantizedHead | None = None  # what linear_weight stands for, which has no numbers then
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)

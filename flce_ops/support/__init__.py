@@ -6,6 +6,7 @@ running.py                the call of an operator that this thread runs
 target_range.py           a class index outside the vocabulary is an error
 holes.py                  what nobody wrote, and what is said of it
 readable.py               layouts of matrices that BLAS reads without a copy
+quantized.py              slices of quantized weights
 exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
 rank_check.py             FLCE_CHECK_RANKS=1: arguments that differ between the ranks of DTensors
 vendor.py                 whose GPU it is; for which one kernels are compiled
