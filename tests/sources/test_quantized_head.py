@@ -26,7 +26,7 @@ class Sliced(Quantized):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.slice.Tensor:
             packed, scale = (func(part, *args[1:]) for part in (args[0].packed, args[0].scale))
-            made = torch.Tensor._make_wrapper_subclass(cls, packed.shape, dtype=scale.dtype)
+            made = torch.Tensor._make_wrapper_subclass(cls, packed.shape, dtype=scale.dtype, device=packed.device)
             made.packed, made.scale = packed, scale
             return made
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -35,7 +35,7 @@ class Sliced(Quantized):
 def of_torchao(config: str):
     def make(weight: torch.Tensor) -> torch.Tensor:
         quantization = pytest.importorskip("torchao.quantization")
-        module = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False).to(weight.dtype))
+        module = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False).to(weight))
         module[0].weight.data.copy_(weight)
         quantization.quantize_(module, getattr(quantization, config)())
         return module[0].weight
@@ -47,7 +47,7 @@ def of_bitsandbytes(kind: str, nested: bool):
     def make(weight: torch.Tensor) -> torch.Tensor:
         modules = pytest.importorskip("bitsandbytes").nn
         made = modules.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=nested)
-        return made.to("cpu")  # where it is packed
+        return made.to(weight.device)  # where it is packed
 
     return make
 
@@ -91,11 +91,13 @@ def loss_and_gradients(input, weight, target, bias, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("made", MADE)
-def test_a_quantized_head_is_the_dense_one(made, options, dtype):
-    options = OPTIONS[options]
+def test_a_quantized_head_is_the_dense_one(made, options, dtype, device):
+    options = {key: value.to(device) if torch.is_tensor(value) else value for key, value in OPTIONS[options].items()}
     target = torch.randint(V, (N, 3) if "target_weight" in options else (N,))
     target[::5] = -100
-    input, bias, weight = torch.randn(N, D).to(dtype), torch.randn(V).to(dtype), torch.randn(V, D).to(dtype)
+    input, bias, weight = torch.randn(N, D), torch.randn(V), torch.randn(V, D)
+    input, bias, weight = (tensor.to(device, dtype) for tensor in (input, bias, weight))
+    target = target.to(device)
     quantized = MADE[made](weight)
     dense = dense_of(quantized, dtype)
     double = {key: value.double() if torch.is_tensor(value) else value for key, value in options.items()}
