@@ -42,6 +42,9 @@ class ShardRows(NamedTuple):
     target_logit: Tensor  # (N, K) with a target (N, K); 0 for classes of other ranks
     others: dict[str, Tensor]  # the requested numbers, by name
 
+    def stacked(self) -> Tensor:  # (k, N)
+        return torch.stack([self.lse, *in_columns(self.target_logit).unbind(1), *self.others.values()])
+
 
 def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     """Rows that are equal on all ranks that share the vocabulary. Requested statistics are 0 for ignored tokens.
@@ -49,19 +52,26 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits. Targets and class weights refer to the
     whole vocabulary.
     """
-    target, num_classes = problem.operands.target, layout.num_classes
-    asked = {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
+    num_classes, asked = layout.num_classes, asked_of_shards(problem)
     start, size = layout.vocabulary_range(num_classes)
     if isinstance(problem.operands, LogitOperands):
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     else:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
-    target_logits = in_columns(shard.target_logit).unbind(1)
-    gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
-    lses, topk = gathered[:, 0], len(target_logits)  # (R, N), as is each of the next
-    others = dict(zip(shard.others, gathered[:, 1 + topk :].unbind(1), strict=True))
+    return whole_rows(problem, asked, list(shard.others), gather_shards(layout, shard.stacked()))
+
+
+def whole_rows(
+    problem: TokenLosses,
+    asked: dict[str, bool],
+    names: list[str],  # of ShardRows.others
+    shards: Tensor,  # (R, k, N), of each shard what ShardRows.stacked has
+) -> Rows:
+    target = problem.operands.target
+    lses, topk = shards[:, 0], shards.shape[1] - 1 - len(names)  # (R, N), as is each of the next
+    others = dict(zip(names, shards[:, 1 + topk :].unbind(1), strict=True))
     lse, valid = lse_of_shards(lses), problem.valid
-    target_logit = gathered[:, 1 : 1 + topk].sum(0).T.reshape(target.shape)
+    target_logit = shards[:, 1 : 1 + topk].sum(0).T.reshape(target.shape)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
         log_share = lses.log_softmax(0).clamp(min=-1e4)  # for a rank whose classes are switched off, s log s is 0
@@ -78,6 +88,10 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     if problem.statistics.lse:
         lse = torch.where(valid, lse, 0.0)
     return Rows(target_logit, lse, others["logit_sum"].sum(0) if asked["logit_sum"] else None, **whole)
+
+
+def asked_of_shards(problem: TokenLosses) -> dict[str, bool]:
+    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
 
 
 def rows_of_shard(

@@ -14,6 +14,7 @@ log_probs.py           log-probabilities and other results of a row
 kl_div.py              divergences from a teacher
 class_probabilities.py targets that are class probabilities
 positions.py           K-dimensional losses: a head for each position
+quantized_head.py      a frozen head whose weight is quantized
 
 metrics.py             return_metrics by name
 support.py             the classes that each token was sampled from

@@ -24,6 +24,7 @@ from .class_probabilities import loss_of_probabilities
 from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from .metrics import accuracy_and_top1
 from .positions import losses_of_positions
+from .quantized_head import take_quantized_head
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, CrossEntropyMetrics
 
@@ -52,6 +53,7 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
         check_main_grad(OP, call)
     if call.gradient_class_order is not None:
         check_class_order(OP, call)
+    quantized = take_quantized_head(call)
     layout = layout_of_call(OP, call)
     if call.linear_weight.dim() > 2:
         return losses_of_positions(call, asked, composite)
@@ -66,9 +68,11 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
         check_buffer(OP, operands, call.main_grad)
     target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
     others = {"main_grad": call.main_grad, "target_weight": target_weight, "sparse": call.sparse}
-    problem = token_losses(call, operands, asked, **others)
+    problem = token_losses(call, operands, asked, **others, quantized=quantized)
     with_grad: WithGrad | None = None
-    if layout.splits_vocabulary:
+    if quantized is not None:
+        pass  # backward makes the gradients
+    elif layout.splits_vocabulary:
         from ..distributed import one_pass
 
         if call.reduction != "none" and one_pass.applies(cast(Any, layout), problem):

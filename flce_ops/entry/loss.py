@@ -91,6 +91,10 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         from ..distributed.vocab_parallel import vocab_parallel_rows
 
         return vocab_parallel_rows(cast(Any, layout), problem)
+    if problem.quantized is not None:
+        from ..distributed.class_slices import rows_of_slices
+
+        return rows_of_slices(problem, problem.quantized)
     softcap, logit_scale = problem.logits
     options = {"logit_sum": problem.loss.label_smoothing != 0.0, "softcap": softcap, "logit_scale": logit_scale}
     options["ignore_index"] = problem.ignore_index

@@ -1,6 +1,6 @@
 """The combinations that are not implemented: a table from features of a call to the text of the error.
 
-    source        a low-rank pair, positions (a head for each), a support
+    source        a low-rank pair, positions (a head for each), a support, a quantized head
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, tiles, gradient_class_order
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
@@ -18,6 +18,7 @@ from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
 from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 
+QUANTIZED = "a quantized linear_weight beside {} is not implemented; pass the dequantized weight"
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
 
 
@@ -30,7 +31,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", 
 # The last three: objectives whose gradients backward always makes; what a layout tells; what a path tells.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards",)
+FEATURES += ("recomputing shards", "a quantized head")
 
 
 def features_of(call: Any) -> set[str]:
@@ -108,6 +109,12 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "support": {
         ("topk",): "support is not implemented for a target of several classes a token; pass one class a token",
         ("sparse gradient",): NO_SPARSE.format("with a support, which is sparse itself,"),
+    },
+    "a quantized head": {
+        ("sparse gradient",): QUANTIZED.format("gradient_threshold"),
+        ("class probabilities",): QUANTIZED.format("a target of class probabilities"),
+        ("DTensors",): QUANTIZED.format("DTensors"),
+        ("torch.func",): QUANTIZED.format("torch.func"),
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

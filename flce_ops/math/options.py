@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import SymFloat, Tensor
 
+from ..support.quantized import QuantizedHead
 from .precision import accumulation_dtype
 from .sparse_gradient import SparseGradient
 from .support import TokenIds
@@ -177,6 +178,7 @@ class TokenLosses:
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
     support: TokenIds | None = None  # None: all classes
+    quantized: QuantizedHead | None = None  # what linear_weight stands for, which has no numbers then
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)

@@ -6,6 +6,7 @@ running.py                the operator call that this thread runs
 target_range.py           a class index outside the vocabulary is an error
 holes.py                  what is not implemented, with the error texts
 readable.py               layouts of matrices that BLAS reads without a copy
+quantized.py              slices of quantized weights
 exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
 rank_check.py             FLCE_CHECK_RANKS=1: finds arguments that differ between the ranks of DTensors
 versions.py               the oldest torch and Triton; older ones are refused by name

@@ -35,9 +35,13 @@ def arguments(features: tuple[str, ...]) -> dict:
     for feature in features:
         call |= changes.get(feature, {})
     call["linear_weight"].requires_grad_()
+    if "a quantized head" in features:
+        call["linear_weight"] = torch.quantize_per_tensor(call["linear_weight"].detach(), 0.1, 0, torch.qint8)
+        call["input"].requires_grad_()
     return call
 
 
+@pytest.mark.filterwarnings("ignore:.*(quantize_per_tensor|torch.ao|quantized).*")
 @pytest.mark.parametrize("row", HERE, ids=" and ".join)
 def test_a_combination_that_nobody_wrote_is_refused(row):
     call = arguments(row)

@@ -96,12 +96,13 @@ FUNCTIONS = {
     "teacher of linear_kl_div": of_teacher,
 }
 
+SCALES = torch.full((V,), 0.1), torch.zeros(V, dtype=torch.int64)
 # the kind of tensor, how to make it from a plain one, how the message describes it, and the method it advises
 REFUSED = [
     ("quantized subclass", Quantized, "quantized one of type Quantized", "dequantize"),
     ("quantized parameter", lambda w: nn.Parameter(Quantized(w), requires_grad=False), "Quantized", "dequantize"),
     ("another way back", OtherWayBack, "OtherWayBack", "get_original_weight"),
-    ("qint8", lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8), "quantized", "dequantize"),
+    ("qint8", lambda w: torch.quantize_per_channel(w, *SCALES, 0, torch.qint8), "quantized", "dequantize"),
     ("COO", lambda w: w.to_sparse(), "torch.sparse_coo", "to_dense"),
     ("CSR", lambda w: w.to_sparse_csr(), "torch.sparse_csr", "to_dense"),
     ("CSC", lambda w: w.to_sparse_csc(), "torch.sparse_csc", "to_dense"),
@@ -110,7 +111,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*(quantize_per_tensor|torch.ao|Sparse|quantized).*")
+@pytest.mark.filterwarnings("ignore:.*(quantize_per_channel|torch.ao|Sparse|quantized).*")
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("what, make, kind, way", REFUSED, ids=[case[0] for case in REFUSED])

@@ -1,0 +1,81 @@
+"""Row statistics of a quantized head: one rank makes the shards of the vocabulary one after the other.
+
+    forward     for each slice of classes:  W_s dequantized,  lse_s, target_logit_s, ... of input @ W_s.T
+                the numbers of the slices come together as those of ranks do (vocab_parallel.py)
+    backward    for each slice:  W_s dequantized and its logits made again,  grad_input += G_s @ W_s, in float32
+
+Three GEMM passes with gradients. Neither W nor a row of all logits exists, and W gets no gradient.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..math.options import Operands, TokenLosses
+from ..math.precision import accumulation_dtype
+from ..math.statistics import Rows
+from ..support.quantized import QuantizedHead
+from .vocab_parallel import asked_of_shards, rows_of_shard, whole_rows
+
+# N tokens, k numbers of a row, D hidden, V vocabulary, v classes of a slice, R slices
+
+
+def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
+    asked = asked_of_shards(problem)
+    names = [name for name, wanted in asked.items() if wanted] + ["max_logit"] * asked["argmax"]
+    input, _, target, linear_bias, weight = problem.operands
+    slices = head.slices(input.dtype)
+    rest = replace(
+        problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
+    )  # a graph keeps it
+    return whole_rows(problem, asked, names, NumbersOfSlices.apply(input, linear_bias, rest, head, slices))
+
+
+class NumbersOfSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,  # (N, D)
+        linear_bias: Tensor | None,  # (V,)
+        problem: TokenLosses,
+        head: QuantizedHead,
+        slices: list[slice],
+    ) -> Tensor:  # (R, k, N)
+        ctx.save_for_backward(input, linear_bias)
+        ctx.problem, ctx.head, ctx.slices = problem, head, slices
+        numbers = []
+        for classes in slices:
+            bias = None if linear_bias is None else linear_bias[classes]
+            numbers.append(numbers_of_slice(problem, head, classes, input, bias))
+        return torch.stack(numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input, linear_bias = ctx.saved_tensors
+        want_input, want_bias = ctx.needs_input_grad[:2]
+        grad_input = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)) if want_input else None
+        grad_bias = torch.empty_like(linear_bias) if want_bias else None
+        for classes, of_slice in zip(ctx.slices, grad):
+            hidden = input.detach().requires_grad_(want_input)
+            bias = None if linear_bias is None else linear_bias[classes].detach().requires_grad_(want_bias)
+            with torch.enable_grad():
+                numbers = numbers_of_slice(ctx.problem, ctx.head, classes, hidden, bias)
+            numbers.backward(of_slice)
+            if grad_input is not None:
+                grad_input += hidden.grad
+            if grad_bias is not None:
+                grad_bias[classes] = bias.grad
+        return None if grad_input is None else grad_input.to(input.dtype), grad_bias, None, None, None
+
+
+def numbers_of_slice(
+    problem: TokenLosses, head: QuantizedHead, classes: slice, input: Tensor, linear_bias: Tensor | None
+) -> Tensor:  # (k, N)
+    linear_weight = head.dense(classes, input.dtype)
+    operands = problem.operands._replace(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+    shard = replace(problem, operands=operands)
+    return rows_of_shard(shard, classes, head.shape[0], asked_of_shards(problem)).stacked()
